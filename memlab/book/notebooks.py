@@ -1,0 +1,253 @@
+"""Run the book's notebooks, save them clean, and say what is wrong with a saved one.
+
+    python -m memlab.book.notebooks chapters/*.ipynb            execute and save
+    python -m memlab.book.notebooks --check chapters/*.ipynb    list problems, change nothing
+
+A committed notebook holds what a reader must see without running it: source, outputs, and nothing that
+differs from one run to the next (timings, widget state, the patch version of Python).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import os
+import re
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import nbformat
+from jupyter_client.kernelspec import KernelSpec
+from jupyter_client.manager import AsyncKernelManager
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
+from nbformat import NotebookNode
+
+MAX_CELLS = 40
+MAX_CELL_LINES = 25
+MAX_FILE_BYTES = 500 * 1024
+
+_KERNEL = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
+_CHURN = ("execution", "ExecuteTime", "collapsed", "scrolled", "trusted", "vscode")
+
+
+class NotebookError(RuntimeError):
+    """A notebook could not be executed; the message names the cell and its error. The file is as it was."""
+
+
+class _ThisPython(AsyncKernelManager):
+    """Starts the Python that runs this code, whatever kernel specs are installed under the name python3."""
+
+    @property
+    def kernel_spec(self) -> KernelSpec:
+        argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+        return KernelSpec(argv=argv, display_name=_KERNEL["display_name"], language="python")
+
+
+def execute(path: str | Path, timeout: float = 180) -> NotebookNode:
+    """Run a notebook from top to bottom in its own folder, clean it, and save it over itself.
+
+    The kernel is the running Python. `timeout` is in seconds and holds for each cell. Cells tagged
+    `skip-execution` keep the outputs they have.
+
+    Raises NotebookError if a cell fails, runs out of time or kills the kernel; nothing is written then.
+    """
+    path = Path(path)
+    notebook = nbformat.read(path, as_version=4)
+    started = 0
+
+    def remember(cell: NotebookNode, cell_index: int) -> None:
+        nonlocal started
+        started = cell_index
+
+    client = NotebookClient(
+        notebook,
+        timeout=timeout,
+        kernel_manager_class=_ThisPython,
+        resources={"metadata": {"path": str(path.parent.resolve())}},
+        coalesce_streams=True,
+        record_timing=False,
+        on_cell_start=remember,
+    )
+    # With MPLBACKEND set, ipykernel leaves the backend alone and figures never reach the notebook.
+    env = {name: value for name, value in os.environ.items() if name != "MPLBACKEND"}
+    try:
+        client.execute(env=env)
+    except CellExecutionError as error:
+        traceback = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
+        raise NotebookError(f"{path}: cell {started} failed with {error.ename}: {error.evalue}\n{traceback}") from None
+    except CellTimeoutError:
+        raise NotebookError(f"{path}: cell {started} was still running after {timeout} s") from None
+    except DeadKernelError:
+        raise NotebookError(f"{path}: the kernel died in cell {started} (out of memory?)") from None
+    clean(notebook)
+    _save(notebook, path)
+    return notebook
+
+
+def clean(notebook: NotebookNode) -> None:
+    """Remove, in place, what differs between two runs of the same notebook, and name cells by their content.
+
+    A cell's id is a hash of its source, so executing again, or on another machine, changes no id, and
+    editing one cell changes only that cell's.
+    """
+    nbformat.validator.normalize(notebook)
+    notebook.metadata.pop("widgets", None)
+    notebook.metadata.kernelspec = NotebookNode(_KERNEL)
+    notebook.metadata.get("language_info", {}).pop("version", None)
+    seen: Counter[str] = Counter()
+    for cell in notebook.cells:
+        for key in _CHURN:
+            cell.metadata.pop(key, None)
+        digest = hashlib.sha256(f"{cell.cell_type}\n{cell.source}".encode()).hexdigest()[:8]
+        seen[digest] += 1
+        cell.id = digest if seen[digest] == 1 else f"{digest}-{seen[digest]}"
+
+
+def _save(notebook: NotebookNode, path: Path) -> None:
+    nbformat.validate(notebook)
+    draft = path.with_name(f".{path.name}.memlab-tmp")
+    try:
+        draft.write_text(nbformat.writes(notebook).rstrip("\n") + "\n", encoding="utf-8", newline="\n")
+        draft.chmod(path.stat().st_mode)
+        draft.replace(path)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            draft.unlink()
+
+
+def problems(path: str | Path) -> list[str]:
+    """Say what keeps a saved notebook from being committed: one line per problem, none if it is fine.
+
+    Cells are counted from 0, all kinds together, as `execute` counts them.
+    """
+    path = Path(path)
+    notebook = nbformat.read(path, as_version=4)
+    return [*_notebook_problems(notebook, path.stat().st_size), *_order_problems(notebook), *_cell_problems(notebook)]
+
+
+def _notebook_problems(notebook: NotebookNode, nbytes: int) -> Iterator[str]:
+    if nbytes > MAX_FILE_BYTES:
+        yield f"{nbytes:,} B in the file; expected at most {MAX_FILE_BYTES:,}: lower the figures' dpi or drop one"
+    if len(notebook.cells) > MAX_CELLS:
+        yield f"{len(notebook.cells)} cells; expected at most {MAX_CELLS}: merge or cut"
+    if notebook.metadata.get("widgets"):
+        yield "widget state is saved; execute it with python -m memlab.book.notebooks"
+
+
+def _order_problems(notebook: NotebookNode) -> Iterator[str]:
+    expected = 1
+    for index, cell in enumerate(notebook.cells):
+        if cell.cell_type != "code" or not cell.source.strip():
+            continue
+        if "skip-execution" in _tags(cell):
+            expected += cell.execution_count == expected
+            continue
+        if cell.execution_count is None:
+            yield f"cell {index} has not been executed"
+            continue
+        if cell.execution_count != expected:
+            yield f"cell {index} was executed as number {cell.execution_count}; expected {expected}: run from the top"
+        expected = cell.execution_count + 1
+
+
+_ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{6,}\b")
+_MACHINE_PATH = re.compile(
+    r"(?<![\w.:/~-])/(?:home|root|work|workspace|tmp|var|usr|opt|mnt|private|Users)/[^\s'\"<>]*"
+    r"|\bfile:/{2}[^\s'\"<>]*"
+    r"|\b[A-Za-z]:\\{1,2}Users\\[^\s'\"<>]*"
+)
+
+
+def _cell_problems(notebook: NotebookNode) -> Iterator[str]:
+    for index, cell in enumerate(notebook.cells):
+        lines = cell.source.count("\n") + 1
+        if lines > MAX_CELL_LINES:
+            yield f"cell {index} has {lines} lines; expected at most {MAX_CELL_LINES}: split it"
+        if cell.cell_type != "code":
+            continue
+        if _has_image(cell) and not _has_alt_text(cell):
+            yield f"cell {index} shows an image without alt text: print a sentence beside it, or set the output's alt"
+        for output in cell.outputs:
+            if output.output_type == "error":
+                yield f"cell {index} ends in an error: {output.ename}: {output.evalue}"
+            for text in _texts(output):
+                for what, pattern in (("an address", _ADDRESS), ("a path of this machine", _MACHINE_PATH)):
+                    if found := pattern.search(text):
+                        yield f"cell {index} prints {what}: {found[0]}"
+
+
+def _tags(cell: NotebookNode) -> list[str]:
+    return cell.metadata.get("tags", [])
+
+
+def _texts(output: NotebookNode) -> Iterator[str]:
+    """Every text an output holds, whatever its type; pictures are left out."""
+    if output.output_type == "stream":
+        yield output.text
+    elif output.output_type == "error":
+        yield "\n".join(output.traceback)
+    else:
+        for kind, value in output.data.items():
+            if isinstance(value, str) and (not kind.startswith("image/") or kind == "image/svg+xml"):
+                yield value
+
+
+def _has_image(cell: NotebookNode) -> bool:
+    return any(kind.startswith("image/") for output in cell.outputs for kind in output.get("data", {}))
+
+
+def _has_sentence(text: str) -> bool:
+    """True if some four words or more end in a full stop; the repr of an object is no sentence."""
+    parts = [] if text.startswith("<") else re.split(r"(?<=[.!?])\s", text)
+    return any(len(part.split()) >= 4 and part.rstrip().endswith((".", "!", "?")) for part in parts)
+
+
+def _has_alt_text(cell: NotebookNode) -> bool:
+    """True if every image of the cell carries alt metadata, or the cell's text contains a sentence."""
+    images = [output for output in cell.outputs if any(kind.startswith("image/") for kind in output.get("data", {}))]
+    if all(_alt(output) for output in images):
+        return True
+    texts = []
+    for output in cell.outputs:
+        data = output.get("data", {})
+        texts += [output.text] if output.output_type == "stream" else []
+        texts += [data[kind] for kind in ("text/plain", "text/markdown") if kind in data]
+    return any(map(_has_sentence, texts))
+
+
+def _alt(output: NotebookNode) -> str:
+    """The alt text of an image output, kept for the whole output or for the image's own type."""
+    metadata = output.metadata
+    of_type = [metadata[kind].get("alt", "") for kind in output.data if isinstance(metadata.get(kind), dict)]
+    return next(filter(None, [metadata.get("alt", ""), *of_type]), "")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Execute (or with --check only judge) the notebooks named; the exit status is 1 if any has a problem."""
+    parser = argparse.ArgumentParser(prog="python -m memlab.book.notebooks", description=__doc__.splitlines()[0])
+    parser.add_argument("paths", nargs="+", type=Path, metavar="notebook.ipynb")
+    parser.add_argument("--check", action="store_true", help="list problems and change nothing")
+    parser.add_argument("--timeout", type=float, default=180, help="seconds a cell may take (default 180)")
+    options = parser.parse_args(argv)
+    failed = False
+    for path in options.paths:
+        begun = time.perf_counter()
+        try:
+            if not options.check:
+                execute(path, timeout=options.timeout)
+                print(f"{path}: executed in {time.perf_counter() - begun:.1f} s")
+            found = [f"{path}: {problem}" for problem in problems(path)]
+        except (NotebookError, OSError, nbformat.reader.NotJSONError) as error:
+            found = [str(error)]
+        print("\n".join(found), end="\n" if found else "")
+        failed = failed or bool(found)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,17 @@
+"""The meter: every byte of a training step, its birth, its death, the line that made it and why it was kept.
+
+    with Meter(model, optimizer, inputs=(x, y)) as meter:
+        loss = model(x, y)
+        loss.backward()
+        optimizer.step()
+    meter.timeline.peak_bytes
+
+Read the pages in this order: `timeline` (the record), `meter` (how it is taken), `lines` (whose line it was),
+`ownership` (what existed before, and what a storage became), `accumulation` (the observer's own footprint, and how it
+is undone), `workspace` (what kernels allocate for themselves, from the allocator's log).
+"""
+
+from memlab.memory_timeline.meter import Meter
+from memlab.memory_timeline.timeline import CATEGORIES, Event, Line, Span, Storage, Timeline
+
+__all__ = ["CATEGORIES", "Event", "Line", "Meter", "Span", "Storage", "Timeline"]

@@ -1,0 +1,90 @@
+"""Which line of the reader's code is responsible: climb the call stack past torch and past the meter.
+
+Every op and every free asks this question, so the answer costs well under a microsecond: a file is judged once, by
+its path, and an instruction becomes text once, however often it runs.
+"""
+
+from __future__ import annotations
+
+import linecache
+import os
+from types import CodeType, FrameType
+
+import torch
+from torch.autograd import graph as _graph
+
+from memlab.memory_timeline.timeline import NOWHERE, Line
+
+# Whose code a frame runs. 0 is the reader's own, where the climb ends; the others add up along the way.
+READER, TORCH, OPTIMIZER, AUTOGRAD, METER = 0, 1, 2, 4, 8
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_OPTIM = os.path.join(_TORCH, "optim") + os.sep
+_AUTOGRAD = os.path.join(_TORCH, "autograd", "__init__.py")
+_METER = os.path.dirname(__file__) + os.sep
+
+# The Python frame from which the C++ engine is called: an op straight above it is part of a node's own formula.
+ENGINE = _graph._engine_run_backward.__code__
+
+
+class Owners(dict):
+    """filename → READER, or a sum of TORCH, OPTIMIZER, AUTOGRAD and METER; judged at the first question."""
+
+    def __missing__(self, filename: str) -> int:
+        if filename.startswith(_METER):
+            owner = METER
+        elif filename.startswith("<frozen "):
+            owner = TORCH
+        elif not filename.startswith(_TORCH):
+            owner = READER
+        elif filename.startswith(_OPTIM):
+            owner = TORCH | OPTIMIZER
+        else:
+            owner = TORCH | AUTOGRAD if filename == _AUTOGRAD else TORCH
+        self[filename] = owner
+        return owner
+
+    def climb(self, frame: FrameType | None) -> tuple[FrameType | None, int]:
+        """The first frame of the reader's code at or above `frame` (None: there is none), and the sum of all passed."""
+        passed = 0
+        while frame is not None:
+            owner = self[frame.f_code.co_filename]
+            if not owner:
+                break
+            passed |= owner
+            frame = frame.f_back
+        return frame, passed
+
+    def climb_below_engine(self, frame: FrameType | None) -> FrameType | None:
+        """The first frame of the reader's code that the engine itself called, such as a Function's backward; or None."""
+        while frame is not None and frame.f_code is not ENGINE:
+            if not self[frame.f_code.co_filename]:
+                return frame
+            frame = frame.f_back
+        return None
+
+
+class Lines:
+    """Numbers for places in the code. Frames are never kept: they would keep tensors alive."""
+
+    def __init__(self):
+        self._numbers: dict[tuple[int, int], int] = {}
+        self._lines: list[Line] = []
+        self._codes: list[CodeType] = []  # kept alive, so that no other code object can take over an id
+
+    def number(self, frame: FrameType | None) -> int:
+        """A number for the instruction that `frame` is at; -1 for no frame."""
+        if frame is None:
+            return -1
+        code = frame.f_code
+        key = id(code), frame.f_lasti
+        number = self._numbers.get(key)
+        if number is None:
+            self._numbers[key] = number = len(self._lines)
+            self._codes.append(code)
+            source = linecache.getline(code.co_filename, frame.f_lineno or 0).strip()
+            self._lines.append(Line(getattr(code, "co_qualname", code.co_name), source))
+        return number
+
+    def __getitem__(self, number: int) -> Line:
+        return self._lines[number] if number >= 0 else NOWHERE

@@ -1,0 +1,373 @@
+"""The Meter: watches a piece of training code and notes every storage's birth and death.
+
+How it sees: a TorchDispatchMode is told of every op, in forward, backward, recomputation and optimizer alike. It looks
+at the tensors that come back. A storage not met before is a birth; a weak reference on it reports the death, whoever
+let go of it. Nothing is kept alive, nothing is copied, and no saved tensor of autograd's is ever read, since reading
+one can run a checkpointed forward again.
+
+The hot path notes numbers only. What a storage became (a gradient, an activation, an optimizer's state …), and why it
+was kept, is worked out once, afterwards, from the notes.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Iterable
+from contextlib import ExitStack
+from types import FrameType
+
+import torch
+from torch import Tensor, UntypedStorage
+from torch.nn.modules import module as nn_module
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from memlab.memory_timeline.accumulation import ADD, ADD_, sole_owner_counts, would_add_in_place
+from memlab.memory_timeline.history import BACKWARD, BEFORE, FORWARD, OPTIMIZER, RECOMPUTE, History, Op
+from memlab.memory_timeline.lines import AUTOGRAD, ENGINE, Owners
+from memlab.memory_timeline.lines import OPTIMIZER as OPTIMIZER_CODE
+from memlab.memory_timeline.ownership import (
+    Owned,
+    modules_of,
+    owned_by_model,
+    owned_by_optimizer,
+    owned_inputs,
+    storages_of,
+)
+from memlab.memory_timeline.timeline import Timeline
+from memlab.memory_timeline.workspace import allocator_log
+
+_current_task = torch._C._current_graph_task_id  # -1 outside backward
+_current_node = torch._C._current_autograd_node
+_next_sequence_number = torch._C._autograd._get_sequence_nr
+_grad_enabled = torch._C.is_grad_enabled
+
+
+_BEFORE = Op("", BEFORE, -1, "", -1, -1)
+
+
+class _Death(weakref.ref):
+    """A weak reference to a storage that still knows its numbers when the storage is gone."""
+
+    __slots__ = ("address", "number")
+
+
+class Meter(TorchDispatchMode):
+    """Records the memory of the code in its `with` block, op by op, on any device.
+
+        with Meter(model, optimizer, inputs=(x, y)) as meter:
+            model(x, y).backward()
+            optimizer.step()
+        meter.timeline.peak_bytes
+
+    model: an nn.Module, a list of them, or None to meter bare tensor code. Its parameters, gradients and buffers count
+      from the start and give names. optimizer: its states likewise (those of any optimizer that steps inside are
+      recognised anyway). inputs: the batch, in tuples, lists or dicts; a tensor not named here counts from its first
+      use on, as an input.
+    workspace: also record what kernels allocate for themselves, from the allocator's own log; slower.
+
+    The timeline can be read during the block and after it, also when the block raised. A Meter records once.
+    Raises TypeError or ValueError for what is not a model, a batch, or has no bytes (device "meta").
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:  # spares 3 µs an op, and importing the compiler at the first
+        return False
+
+    def __init__(self, model=None, optimizer=None, inputs=(), *, workspace: bool = False):
+        super().__init__()
+        self._modules = modules_of(model)
+        for _ in owned_by_model(self._modules):  # refuse what has no bytes here, before anything is set up
+            pass
+        if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(f"expected an optimizer (torch.optim.Optimizer) or None, found {type(optimizer).__name__}")
+        for _ in owned_inputs(inputs):
+            pass
+        self._optimizer, self._inputs = optimizer, inputs
+        self._workspace = workspace
+        self._history = History()
+        self._undo: ExitStack | None = None
+
+    # ---- entering and leaving
+
+    def __enter__(self) -> Meter:
+        if self._undo is not None:
+            raise RuntimeError("expected a Meter that has not run; it records once, so make another: Meter(model, ...)")
+        sole_owner_counts()
+        with ExitStack() as stack:
+            self._set_up(stack)
+            super().__enter__()
+            stack.callback(super().__exit__, None, None, None)
+            self._undo = stack.pop_all()
+        return self
+
+    def __exit__(self, *error) -> None:
+        self._undo.close()
+
+    def _set_up(self, stack: ExitStack) -> None:
+        self._ops, self._lines = self._history.ops, self._history.lines
+        self._owners = Owners()
+        self._live: dict[int, int] = {}  # a storage's address → its number; addresses are used again after a free
+        self._deaths: dict[int, _Death] = {}
+        stack.callback(self._deaths.clear)
+        # The autograd node made last before the meter is nobody's; those made from now on belong to the op that follows.
+        self._forward_of: dict[int, int] = {_next_sequence_number() - 1: -1}
+        self._stepping = False
+        self._module_names = {id(m): name for root in self._modules for name, m in root.named_modules()}
+        self._module_stack: list[str] = []
+        self._parameter_names = {id(p): name for root in self._modules for name, p in root.named_parameters()}
+
+        device = next((p.device for root in self._modules for p in root.parameters()), torch.device("cpu"))
+        self._log = allocator_log(self._history, device) if self._workspace else None
+        self._adopt(owned_by_model(self._modules))
+        if self._optimizer is not None:
+            self._adopt(owned_by_optimizer(self._optimizer, self._parameter_names))
+        self._adopt(owned_inputs(self._inputs))
+        del self._inputs, self._optimizer
+        stack.callback(self._recognise_model)
+
+        for hook in (
+            register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_post_hook(self._after_step),
+            nn_module.register_module_forward_pre_hook(self._enter_module),
+            nn_module.register_module_forward_hook(self._leave_module, always_call=True),
+        ):
+            stack.callback(hook.remove)
+        for root in self._modules:
+            for parameter in root.parameters():
+                if parameter.requires_grad and parameter.is_leaf:
+                    stack.callback(parameter.register_post_accumulate_grad_hook(self._accumulated).remove)
+        self._watch_resizing(stack)
+        if self._log is not None:
+            stack.enter_context(self._log)
+
+    @property
+    def timeline(self) -> Timeline:
+        """What was recorded so far. Raises RuntimeError before the block was entered."""
+        if self._undo is None:
+            raise RuntimeError("expected a Meter that has run: `with meter: ...` first, then meter.timeline")
+        return self._history.timeline()
+
+    # ---- the hot path: once an op
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if types and any(kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ for kind in types):
+            return NotImplemented  # a wrapper such as DTensor: let it unwrap itself, and see the ops on what is inside
+        caller = sys._getframe().f_back
+        node = forward_op = -1
+        in_formula = False
+        module = self._module_stack[-1] if self._module_stack else ""
+        frame, passed = self._owners.climb(caller)
+        if _current_task() != -1:
+            in_formula = caller is None or caller.f_code is ENGINE
+            phase = RECOMPUTE if not in_formula and _grad_enabled() else BACKWARD
+            evaluated = _current_node()
+            if evaluated is not None:
+                node = evaluated._sequence_nr()
+                forward_op = self._forward_of.get(node, -1)
+        elif self._stepping or passed & OPTIMIZER_CODE:
+            phase = OPTIMIZER
+        elif passed & AUTOGRAD:
+            phase = BACKWARD
+        else:
+            phase = FORWARD
+        ops = self._ops
+        number = len(ops)
+        if phase is BACKWARD and forward_op >= 0:
+            module = ops[forward_op].module
+            own = None if in_formula else self._owners.climb_below_engine(caller)
+            line = self._lines.number(own) if own is not None else ops[forward_op].line
+        else:
+            line = self._lines.number(frame)
+        if _grad_enabled():
+            sequence = _next_sequence_number() - 1
+            if sequence not in self._forward_of:
+                self._forward_of[sequence] = number
+        if in_formula and func is ADD and self._engine_accumulates(args, kwargs, evaluated, node):
+            func = ADD_
+        ops.append(Op(func, phase, line, module, forward_op, node))
+
+        for argument in args:
+            if isinstance(argument, Tensor):
+                self._read(argument, number)
+            elif phase is not OPTIMIZER and isinstance(argument, (list, tuple)):
+                for item in argument:
+                    if isinstance(item, Tensor):
+                        self._read(item, number)
+
+        if kwargs:
+            for argument in kwargs.values():
+                if isinstance(argument, Tensor):
+                    self._read(argument, number)
+
+        if self._log is not None:
+            result = self._log.run(number, func, args, kwargs or {})
+        else:
+            result = func(*args, **kwargs) if kwargs else func(*args)
+
+        if isinstance(result, Tensor):
+            self._written(result, number)
+        elif result is not None:
+            for item in result if isinstance(result, (list, tuple)) else ():
+                if isinstance(item, Tensor):
+                    self._written(item, number)
+                elif isinstance(item, (list, tuple)):
+                    for inner in item:
+                        if isinstance(inner, Tensor):
+                            self._written(inner, number)
+        return result
+
+    def _read(self, tensor: Tensor, op: int) -> None:
+        try:
+            number = self._live.get(tensor.untyped_storage()._cdata)
+        except NotImplementedError:  # sparse: several storages
+            numbers = [self._live.get(storage._cdata) for storage in storages_of(tensor)]
+        else:
+            numbers = (number,)
+        history = self._history
+        for number in numbers:
+            if number is None:
+                self._adopt([Owned(tensor, "input", "a tensor")], op)
+                return
+            history.last_read[number] = op
+            forward_op = self._ops[op].forward_op
+            if forward_op >= 0:
+                history.read_in_backward.setdefault(number, {})[forward_op] = None
+
+    def _written(self, tensor: Tensor, op: int) -> None:
+        try:
+            storage = tensor.untyped_storage()
+        except NotImplementedError:
+            for storage in storages_of(tensor):
+                self._note(storage, tensor, op)
+        else:
+            self._note(storage, tensor, op)
+
+    def _note(self, storage: UntypedStorage, tensor: Tensor, op: int) -> int:
+        """Note a storage as `op` left it: born, grown, or as it was. Returns its number."""
+        address = storage._cdata
+        number = self._live.get(address)
+        nbytes = storage.nbytes()
+        if number is not None and nbytes == self._history.sizes[number]:
+            return number
+        by = self._ops[op] if op >= 0 else _BEFORE
+        if number is None:
+            number = self._history.born(tensor, nbytes, op, by.phase, by.line)
+            self._live[address] = number
+            self._deaths[number] = death = _Death(storage, self._died)
+            death.address, death.number = address, number
+        else:
+            self._history.resized(number, nbytes, op, by.phase, by.line)
+        if self._log is not None:
+            self._log.placed(number, storage.data_ptr(), op)
+        return number
+
+    def _died(self, death: _Death) -> None:
+        number = death.number
+        if self._live.get(death.address) == number:
+            del self._live[death.address]
+        self._deaths.pop(number, None)
+        phase, line = self._place(sys._getframe().f_back)
+        self._history.resized(number, 0, len(self._ops) - 1, phase, line)
+
+    def _place(self, caller: FrameType | None) -> tuple[str, int]:
+        """Phase and line of something that happens at `caller` without being an op."""
+        frame, passed = self._owners.climb(caller)
+        if _current_task() != -1:
+            in_formula = caller is None or caller.f_code is ENGINE
+            phase = RECOMPUTE if not in_formula and _grad_enabled() else BACKWARD
+        else:
+            phase = OPTIMIZER if self._stepping or passed & OPTIMIZER_CODE else FORWARD
+        return phase, self._lines.number(frame)
+
+    # ---- the engine's sum of two gradients (see accumulation.py)
+
+    def _engine_accumulates(self, args, kwargs, evaluated, node: int) -> bool:
+        """Whether this addition is the engine joining two gradients, which it would do in place if it were not watched.
+
+        A node's own formula may add too, and may read the first operand again: so the first operand must be a
+        gradient that another node made and that the present one has not read, or one of two that it made for the
+        same input.
+        """
+        if kwargs or len(args) != 2 or evaluated is None or _grad_enabled():
+            return False
+        old, var = args
+        if not isinstance(old, Tensor) or not isinstance(var, Tensor) or not would_add_in_place(old, var):
+            return False
+        number = self._live.get(old.untyped_storage()._cdata)
+        if number is None:
+            return False
+        birth, last_read = self._history.births[number].op, self._history.last_read.get(number, -1)
+        born_here = birth >= 0 and self._ops[birth].node == node
+        if born_here:
+            targets = [target for target in evaluated.next_functions if target[0] is not None]
+            return len(set(targets)) < len(targets)
+        return last_read < 0 or self._ops[last_read].node != node
+
+    # ---- who owns what
+
+    def _adopt(self, owned: Iterable[Owned], op: int = -1) -> None:
+        """Note tensors that exist already, and whose they are."""
+        for tensor, category, name in owned:
+            for storage in storages_of(tensor):
+                if storage.device.type != "meta":
+                    self._history.owners.setdefault(self._note(storage, tensor, op), (category, name))
+
+    def _recognise(self, owned: Iterable[Owned]) -> None:
+        """Storages seen being born turn out to belong to somebody: say to whom."""
+        for tensor, category, name in owned:
+            for storage in storages_of(tensor):
+                number = self._live.get(storage._cdata)
+                if number is not None:
+                    self._history.owners.setdefault(number, (category, name))
+
+    def _recognise_model(self) -> None:
+        self._recognise(owned_by_model(self._modules))
+
+    def _accumulated(self, parameter: Tensor) -> None:
+        name = self._parameter_names.get(id(parameter), "a parameter")
+        self._recognise([Owned(parameter.grad, "gradient", name)])
+
+    def _before_step(self, *_) -> None:
+        self._stepping = True
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_) -> None:
+        self._stepping = False
+        self._recognise(owned_by_optimizer(optimizer, self._parameter_names))
+
+    def _enter_module(self, module, _args) -> None:
+        if _current_task() == -1:
+            self._stepping = False  # an optimizer whose step raised never said that it had ended
+        name = self._module_names.get(id(module))
+        if name is not None:
+            self._module_stack.append(name)
+
+    def _leave_module(self, module, _args, _result) -> None:
+        name = self._module_names.get(id(module))
+        if name in self._module_stack:
+            while self._module_stack.pop() != name:
+                pass
+
+    # ---- sizes that change without an op
+
+    def _watch_resizing(self, stack: ExitStack) -> None:
+        """`UntypedStorage.resize_`, with which FSDP frees and refills parameters, passes by every dispatch mode."""
+        original = UntypedStorage.__dict__.get("resize_")  # another meter's, or none: then it is inherited
+        resize = UntypedStorage.resize_
+
+        def resize_(storage, *args):
+            number = self._live.get(storage._cdata)
+            if number is None:
+                return resize(storage, *args)
+            op = len(self._ops)
+            self._ops.append(Op("resize_", *self._place(sys._getframe().f_back), "", -1, -1))
+            result = resize(storage, *args) if self._log is None else self._log.run(op, resize, (storage, *args), {})
+            self._note(storage, None, op)
+            return result
+
+        UntypedStorage.resize_ = resize_
+        if original is None:
+            stack.callback(delattr, UntypedStorage, "resize_")
+        else:
+            stack.callback(setattr, UntypedStorage, "resize_", original)

@@ -1,0 +1,95 @@
+"""What a storage *is*: found by asking the model, the optimizer and the inputs, who own tensors by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, UntypedStorage
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+_PARTS = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
+}
+
+
+def storages_of(tensor: Tensor) -> Iterator[UntypedStorage]:
+    """The storages that hold a tensor's bytes: one when strided, several when sparse or a wrapper (such as DTensor).
+
+    Raises NotImplementedError for a layout that hides its bytes (mkldnn).
+    """
+    if is_traceable_wrapper_subclass(tensor):
+        for attribute in tensor.__tensor_flatten__()[0]:
+            yield from storages_of(getattr(tensor, attribute))
+    elif tensor.layout is torch.strided:
+        yield tensor.untyped_storage()
+    elif tensor.layout in _PARTS:
+        for part in _PARTS[tensor.layout]:
+            yield getattr(tensor, part)().untyped_storage()
+    else:
+        raise NotImplementedError(
+            f"expected a strided or sparse tensor, found layout {tensor.layout}, which hides its bytes from Python; "
+            "convert it with .to_dense() before metering"
+        )
+
+
+class Owned(NamedTuple):
+    """A tensor that somebody owns: what it is (a category), and the owner's name for it."""
+
+    tensor: Tensor
+    category: str
+    name: str
+
+
+def modules_of(model: object) -> list[torch.nn.Module]:
+    """A model is one module or several (a generator and a discriminator); None is none. Raises TypeError otherwise."""
+    modules = [] if model is None else list(model) if isinstance(model, (list, tuple)) else [model]
+    for module in modules:
+        if not isinstance(module, torch.nn.Module):
+            raise TypeError(f"expected a model (nn.Module), a list of them or None, found {type(module).__name__}")
+    return modules
+
+
+def owned_by_model(modules: Iterable[torch.nn.Module]) -> Iterator[Owned]:
+    """Parameters, their gradients, and buffers. Tied parameters come once. Raises ValueError for a model on meta."""
+    for module in modules:
+        for name, parameter in module.named_parameters():
+            if parameter.is_meta:
+                raise ValueError(
+                    f"expected a model with memory, found {name} on the meta device, which has shapes and no bytes; "
+                    "build it on the cpu or a GPU, or give it bytes with model.to_empty(device=...)"
+                )
+            if not torch.nn.parameter.is_lazy(parameter):
+                yield Owned(parameter, "parameter", name)
+                if parameter.grad is not None:
+                    yield Owned(parameter.grad, "gradient", name)
+        for name, buffer in module.named_buffers():
+            yield Owned(buffer, "buffer", name)
+
+
+def owned_by_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> Iterator[Owned]:
+    """The optimizer's states, named after the parameter they belong to. `names`: id(parameter) → its name."""
+    for parameter, states in optimizer.state.items():
+        if isinstance(states, Mapping):
+            for state, value in states.items():
+                if isinstance(value, Tensor):
+                    yield Owned(value, "optimizer_state", f"{state} of {names.get(id(parameter), 'a parameter')}")
+
+
+def owned_inputs(inputs: object, name: str = "input") -> Iterator[Owned]:
+    """The tensors in `inputs`: a tensor, or tuples, lists and dicts of them. Raises TypeError for anything else."""
+    if isinstance(inputs, Tensor):
+        yield Owned(inputs, "input", name)
+    elif isinstance(inputs, Mapping):
+        for key, value in inputs.items():
+            yield from owned_inputs(value, f"{name} {key}")
+    elif isinstance(inputs, (tuple, list)):
+        for number, value in enumerate(inputs):
+            yield from owned_inputs(value, f"{name} {number}")
+    elif inputs is not None and not isinstance(inputs, (str, int, float, bool)):
+        raise TypeError(f"expected inputs as a tensor or tuples, lists, dicts of tensors, found {type(inputs).__name__}")

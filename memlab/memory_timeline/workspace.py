@@ -1,0 +1,207 @@
+"""What kernels allocate for themselves, from the allocator's own log.
+
+A kernel's scratch never becomes a tensor that an op returns, so watching tensors cannot show it. The allocator can. On
+the CPU, torch's profiler writes down every allocation and free with its address; the meter puts a marker around each op,
+and afterwards the two lists are laid over each other in order. What the meter saw placed at an address is that storage;
+all else is the workspace of the op in which it was allocated. The log then *is* the timeline, to the byte.
+
+On CUDA the caching allocator counts requested bytes and their peak; asked before and after each op, it tells how much
+more than its results the op needed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from memlab.memory_timeline.history import Birth, Change, History
+
+
+def allocator_log(history: History, device: torch.device):
+    """The log of the allocator that serves `device`."""
+    return CUDACounters(history, device) if device.type == "cuda" else CPULog(history)
+
+
+@dataclass(slots=True)
+class Block:
+    """One allocation in the log. `storage` stays -1 for scratch, `freed` for what outlives the log."""
+
+    nbytes: int
+    op: int = -1
+    storage: int = -1
+    freed: bool = False
+
+
+class CPULog:
+    """Runs ops between markers in torch's profiler, then rewrites the history's changes from the allocator's log."""
+
+    def __init__(self, history: History):
+        self._history = history
+        self._placed: dict[int, list[tuple[int, int]]] = {}  # op → (storage, address) as that op left them
+        self._profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+
+    def __enter__(self) -> CPULog:
+        if torch.autograd._profiler_enabled():
+            raise RuntimeError(
+                "expected no profiler around Meter(workspace=True), which runs the profiler itself; "
+                "leave the other one's block first, or meter without workspace"
+            )
+        self._history.workspace = True
+        self._profile.__enter__()
+        return self
+
+    def run(self, op: int, func, args, kwargs):
+        """Call `func` with a marker around it that carries the op's number."""
+        with torch._C._profiler._RecordFunctionFast(f"memlab {op}"):
+            return func(*args, **kwargs)
+
+    def placed(self, storage: int, address: int, op: int) -> None:
+        """Op number `op` (-1: before the first) left this storage at this address."""
+        self._placed.setdefault(op, []).append((storage, address))
+
+    def __exit__(self, *error) -> None:
+        self._profile.__exit__(None, None, None)
+        log = _flatten(self._profile.profiler.kineto_results.experimental_event_tree())
+        self._rewrite(log, self._attribute(log))
+
+    def _attribute(self, log: list[tuple[str, int, int]]) -> list[Block | None]:
+        """For each row of the log, the block that it allocates or frees (None: a marker, or a block nobody knew)."""
+        births = self._history.births
+        standing = {address: Block(births[s].nbytes, -1, s) for s, address in self._placed.get(-1, ())}
+        rows: list[Block | None] = []
+        on_the_way: list[Block] = []  # allocated just before an op begins: the tensor that a Python number becomes
+        op, inside = -1, False
+        for kind, key, nbytes in log:
+            block = None
+            if kind == "begin":
+                op, inside = key, True
+                for early in on_the_way:
+                    early.op = op
+                on_the_way = []
+            elif kind == "end":
+                inside = False
+                for storage, address in self._placed.get(key, ()):
+                    if address in standing and standing[address].storage < 0:
+                        standing[address].storage = storage
+            elif nbytes > 0:
+                standing[key] = block = Block(nbytes, op if inside else -1)
+                if not inside:
+                    on_the_way.append(block)
+            elif key in standing:
+                block = standing.pop(key)
+                block.freed = True
+            rows.append(block)
+        return rows
+
+    def _rewrite(self, log: list[tuple[str, int, int]], rows: list[Block | None]) -> None:
+        history = self._history
+        seen = {block.storage for block in rows if block is not None}
+        freed = {block.storage for block in rows if block is not None and block.freed}
+        unlogged: dict[int, list[Change]] = {}  # memory the allocator never had: NumPy's, another process's
+        deaths: dict[int, Change] = {}
+        changes = []
+        for change in history.changes:
+            if change.op < 0:
+                changes.append(change)
+            elif change.storage not in (seen if change.delta > 0 else freed):
+                unlogged.setdefault(change.op, []).append(change)
+            elif change.delta < 0:
+                deaths[change.storage] = change
+        op = -1
+        for (kind, key, nbytes), block in zip(log, rows, strict=True):
+            if kind == "begin":
+                op = key
+            elif kind == "end":
+                changes += unlogged.pop(key, ())
+            elif block is not None and nbytes > 0:
+                if block.storage < 0:
+                    block.storage = self._workspace(block)
+                changes.append(self._change(block.storage, nbytes, block.op))
+            elif block is not None:
+                death = deaths.get(block.storage)
+                changes.append(death._replace(delta=-block.nbytes) if death else self._change(block.storage, -block.nbytes, op))
+        for late in unlogged.values():
+            changes += late
+        history.changes = changes
+
+    def _change(self, storage: int, delta: int, op: int) -> Change:
+        by = self._history.ops[op] if op >= 0 else None
+        return Change(storage, delta, op, by.phase if by else "forward", by.line if by else -1)
+
+    def _workspace(self, block: Block) -> int:
+        history = self._history
+        number = len(history.births)
+        history.births.append(Birth(block.nbytes, (block.nbytes,), torch.uint8, torch.device("cpu"), block.op))
+        history.sizes.append(0)
+        history.owners[number] = ("workspace", "")
+        return number
+
+
+class CUDACounters:
+    """Asks the caching allocator, around each op, for requested bytes and their peak; adds the ops' scratch."""
+
+    def __init__(self, history: History, device: torch.device, statistics=None, reset_peak=None):
+        self._history, self._device = history, device
+        self._statistics = statistics or (lambda: torch.cuda.memory_stats_as_nested_dict(device)["requested_bytes"]["all"])
+        self._reset_peak = reset_peak or (lambda: torch.cuda.reset_peak_memory_stats(device))
+        self._noted: list[tuple[int, int, int, int]] = []  # (op, changes noted before it, peak and rest beyond that)
+
+    def __enter__(self) -> CUDACounters:
+        self._history.workspace = True
+        return self
+
+    def run(self, op: int, func, args, kwargs):
+        """Call `func` and note by how much requested bytes rose meanwhile, at most and in the end."""
+        self._reset_peak()
+        before = self._statistics()["current"]
+        result = func(*args, **kwargs)
+        after = self._statistics()
+        self._noted.append((op, len(self._history.changes), after["peak"] - before, after["current"] - before))
+        return result
+
+    def placed(self, storage: int, address: int, op: int) -> None:
+        """Nothing to do: CUDA's counters need no addresses."""
+
+    def __exit__(self, *error) -> None:
+        history = self._history
+        changes, position = [], 0
+        results: dict[int, int] = {}  # op → bytes it gave back as storages
+        for change in history.changes:
+            if change.delta > 0 and history.births[change.storage].device == self._device:
+                results[change.op] = results.get(change.op, 0) + change.delta
+        for op, at, peak, rest in self._noted:
+            changes += history.changes[position:at]
+            position = at
+            kept = max(0, rest - results.get(op, 0))  # a library's workspace, which stays for the next call
+            for nbytes, lasting in ((kept, True), (max(0, peak - max(0, rest)), False)):
+                if nbytes:
+                    changes += self._scratch(op, nbytes, lasting)
+        history.changes = changes + history.changes[position:]
+
+    def _scratch(self, op: int, nbytes: int, lasting: bool) -> list[Change]:
+        history = self._history
+        number = len(history.births)
+        history.births.append(Birth(nbytes, (nbytes,), torch.uint8, self._device, op))
+        history.sizes.append(nbytes if lasting else 0)
+        history.owners[number] = ("workspace", "")
+        by = history.ops[op]
+        born = Change(number, nbytes, op, by.phase, by.line)
+        return [born] if lasting else [born, born._replace(delta=-nbytes)]
+
+
+def _flatten(roots) -> list[tuple[str, int, int]]:
+    """The profiler's tree as one list in time: ("begin" | "end", op, 0) and ("bytes", address, ±size)."""
+    found = []
+    stack = list(roots)
+    while stack:
+        node = stack.pop()
+        stack.extend(node.children)
+        if node.tag == torch._C._profiler._EventType.Allocation:
+            found.append((node.start_time_ns, 1, "bytes", node.extra_fields.ptr, node.extra_fields.alloc_size))
+        elif node.name.startswith("memlab "):
+            number = int(node.name.split()[1])
+            found.append((node.start_time_ns, 0, "begin", number, 0))
+            found.append((node.end_time_ns, 2, "end", number, 0))
+    found.sort(key=lambda row: row[:2])
+    return [row[2:] for row in found]

@@ -1,0 +1,91 @@
+"""How pytest treats the book's notebooks (a pytest plugin, loaded by pyproject.toml).
+
+With the torch and Python that the outputs were recorded with, and no CUDA, every output is compared. Anywhere
+else every cell is executed and nothing is compared, and the report says so: other kernels allocate other bytes.
+`--nbval`, `--nbval-lax` and `-p no:nbval` on the command line win over this.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+RECORDED_WITH = {"torch": "2.13.0", "python": "3.11"}
+CELL_TIMEOUT_SECONDS = 180
+NBVAL_DEFAULT_TIMEOUT_SECONDS = 2000
+
+_message = pytest.StashKey[str]()
+_cells = pytest.StashKey[int]()
+
+
+def _has_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def difference_from_recording() -> str:
+    """What differs here from where the outputs were recorded; empty if nothing does."""
+    python = f"{sys.version_info.major}.{sys.version_info.minor}"
+    torch_version = importlib.metadata.version("torch")
+    if torch_version.split("+")[0] != RECORDED_WITH["torch"]:
+        return f"torch {torch_version}"
+    if python != RECORDED_WITH["python"]:
+        return f"Python {python}"
+    return "CUDA" if _has_cuda() else ""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[_message] = _apply_policy(config)
+
+
+def _apply_policy(config: pytest.Config) -> str:
+    if config.pluginmanager.is_blocked("nbval"):
+        return "notebooks are not run: nbval was switched off"
+    if not config.pluginmanager.hasplugin("nbval"):
+        return "NOTEBOOKS ARE NOT RUN: nbval is not installed; python -m pip install -e '.[test]' brings it"
+    option = config.option
+    asked = option.nbval or option.nbval_lax
+    recorded = "torch {torch}, Python {python} on a CPU".format(**RECORDED_WITH)
+    if asked:
+        message = f"notebooks: {'executed' if option.nbval_lax else 'executed and compared'}, as asked"
+    elif difference := difference_from_recording():
+        option.nbval_lax = True
+        message = f"notebooks: executed, NOT COMPARED (recorded with {recorded}; found {difference})"
+    else:
+        option.nbval = True
+        message = f"notebooks: executed and compared (recorded with {recorded}, as here)"
+    if not option.nbval_kernel_name:
+        option.nbval_current_env = True
+    if option.nbval_cell_timeout == NBVAL_DEFAULT_TIMEOUT_SECONDS:
+        option.nbval_cell_timeout = CELL_TIMEOUT_SECONDS
+    if option.nbval_sanitize_with is None:
+        option.nbval_sanitize_with = str(Path(__file__).with_name("nbval_sanitize.cfg"))
+    # With MPLBACKEND set, ipykernel leaves the backend alone and figures never reach the notebook.
+    os.environ.pop("MPLBACKEND", None)
+    return message
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return config.stash[_message]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if config.stash.get(_cells, 0) or not config.pluginmanager.hasplugin("nbval"):
+        terminalreporter.write_line(config.stash[_message])
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip what this machine cannot run: cells tagged `gpu` without CUDA, and `skip-execution` otherwise."""
+    cells = [(item, item.cell.metadata.get("tags", [])) for item in items if hasattr(item, "cell")]
+    config.stash[_cells] = len(cells)
+    for item, tags in cells:
+        if "gpu" in tags and not _has_cuda():
+            item.add_marker(pytest.mark.skip(reason="this cell needs a CUDA GPU"))
+        elif "skip-execution" in tags and "gpu" not in tags:
+            item.add_marker(pytest.mark.skip(reason="this cell is tagged skip-execution"))

@@ -1,0 +1,408 @@
+"""The house rules of memlab, each with a broken copy that shows the rule can fail."""
+
+import ast
+import importlib.metadata
+import importlib.util
+import os
+import re
+import shutil
+import stat
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import memlab
+
+ROOT = Path(__file__).parents[1]
+
+# A module may use what an earlier chapter has opened: the order of the chapters, from 01.
+CHAPTERS = (
+    "memory_timeline",
+    "memory_arithmetic",
+    "memory_hierarchy",
+    "caching_allocator",
+    "memory_monitoring",
+    "mixed_precision",
+    "gradient_accumulation",
+    "gradient_checkpointing",
+    "offloading",
+    "data_loading",
+    "lean_optimizers",
+    "lean_architectures",
+    "data_parallelism",
+    "tensor_parallelism",
+    "pipeline_parallelism",
+    "compilers",
+    "inference_memory",
+    "memory_planning",
+    "frontier",
+)
+COMMANDS = ("record", "benchmark", "__main__")
+# These two exist to drive Jupyter and matplotlib; importing them may do what those do.
+DRIVERS = ("memlab.book.notebooks", "memlab.book.figures")
+
+
+def write(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(textwrap.dedent(text), encoding="utf-8")
+    return root
+
+
+def module_files(root: Path) -> dict[str, Path]:
+    """Every module of memlab by its dotted name."""
+    files = {}
+    for path in sorted((root / "memlab").rglob("*.py")):
+        parts = path.relative_to(root).with_suffix("").parts
+        files[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return files
+
+
+# ---- one technique, one name
+
+
+def misnamed(root: Path) -> list[str]:
+    found = []
+    chapters = {}
+    for path in sorted((root / "chapters").glob("*.ipynb")):
+        match = re.fullmatch(r"(\d\d)_([a-z_]+)\.ipynb", path.name)
+        if match is None:
+            found.append(f"{path.name}: expected NN_name.ipynb")
+        elif match[1] != "00":
+            chapters[match[2]] = match[1]
+    for name, number in chapters.items():
+        if name not in CHAPTERS or CHAPTERS.index(name) != int(number) - 1:
+            found.append(f"chapter {number}_{name} is not in the order of chapters")
+    modules = {name for name in CHAPTERS if f"memlab.{name}" in module_files(root)}
+    for name in sorted(modules | set(chapters)):
+        number = CHAPTERS.index(name) + 1 if name in CHAPTERS else 0
+        if name not in chapters:
+            found.append(f"memlab.{name} has no chapters/{number:02}_{name}.ipynb")
+        if name not in modules:
+            found.append(f"chapter {name} has no memlab/{name}.py or memlab/{name}/")
+        if not (root / "tests" / f"test_{name}.py").exists():
+            found.append(f"{name} has no tests/test_{name}.py")
+    return found
+
+
+def test_one_technique_has_one_name_everywhere():
+    assert misnamed(ROOT) == []
+
+
+def test_a_missing_chapter_module_or_test_is_noticed(tmp_path):
+    names = ("chapters/01_memory_timeline.ipynb", "memlab/memory_timeline.py", "tests/test_memory_timeline.py")
+    assert misnamed(write(tmp_path, dict.fromkeys(names, ""))) == []
+    for name in names:
+        (tmp_path / name).unlink()
+        assert len(misnamed(tmp_path)) == 1
+        write(tmp_path, {name: ""})
+    assert len(misnamed(write(tmp_path, {"chapters/02_memory_timeline.ipynb": ""}))) == 1
+    assert "expected NN_name.ipynb" in misnamed(write(tmp_path, {"chapters/Draft.ipynb": ""}))[0]
+
+
+# ---- floors
+
+
+def imported(name: str, path: Path) -> Iterator[str]:
+    """Every module that a file imports, at its top or inside a function, by its absolute dotted name."""
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def floor_of(module: str) -> tuple[str, set[str]]:
+    """The part of memlab that a module belongs to, and the parts that it may import."""
+    part = (module.split(".") + ["memlab"])[1]
+    if part in CHAPTERS:
+        number = CHAPTERS.index(part)
+        return part, {part, "units", *(["ranks"] if number > 0 else []), *CHAPTERS[:number]}
+    if part == "ranks":
+        return part, {"units", CHAPTERS[0]}
+    if part in ("book", *COMMANDS):
+        return part, {part, "units", "ranks", "book", "record", "benchmark", *CHAPTERS}
+    return part, set()
+
+
+def leaning(root: Path) -> list[str]:
+    found = []
+    for name, path in module_files(root).items():
+        part, allowed = floor_of(name)
+        for target in imported(name, path):
+            other = target.split(".")[1] if target.startswith("memlab.") else ""
+            if target.split(".")[0] == "tests":
+                found.append(f"{name} imports {target}: nothing imports tests")
+            elif other and other not in allowed and not other.startswith("__version"):
+                found.append(f"{name} imports {target}: {part} may use {', '.join(sorted(allowed)) or 'nothing'}")
+    return found
+
+
+def test_a_module_uses_only_what_the_reader_has_met():
+    assert leaning(ROOT) == []
+
+
+@pytest.mark.parametrize(
+    ("file", "source"),
+    [
+        ("memlab/memory_timeline.py", "from memlab.offloading import swap_activations"),
+        ("memlab/memory_timeline/page.py", "def f():\n    from ..offloading import swap_activations"),
+        ("memlab/memory_timeline/__init__.py", "from ..ranks import run_ranks"),
+        ("memlab/offloading.py", "from memlab import book"),
+        ("memlab/offloading.py", "import memlab.book.claims"),
+        ("memlab/units.py", "from memlab.memory_timeline import Meter"),
+        ("memlab/ranks.py", "from memlab import memory_arithmetic"),
+        ("memlab/__init__.py", "from . import units"),
+        ("memlab/book/claims.py", "from tests import test_house"),
+    ],
+)
+def test_leaning_on_an_unopened_box_is_noticed(tmp_path, file, source):
+    assert len(leaning(write(tmp_path, {file: source}))) == 1
+
+
+@pytest.mark.parametrize(
+    ("file", "source"),
+    [
+        (
+            "memlab/offloading.py",
+            "import torch\nfrom memlab.units import KiB\nfrom memlab import memory_timeline, ranks",
+        ),
+        ("memlab/memory_timeline/page.py", "from .meter import Meter\nfrom memlab.memory_timeline.lines import Line"),
+        ("memlab/book/claims.py", "from memlab.offloading import swap\nfrom . import table"),
+        ("memlab/benchmark.py", "from memlab import __version__, book, memory_timeline"),
+    ],
+)
+def test_standing_on_a_lower_floor_is_allowed(tmp_path, file, source):
+    assert leaning(write(tmp_path, {file: source})) == []
+
+
+# ---- importing starts nothing
+
+WATCH = """
+import os, sys, threading
+import torch  # what torch itself does at import is not memlab's doing
+
+events, root = [], sys.argv[1]
+STARTS = {
+    "subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system", "os.exec", "_winapi.CreateProcess",
+    "_thread.start_new_thread", "_thread.start_joinable_thread", "socket.bind", "socket.connect",
+    "tempfile.mkstemp", "tempfile.mkdtemp", "os.mkdir",
+}
+
+def watch(event, args):
+    writes = event == "open" and args[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT) and args[0] != os.devnull
+    if event in STARTS or writes:
+        events.append(f"{event} {args[0]}")
+
+sys.path.insert(0, root)
+sys.addaudithook(watch)
+for name in sys.argv[2:]:
+    __import__(name)
+    if torch.cuda.is_initialized():
+        events.append("CUDA initialised")
+    if events or threading.active_count() > 1:
+        sys.exit(f"importing {name}: {events}, {threading.active_count()} threads")
+"""
+
+
+def import_in_fresh_process(root: Path, names: list[str]) -> str:
+    command = [sys.executable, "-B", "-c", WATCH, str(root), *names]
+    return subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=300, check=False).stderr
+
+
+def test_importing_memlab_starts_no_thread_process_or_file_and_touches_no_gpu():
+    names = [name for name in module_files(ROOT) if name not in DRIVERS and not name.endswith("__main__")]
+    assert import_in_fresh_process(ROOT, names) == ""
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import threading\nthreading.Thread(target=print).start()",
+        "import subprocess, sys\nsubprocess.run([sys.executable, '-c', ''])",
+        "import tempfile\ntempfile.TemporaryFile()",
+        "open('left_behind', 'w').close()",
+        "import torch\ntorch.cuda.is_initialized = lambda: True",
+    ],
+    ids=["thread", "process", "temporary file", "file", "CUDA"],
+)
+def test_an_import_that_starts_something_is_noticed(tmp_path, source):
+    write(tmp_path, {"starter.py": source})
+    assert "importing starter: " in import_in_fresh_process(tmp_path, ["starter"])
+
+
+@pytest.mark.parametrize(
+    ("statement", "unwanted"),
+    [
+        ("import memlab", ("torch", "numpy", "matplotlib", "IPython", "transformers")),
+        ("import memlab.memory_timeline", ("matplotlib", "IPython", "ipywidgets", "transformers", "nbformat")),
+    ],
+)
+def test_an_import_brings_no_heavy_package(statement, unwanted):
+    if importlib.util.find_spec(statement.split()[1]) is None:
+        pytest.skip(f"{statement}: there is no such module yet")
+    program = f"{statement}; import sys; print(*sys.modules)"
+    loaded = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    assert set(unwanted).isdisjoint(loaded.split())
+
+
+# ---- notebooks, source text, docstrings
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "chapters").glob("*.ipynb")), ids=lambda path: path.stem)
+def test_every_chapter_is_fit_to_be_committed(path):
+    notebooks = pytest.importorskip("memlab.book.notebooks", exc_type=ImportError)
+    assert notebooks.problems(path) == []
+
+
+def ruff(root: Path, *arguments: str) -> str:
+    if importlib.util.find_spec("ruff") is None:
+        pytest.skip("ruff is not installed")
+    command = [sys.executable, "-m", "ruff", *arguments, "--no-cache", "--config", ROOT / "pyproject.toml", root]
+    result = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120, check=False)
+    return "" if result.returncode == 0 else result.stdout + result.stderr
+
+
+def test_ruff_has_nothing_to_say_about_library_tests_and_notebooks():
+    assert ruff(ROOT, "check", "--quiet") == ""
+    assert ruff(ROOT, "format", "--check") == ""
+
+
+def test_ruff_notices_an_unused_import_and_a_wrong_format(tmp_path):
+    write(tmp_path, {"module.py": "import os\nx = [ 1 ]\n"})
+    assert "F401" in ruff(tmp_path, "check")
+    assert "module.py" in ruff(tmp_path, "format", "--check")
+
+
+def committed_files(root: Path) -> list[Path]:
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
+    try:
+        listed = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("this copy is not a git checkout")
+    return [root / name for name in listed.split("\0") if name and (root / name).is_file()]
+
+
+# Written in pieces, so that this file does not name what it forbids.
+MACHINES = re.compile("|".join(["/" + "work/", "/" + "root/", "/" + "tmp/bash", "file" + "://"]))
+INDEX = re.compile(r"https?://[^\s'\")`]+/(?:simple|whl)\b[^\s'\")`]*|\bpypi\.[a-z.]*[a-z]|index" + r"-url[ =]\S+")
+PUBLIC_INDEX = "https://download.pytorch.org/whl/cpu"
+
+
+def naming_a_machine(paths: list[Path], root: Path) -> list[str]:
+    found = []
+    for path in paths:
+        text = path.read_bytes().decode(errors="replace").replace(PUBLIC_INDEX, "the-index")
+        text = text.replace("index-url the-index", "")
+        for pattern in (MACHINES, INDEX):
+            found += [f"{path.relative_to(root)}: {match[0]}" for match in pattern.finditer(text)]
+    return found
+
+
+def test_no_file_names_a_machine_or_a_package_registry():
+    assert naming_a_machine(committed_files(ROOT), ROOT) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "cd /" + "work/main",
+        "see file" + ":///opt/x",
+        "--extra-index" + "-url https://mirror.example/" + "simple",
+        "--index" + "-url=http://10.0.0.1",
+        "from py" + "pi.org",
+    ],
+)
+def test_a_named_machine_is_noticed(tmp_path, text):
+    path = write(tmp_path, {"notes.txt": text}) / "notes.txt"
+    assert naming_a_machine([path], tmp_path) != []
+
+
+def undocumented(root: Path) -> list[str]:
+    """Modules, public functions, classes and their methods without a docstring; `forward` is told by its class."""
+    found = []
+
+    def visit(node: ast.AST, name: str) -> None:
+        if ast.get_docstring(node) is None:
+            found.append(name)
+        if isinstance(node, ast.Module | ast.ClassDef):
+            for child in node.body:
+                public = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+                if public and not child.name.startswith("_") and child.name != "forward":
+                    visit(child, f"{name}.{child.name}")
+
+    for name, path in module_files(root).items():
+        visit(ast.parse(path.read_text(encoding="utf-8")), name)
+    return found
+
+
+def test_every_public_function_of_memlab_says_what_it_does():
+    assert undocumented(ROOT) == []
+
+
+def test_a_missing_docstring_is_noticed(tmp_path):
+    source = '''
+        """A module."""
+        def told():
+            """Told."""
+            def inner(): pass
+        def untold(): pass
+        def _private(): pass
+        class Thing:
+            """A thing."""
+            def __init__(self): pass
+            def method(self): pass
+    '''
+    assert undocumented(write(tmp_path, {"memlab/x.py": source})) == ["memlab.x.untold", "memlab.x.Thing.method"]
+
+
+# ---- packaging
+
+
+def test_the_installed_version_is_the_one_in_the_source():
+    installed = importlib.metadata.version("memlab")
+    assert installed == memlab.__version__, "install it once more: python -m pip install -e '.[test]'"
+
+
+def readme_commands(root: Path) -> list[str]:
+    """What README tells a reader to type: the lines of its `sh` blocks."""
+    blocks = re.findall(
+        r"^```sh\n(.*?)^```$", (root / "README.md").read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
+    )
+    return [line for block in blocks for line in block.splitlines()]
+
+
+def test_readme_has_two_commands_of_one_line_each_with_its_environment():
+    commands = readme_commands(ROOT)
+    assert len(commands) == 2
+    assert all("python3 -m venv --system-site-packages .venv" in command for command in commands)
+    assert commands[0].endswith(" chapters")
+    assert commands[1].endswith(".venv/bin/python -m pytest")
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "dash", "sh"])
+def test_readme_commands_are_read_by_every_shell(shell):
+    if shutil.which(shell) is None:
+        pytest.skip(f"{shell} is not installed")
+    for command in readme_commands(ROOT):
+        subprocess.run([shell, "-n", "-c", command], check=True, timeout=30)
+
+
+def test_ci_runs_the_test_command_of_readme_and_has_no_copy_of_it():
+    script = ROOT / ".ci" / "run"
+    text = script.read_text(encoding="utf-8")
+    pattern = re.search(r"grep -E -- '([^']+)' README\.md", text)[1]
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    assert [line for line in lines if re.search(pattern, line)] == readme_commands(ROOT)[1:]
+    assert "[test]" not in text
+    if os.name == "posix":
+        assert script.stat().st_mode & stat.S_IXUSR

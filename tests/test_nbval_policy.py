@@ -1,0 +1,94 @@
+"""When outputs are compared and when cells are only executed, tried on small notebooks in a pytest of their own."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbformat.v4 import new_code_cell, new_notebook, new_output
+
+from tests import nbval_policy
+
+pytest.importorskip("nbval")
+
+ROOT = Path(__file__).parents[1]
+HERE = f"{sys.version_info.major}.{sys.version_info.minor}"
+
+PRETEND = """
+import importlib.metadata
+import tests.nbval_policy as policy
+policy.RECORDED_WITH = {{"torch": {torch}, "python": {python!r}}}
+policy._has_cuda = lambda: {cuda}
+"""
+SAME_TORCH = 'importlib.metadata.version("torch").split("+")[0]'
+
+
+def write(path: Path, source: str, printed: str, tags: tuple[str, ...] = ()) -> None:
+    output = new_output("stream", name="stdout", text=printed)
+    cell = new_code_cell(source, outputs=[output], execution_count=1, metadata={"tags": list(tags)})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    nbformat.write(new_notebook(cells=[cell]), path)
+
+
+def run_pytest(folder: Path, *arguments: str, torch=SAME_TORCH, python=HERE, cuda=False, **env) -> str:
+    (folder / "conftest.py").write_text(PRETEND.format(torch=torch, python=python, cuda=cuda))
+    command = [sys.executable, "-m", "pytest", "-c", ROOT / "pyproject.toml", "--rootdir", folder, "-rA"]
+    command += ["-p", "no:cacheprovider", "--color=no", *arguments, folder]
+    result = subprocess.run(
+        command, cwd=folder, env={**os.environ, **env}, capture_output=True, text=True, timeout=120, check=False
+    )
+    return result.stdout + result.stderr
+
+
+def test_where_outputs_were_recorded_a_changed_output_fails_and_the_same_output_passes(tmp_path):
+    write(tmp_path / "same.ipynb", "print(2 + 2)", "4\n")
+    write(tmp_path / "changed.ipynb", "print(2 + 2)", "5\n")
+    write(tmp_path / "address.ipynb", "print(object())", "<object object at 0x7f0000000000>\n")
+    write(tmp_path / "gpu.ipynb", "1 / 0", "", tags=("gpu", "skip-execution"))
+    write(tmp_path / "chapters" / "exercises" / "release" / "01_x" / "unsolved.ipynb", "1 / 0", "")
+    printed = run_pytest(tmp_path)
+    assert "PASSED same.ipynb::Cell 0" in printed
+    assert "PASSED address.ipynb::Cell 0" in printed
+    assert "FAILED changed.ipynb::Cell 0" in printed
+    assert "this cell needs a CUDA GPU" in printed
+    assert "1 failed, 2 passed, 1 skipped" in printed
+    assert printed.count("notebooks: executed and compared (recorded with ") == 2
+
+
+@pytest.mark.parametrize(
+    ("elsewhere", "found"),
+    [({"torch": "'9.9.9'"}, "found torch "), ({"cuda": True}, "found CUDA")],
+)
+def test_elsewhere_cells_are_executed_and_not_compared_and_the_report_says_so(tmp_path, elsewhere, found):
+    write(tmp_path / "changed.ipynb", "print(2 + 2)", "5\n")
+    write(tmp_path / "failing.ipynb", "1 / 0", "")
+    write(tmp_path / "gpu.ipynb", "print(2 + 2)", "5\n", tags=("gpu", "skip-execution"))
+    printed = run_pytest(tmp_path, **elsewhere)
+    assert "PASSED changed.ipynb::Cell 0" in printed
+    assert "FAILED failing.ipynb::Cell 0" in printed
+    assert ("PASSED" if "cuda" in elsewhere else "SKIPPED") in printed.split("summary info")[1]
+    assert printed.count("NOT COMPARED") == printed.count(found) == 2
+
+
+def test_another_python_is_a_difference_and_a_local_build_of_the_same_torch_is_not(monkeypatch):
+    monkeypatch.setattr(nbval_policy, "RECORDED_WITH", {"torch": "1.2.3", "python": HERE})
+    monkeypatch.setattr(nbval_policy, "_has_cuda", lambda: False)
+    monkeypatch.setattr(nbval_policy.importlib.metadata, "version", lambda _: "1.2.3+cpu")
+    assert nbval_policy.difference_from_recording() == ""
+    monkeypatch.setitem(nbval_policy.RECORDED_WITH, "python", "2.7")
+    assert nbval_policy.difference_from_recording() == f"Python {HERE}"
+
+
+def test_what_the_command_line_asks_for_wins(tmp_path):
+    write(tmp_path / "changed.ipynb", "print(2 + 2)", "5\n")
+    assert "1 passed" in run_pytest(tmp_path, "--nbval-lax")
+    assert "1 failed" in run_pytest(tmp_path, "--nbval", torch="'9.9.9'")
+    assert "notebooks are not run: nbval was switched off" in run_pytest(tmp_path, "-p", "no:nbval")
+
+
+def test_without_nbval_the_report_says_that_notebooks_are_not_run(tmp_path):
+    write(tmp_path / "changed.ipynb", "print(2 + 2)", "5\n")
+    printed = run_pytest(tmp_path, PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
+    assert printed.count("NOTEBOOKS ARE NOT RUN: nbval is not installed") == 2
