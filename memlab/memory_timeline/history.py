@@ -8,6 +8,7 @@ one that saved it; a storage that became some parameter's `.grad` was a gradient
 from __future__ import annotations
 
 import bisect
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,27 @@ from memlab.memory_timeline.lines import Lines
 from memlab.memory_timeline.timeline import Event, Storage, Timeline
 
 BEFORE, FORWARD, BACKWARD, RECOMPUTE, OPTIMIZER = "before", "forward", "backward", "recompute", "optimizer"
+
+
+class Rows:
+    """A table in one flat list: noting a row is `rows.flat += (a, b, c)`, the cheapest thing Python can do with it.
+
+    Nothing is made for the garbage collector to visit; rows become NamedTuples when they are read.
+    """
+
+    def __init__(self, row: type):
+        self.row, self.width = row, len(row._fields)
+        self.flat: list = []
+
+    def __len__(self) -> int:
+        return len(self.flat) // self.width
+
+    def __getitem__(self, number: int):
+        start = number * self.width
+        return self.row(*self.flat[start : start + self.width])
+
+    def __iter__(self):
+        return map(self.row, *(self.flat[column :: self.width] for column in range(self.width)))
 
 
 class Op(NamedTuple):
@@ -38,14 +60,18 @@ class Op(NamedTuple):
 
 
 class Birth(NamedTuple):
+    """A storage seen for the first time. `op` -1: it existed before the first op."""
+
     nbytes: int
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
-    op: int  # -1: it existed before
+    op: int
 
 
 class Change(NamedTuple):
+    """A storage's bytes changed by `delta`, during op number `op` (-1: before the first) or after it."""
+
     storage: int
     delta: int
     op: int
@@ -53,34 +79,56 @@ class Change(NamedTuple):
     line: int
 
 
+NO_OP = Op("", BEFORE, -1, "", -1, -1)
+
+
+def friendly(op: str) -> str:
+    """The name under which readers know an op: "addmm" is a linear layer, and every fused attention is attention."""
+    if "scaled_dot_product" in op:
+        return "attention"
+    return {"addmm": "linear", "mm": "linear", "convolution": "conv"}.get(op, op.removeprefix("native_").strip("_"))
+
+
 class History:
     def __init__(self):
         self.lines = Lines()
-        self.ops: list[Op] = []
-        self.births: list[Birth] = []  # one for each storage, by number
-        self.changes: list[Change] = []
+        self.ops = Rows(Op)
+        self.births = Rows(Birth)  # one row for each storage, by its number
+        self.changes = Rows(Change)
         self.sizes: list[int] = []  # bytes each storage holds now
+        self.last_read: list[int] = []  # the op that read each storage last (-1: none did)
         self.owners: dict[int, tuple[str, str]] = {}  # storage → (category, name), when somebody owns it
-        self.read_in_backward: dict[int, dict[int, None]] = {}  # storage → the forward ops in whose backward it was read
-        self.last_read: dict[int, int] = {}  # storage → the op that read it last
+        self.read_in_backward: list[int] = []  # pairs: a storage, and the forward op in whose backward it was read
         self.workspace = False
         self.levels: dict[str, dict[str, int]] = {}
 
     # ---- taking notes
 
     def born(self, tensor: torch.Tensor, nbytes: int, op: int, phase: str, line: int) -> int:
-        number = len(self.births)
-        self.births.append(Birth(nbytes, tuple(tensor.shape), tensor.dtype, tensor.device, op))
+        """A storage of `nbytes` is here since `op`. Returns the number it goes by."""
+        number = len(self.sizes)
+        self.births.flat += (nbytes, tuple(tensor.shape), tensor.dtype, tensor.device, op)
         self.sizes.append(nbytes)
+        self.last_read.append(-1)
         if nbytes:
-            self.changes.append(Change(number, nbytes, op, phase, line))
+            self.changes.flat += (number, nbytes, op, phase, line)
         return number
 
     def resized(self, storage: int, nbytes: int, op: int, phase: str, line: int) -> None:
+        """A storage holds `nbytes` from now on; 0 when it is gone."""
         delta = nbytes - self.sizes[storage]
         if delta:
             self.sizes[storage] = nbytes
-            self.changes.append(Change(storage, delta, op, phase, line))
+            self.changes.flat += (storage, delta, op, phase, line)
+
+    def scratch(self, nbytes: int, device: torch.device, op: int) -> int:
+        """Bytes that a kernel took for itself during `op`. Returns the number they go by."""
+        number = len(self.sizes)
+        self.births.flat += (nbytes, (nbytes,), torch.uint8, device, op)
+        self.sizes.append(0)
+        self.last_read.append(-1)
+        self.owners[number] = ("workspace", "")
+        return number
 
     # ---- making sense of them
 
@@ -88,16 +136,19 @@ class History:
         """The notes so far as a Timeline."""
         backward_ops = [number for number, op in enumerate(self.ops) if op.phase == BACKWARD]
         died = {change.storage: change.op for change in self.changes if change.delta < 0}
-        storages = [self._storage(number, backward_ops, died) for number in range(len(self.births))]
+        readers: dict[int, dict[int, None]] = {}
+        for storage, forward_op in zip(self.read_in_backward[::2], self.read_in_backward[1::2], strict=True):
+            readers.setdefault(storage, {})[forward_op] = None
+        storages = [self._storage(number, backward_ops, died, readers.get(number, ())) for number in range(len(self.births))]
         names = [op.name for op in self.ops]
         events = [
             Event(c.storage, c.delta, names[c.op] if c.op >= 0 else "", c.phase, self.lines[c.line]) for c in self.changes
         ]
         return Timeline(storages, events, workspace=self.workspace, levels=self.levels)
 
-    def _storage(self, number: int, backward_ops: list[int], died: dict[int, int]) -> Storage:
+    def _storage(self, number: int, backward_ops: list[int], died: dict[int, int], readers: Iterable[int]) -> Storage:
         birth = self.births[number]
-        op = self.ops[birth.op] if birth.op >= 0 else Op("", BEFORE, -1, "", -1, -1)
+        op = self.ops[birth.op] if birth.op >= 0 else NO_OP
         category, name = self.owners.get(number, ("", ""))
         if not category:
             # Did it outlive the moment a backward op ran? Then backward needed it, or somebody forgot it.
@@ -105,13 +156,13 @@ class History:
             waited = bisect.bisect_right(backward_ops, until) > bisect.bisect_right(backward_ops, birth.op)
             category = "activation" if waited and op.phase in (FORWARD, RECOMPUTE) else "temporary"
         module, line = op.module, op.line
-        if line < 0 and number in self.last_read:
+        if line < 0 and self.last_read[number] >= 0:
             line = self.ops[self.last_read[number]].line
         return Storage(
             id=number,
             nbytes=birth.nbytes,
             category=category,
-            shape=birth.shape,
+            shape=tuple(birth.shape),
             dtype=str(birth.dtype).removeprefix("torch."),
             device=str(birth.device),
             op=op.name,
@@ -119,10 +170,10 @@ class History:
             line=self.lines[line],
             module=module,
             name=name,
-            reason=self._reason(number, category, name, op),
+            reason=self._reason(category, name, op, [friendly(self.ops[reader].name) for reader in readers]),
         )
 
-    def _reason(self, number: int, category: str, name: str, op: Op) -> str:
+    def _reason(self, category: str, name: str, op: Op, readers: list[str]) -> str:
         if category in ("parameter", "buffer"):
             return f"{category} {name}"
         if category == "input":
@@ -132,14 +183,13 @@ class History:
         if category == "gradient":
             return f"gradient of {name}"
         if category == "workspace":
-            return f"scratch inside {op.name}"
+            return f"scratch inside {friendly(op.name)}"
         if category == "activation":
-            readers = [self.ops[reader].name for reader in self.read_in_backward.get(number, ())]
             if not readers:
                 return "held by a variable, not by autograd: backward never read it"
             also = f" and {len(readers) - 1} more" if len(readers) > 1 else ""
             again = "recomputed: " if op.phase == RECOMPUTE else ""
             return f"{again}saved by {readers[0]}{also} for its backward"
         if op.phase == BACKWARD and op.forward_op >= 0:
-            return f"gradient passing through {self.ops[op.forward_op].name}"
-        return f"result of {op.name} in {op.phase}, saved by nobody"
+            return f"gradient passing through {friendly(self.ops[op.forward_op].name)}"
+        return f"result of {friendly(op.name)} in {op.phase}, saved by nobody"

@@ -68,7 +68,7 @@ class Lines:
     """Numbers for places in the code. Frames are never kept: they would keep tensors alive."""
 
     def __init__(self):
-        self._numbers: dict[tuple[int, int], int] = {}
+        self.numbers: dict[tuple[int, int], int] = {}  # (id of a code object, instruction) → number
         self._lines: list[Line] = []
         self._codes: list[CodeType] = []  # kept alive, so that no other code object can take over an id
 
@@ -78,9 +78,9 @@ class Lines:
             return -1
         code = frame.f_code
         key = id(code), frame.f_lasti
-        number = self._numbers.get(key)
+        number = self.numbers.get(key)
         if number is None:
-            self._numbers[key] = number = len(self._lines)
+            self.numbers[key] = number = len(self._lines)
             self._codes.append(code)
             source = linecache.getline(code.co_filename, frame.f_lineno or 0).strip()
             self._lines.append(Line(getattr(code, "co_qualname", code.co_name), source))

@@ -24,7 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memlab.memory_timeline.accumulation import ADD, ADD_, sole_owner_counts, would_add_in_place
-from memlab.memory_timeline.history import BACKWARD, BEFORE, FORWARD, OPTIMIZER, RECOMPUTE, History, Op
+from memlab.memory_timeline.history import BACKWARD, BEFORE, FORWARD, OPTIMIZER, RECOMPUTE, History
 from memlab.memory_timeline.lines import AUTOGRAD, ENGINE, Owners
 from memlab.memory_timeline.lines import OPTIMIZER as OPTIMIZER_CODE
 from memlab.memory_timeline.ownership import (
@@ -44,7 +44,17 @@ _next_sequence_number = torch._C._autograd._get_sequence_nr
 _grad_enabled = torch._C.is_grad_enabled
 
 
-_BEFORE = Op("", BEFORE, -1, "", -1, -1)
+
+
+class _Kinds(dict):
+    """type → Tensor for tensors of any class, list for lists and tuples, None for the rest; judged once a type."""
+
+    def __missing__(self, kind: type) -> type | None:
+        self[kind] = found = Tensor if issubclass(kind, Tensor) else list if issubclass(kind, (list, tuple)) else None
+        return found
+
+
+_KINDS = _Kinds()
 
 
 class _Death(weakref.ref):
@@ -106,16 +116,19 @@ class Meter(TorchDispatchMode):
         self._undo.close()
 
     def _set_up(self, stack: ExitStack) -> None:
-        self._ops, self._lines = self._history.ops, self._history.lines
+        history = self._history
+        self._ops, self._lines, self._numbers = history.ops, history.lines, history.lines.numbers
+        self._last_read, self._read_in_backward = history.last_read, history.read_in_backward
         self._owners = Owners()
         self._live: dict[int, int] = {}  # a storage's address → its number; addresses are used again after a free
         self._deaths: dict[int, _Death] = {}
         stack.callback(self._deaths.clear)
         # The autograd node made last before the meter is nobody's; those made from now on belong to the op that follows.
-        self._forward_of: dict[int, int] = {_next_sequence_number() - 1: -1}
+        self._sequence = _next_sequence_number()
+        self._forward_of: dict[int, int] = {self._sequence - 1: -1}
         self._stepping = False
         self._module_names = {id(m): name for root in self._modules for name, m in root.named_modules()}
-        self._module_stack: list[str] = []
+        self._modules_inside = [""]  # names of the modules whose forward is running, outermost first
         self._parameter_names = {id(p): name for root in self._modules for name, p in root.named_parameters()}
 
         device = next((p.device for root in self._modules for p in root.parameters()), torch.device("cpu"))
@@ -149,116 +162,133 @@ class Meter(TorchDispatchMode):
             raise RuntimeError("expected a Meter that has run: `with meter: ...` first, then meter.timeline")
         return self._history.timeline()
 
-    # ---- the hot path: once an op
+    # ---- the hot path: once an op, so every look-up counts, and calls are few
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if types and any(kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ for kind in types):
             return NotImplemented  # a wrapper such as DTensor: let it unwrap itself, and see the ops on what is inside
-        caller = sys._getframe().f_back
+        live, forward_of, flat = self._live, self._forward_of, self._ops.flat
+        number = len(flat) // 6
+        try:
+            caller = sys._getframe(1)
+        except ValueError:  # a thread of autograd's own, with no Python on it
+            caller = None
         node = forward_op = -1
-        in_formula = False
-        module = self._module_stack[-1] if self._module_stack else ""
-        frame, passed = self._owners.climb(caller)
-        if _current_task() != -1:
-            in_formula = caller is None or caller.f_code is ENGINE
-            phase = RECOMPUTE if not in_formula and _grad_enabled() else BACKWARD
-            evaluated = _current_node()
-            if evaluated is not None:
-                node = evaluated._sequence_nr()
-                forward_op = self._forward_of.get(node, -1)
-        elif self._stepping or passed & OPTIMIZER_CODE:
-            phase = OPTIMIZER
-        elif passed & AUTOGRAD:
+        in_formula = caller is None or caller.f_code is ENGINE
+        in_backward = in_formula or _current_task() != -1
+        if in_backward and (evaluated := _current_node()) is not None:
+            node = evaluated._sequence_nr()
+            forward_op = forward_of.get(node, -1)
+            if in_formula and func is ADD and self._engine_accumulates(args, kwargs, evaluated, node):
+                func = ADD_
+        if in_formula and forward_op >= 0:
             phase = BACKWARD
+            line, module = flat[6 * forward_op + 2], flat[6 * forward_op + 3]
         else:
-            phase = FORWARD
-        ops = self._ops
-        number = len(ops)
-        if phase is BACKWARD and forward_op >= 0:
-            module = ops[forward_op].module
-            own = None if in_formula else self._owners.climb_below_engine(caller)
-            line = self._lines.number(own) if own is not None else ops[forward_op].line
-        else:
-            line = self._lines.number(frame)
-        if _grad_enabled():
-            sequence = _next_sequence_number() - 1
-            if sequence not in self._forward_of:
-                self._forward_of[sequence] = number
-        if in_formula and func is ADD and self._engine_accumulates(args, kwargs, evaluated, node):
-            func = ADD_
-        ops.append(Op(func, phase, line, module, forward_op, node))
+            frame, owners, passed = caller, self._owners, 0
+            while frame is not None and (owner := owners[frame.f_code.co_filename]):
+                passed |= owner
+                frame = frame.f_back
+            line = self._numbers.get((id(frame.f_code), frame.f_lasti)) if frame is not None else -1
+            if line is None:
+                line = self._lines.number(frame)
+            module = self._modules_inside[-1]
+            if not in_backward and not passed & (OPTIMIZER_CODE | AUTOGRAD) and not self._stepping:
+                phase = FORWARD
+            else:
+                phase = self._phase(caller, passed)
+                if phase is BACKWARD and forward_op >= 0:  # Python code called by the engine: a Function's backward
+                    line, module = flat[6 * forward_op + 2], flat[6 * forward_op + 3]
+                    if own := owners.climb_below_engine(caller):
+                        line = self._lines.number(own)
+        sequence = _next_sequence_number()
+        if sequence != self._sequence:  # autograd made a node, and this is the op that it is for
+            self._sequence = sequence
+            forward_of.setdefault(sequence - 1, number)
+        flat += (func, phase, line, module, forward_op, node)
 
-        for argument in args:
-            if isinstance(argument, Tensor):
-                self._read(argument, number)
-            elif phase is not OPTIMIZER and isinstance(argument, (list, tuple)):
+        for argument in args if not kwargs else (*args, *kwargs.values()):
+            kind = _KINDS[type(argument)]
+            if kind is Tensor:
+                try:
+                    storage = live[argument.untyped_storage()._cdata]
+                except (KeyError, NotImplementedError):
+                    self._meet(argument, number, phase, line)
+                else:
+                    self._last_read[storage] = number
+                    if forward_op >= 0:
+                        self._read_in_backward += (storage, forward_op)
+            elif kind is list and phase is not OPTIMIZER:
                 for item in argument:
                     if isinstance(item, Tensor):
-                        self._read(item, number)
-
-        if kwargs:
-            for argument in kwargs.values():
-                if isinstance(argument, Tensor):
-                    self._read(argument, number)
+                        self._meet(item, number, phase, line)
 
         if self._log is not None:
             result = self._log.run(number, func, args, kwargs or {})
         else:
             result = func(*args, **kwargs) if kwargs else func(*args)
 
-        if isinstance(result, Tensor):
-            self._written(result, number)
-        elif result is not None:
-            for item in result if isinstance(result, (list, tuple)) else ():
-                if isinstance(item, Tensor):
-                    self._written(item, number)
-                elif isinstance(item, (list, tuple)):
-                    for inner in item:
-                        if isinstance(inner, Tensor):
-                            self._written(inner, number)
+        kind = _KINDS[type(result)]
+        if kind is Tensor:
+            self._note(result, number, phase, line)
+        elif kind is list:
+            self._note_all(result, number, phase, line)
         return result
 
-    def _read(self, tensor: Tensor, op: int) -> None:
-        try:
-            number = self._live.get(tensor.untyped_storage()._cdata)
-        except NotImplementedError:  # sparse: several storages
-            numbers = [self._live.get(storage._cdata) for storage in storages_of(tensor)]
-        else:
-            numbers = (number,)
-        history = self._history
-        for number in numbers:
-            if number is None:
-                self._adopt([Owned(tensor, "input", "a tensor")], op)
-                return
-            history.last_read[number] = op
-            forward_op = self._ops[op].forward_op
-            if forward_op >= 0:
-                history.read_in_backward.setdefault(number, {})[forward_op] = None
+    def _phase(self, caller: FrameType | None, passed: int) -> str:
+        """What the code is doing, from the frames that were passed on the way up to the reader's own."""
+        if _current_task() != -1:
+            in_formula = caller is None or caller.f_code is ENGINE
+            return RECOMPUTE if _grad_enabled() and not in_formula else BACKWARD
+        if self._stepping or passed & OPTIMIZER_CODE:
+            return OPTIMIZER
+        return BACKWARD if passed & AUTOGRAD else FORWARD
 
-    def _written(self, tensor: Tensor, op: int) -> None:
+    def _meet(self, tensor: Tensor, op: int, phase: str, line: int) -> None:
+        """An op's argument: note that it was read, and that it is there if nobody saw it being born."""
+        history = self._history
+        for storage in storages_of(tensor):
+            number = self._live.get(storage._cdata)
+            if number is None:
+                if storage.device.type != "meta":
+                    number = self._note_storage(storage, tensor, op, phase, line)
+                    history.owners[number] = ("input", "a tensor from outside the meter")
+            else:
+                history.last_read[number] = op
+                if (forward_op := self._ops[op].forward_op) >= 0:
+                    history.read_in_backward += (number, forward_op)
+
+    def _note(self, tensor: Tensor, op: int, phase: str, line: int) -> None:
+        """An op's result: a storage that is new, has another size, or is as it was."""
         try:
             storage = tensor.untyped_storage()
-        except NotImplementedError:
+        except NotImplementedError:  # sparse: several storages
             for storage in storages_of(tensor):
-                self._note(storage, tensor, op)
+                self._note_storage(storage, tensor, op, phase, line)
         else:
-            self._note(storage, tensor, op)
+            number = self._live.get(storage._cdata)
+            if number is None or storage.nbytes() != self._history.sizes[number]:
+                self._note_storage(storage, tensor, op, phase, line)
 
-    def _note(self, storage: UntypedStorage, tensor: Tensor, op: int) -> int:
-        """Note a storage as `op` left it: born, grown, or as it was. Returns its number."""
+    def _note_all(self, results, op: int, phase: str, line: int) -> None:
+        if isinstance(results, (list, tuple)):
+            for result in results:
+                if isinstance(result, Tensor):
+                    self._note(result, op, phase, line)
+                else:
+                    self._note_all(result, op, phase, line)
+
+    def _note_storage(self, storage: UntypedStorage, tensor: Tensor | None, op: int, phase: str, line: int) -> int:
+        """Note a storage as op number `op` (-1: before the first) left it. Returns its own number."""
         address = storage._cdata
         number = self._live.get(address)
         nbytes = storage.nbytes()
-        if number is not None and nbytes == self._history.sizes[number]:
-            return number
-        by = self._ops[op] if op >= 0 else _BEFORE
         if number is None:
-            number = self._history.born(tensor, nbytes, op, by.phase, by.line)
-            self._live[address] = number
+            number = self._live[address] = self._history.born(tensor, nbytes, op, phase, line)
             self._deaths[number] = death = _Death(storage, self._died)
             death.address, death.number = address, number
         else:
-            self._history.resized(number, nbytes, op, by.phase, by.line)
+            self._history.resized(number, nbytes, op, phase, line)
         if self._log is not None:
             self._log.placed(number, storage.data_ptr(), op)
         return number
@@ -274,12 +304,7 @@ class Meter(TorchDispatchMode):
     def _place(self, caller: FrameType | None) -> tuple[str, int]:
         """Phase and line of something that happens at `caller` without being an op."""
         frame, passed = self._owners.climb(caller)
-        if _current_task() != -1:
-            in_formula = caller is None or caller.f_code is ENGINE
-            phase = RECOMPUTE if not in_formula and _grad_enabled() else BACKWARD
-        else:
-            phase = OPTIMIZER if self._stepping or passed & OPTIMIZER_CODE else FORWARD
-        return phase, self._lines.number(frame)
+        return self._phase(caller, passed), self._lines.number(frame)
 
     # ---- the engine's sum of two gradients (see accumulation.py)
 
@@ -298,7 +323,7 @@ class Meter(TorchDispatchMode):
         number = self._live.get(old.untyped_storage()._cdata)
         if number is None:
             return False
-        birth, last_read = self._history.births[number].op, self._history.last_read.get(number, -1)
+        birth, last_read = self._history.births[number].op, self._history.last_read[number]
         born_here = birth >= 0 and self._ops[birth].node == node
         if born_here:
             targets = [target for target in evaluated.next_functions if target[0] is not None]
@@ -307,12 +332,12 @@ class Meter(TorchDispatchMode):
 
     # ---- who owns what
 
-    def _adopt(self, owned: Iterable[Owned], op: int = -1) -> None:
+    def _adopt(self, owned: Iterable[Owned]) -> None:
         """Note tensors that exist already, and whose they are."""
         for tensor, category, name in owned:
             for storage in storages_of(tensor):
                 if storage.device.type != "meta":
-                    self._history.owners.setdefault(self._note(storage, tensor, op), (category, name))
+                    self._history.owners.setdefault(self._note_storage(storage, tensor, -1, BEFORE, -1), (category, name))
 
     def _recognise(self, owned: Iterable[Owned]) -> None:
         """Storages seen being born turn out to belong to somebody: say to whom."""
@@ -340,13 +365,13 @@ class Meter(TorchDispatchMode):
         if _current_task() == -1:
             self._stepping = False  # an optimizer whose step raised never said that it had ended
         name = self._module_names.get(id(module))
-        if name is not None:
-            self._module_stack.append(name)
+        if name:
+            self._modules_inside.append(name)
 
     def _leave_module(self, module, _args, _result) -> None:
         name = self._module_names.get(id(module))
-        if name in self._module_stack:
-            while self._module_stack.pop() != name:
+        if name and name in self._modules_inside:  # after an exception, inner modules may still be on the list
+            while self._modules_inside.pop() != name:
                 pass
 
     # ---- sizes that change without an op
@@ -360,10 +385,11 @@ class Meter(TorchDispatchMode):
             number = self._live.get(storage._cdata)
             if number is None:
                 return resize(storage, *args)
+            phase, line = self._place(sys._getframe().f_back)
             op = len(self._ops)
-            self._ops.append(Op("resize_", *self._place(sys._getframe().f_back), "", -1, -1))
+            self._ops.flat += ("resize_", phase, line, "", -1, -1)
             result = resize(storage, *args) if self._log is None else self._log.run(op, resize, (storage, *args), {})
-            self._note(storage, None, op)
+            self._note_storage(storage, None, op, phase, line)
             return result
 
         UntypedStorage.resize_ = resize_

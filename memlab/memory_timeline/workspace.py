@@ -11,11 +11,12 @@ more than its results the op needed.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import torch
 
-from memlab.memory_timeline.history import Birth, Change, History
+from memlab.memory_timeline.history import Change, History, Rows
 
 
 def allocator_log(history: History, device: torch.device):
@@ -67,8 +68,8 @@ class CPULog:
 
     def _attribute(self, log: list[tuple[str, int, int]]) -> list[Block | None]:
         """For each row of the log, the block that it allocates or frees (None: a marker, or a block nobody knew)."""
-        births = self._history.births
-        standing = {address: Block(births[s].nbytes, -1, s) for s, address in self._placed.get(-1, ())}
+        sizes = [birth.nbytes for birth in self._history.births]
+        standing = {address: Block(sizes[s], -1, s) for s, address in self._placed.get(-1, ())}
         rows: list[Block | None] = []
         on_the_way: list[Block] = []  # allocated just before an op begins: the tensor that a Python number becomes
         op, inside = -1, False
@@ -100,10 +101,10 @@ class CPULog:
         freed = {block.storage for block in rows if block is not None and block.freed}
         unlogged: dict[int, list[Change]] = {}  # memory the allocator never had: NumPy's, another process's
         deaths: dict[int, Change] = {}
-        changes = []
+        changes = Rows(Change)
         for change in history.changes:
             if change.op < 0:
-                changes.append(change)
+                changes.flat += change
             elif change.storage not in (seen if change.delta > 0 else freed):
                 unlogged.setdefault(change.op, []).append(change)
             elif change.delta < 0:
@@ -113,29 +114,23 @@ class CPULog:
             if kind == "begin":
                 op = key
             elif kind == "end":
-                changes += unlogged.pop(key, ())
+                for change in unlogged.pop(key, ()):
+                    changes.flat += change
             elif block is not None and nbytes > 0:
                 if block.storage < 0:
-                    block.storage = self._workspace(block)
-                changes.append(self._change(block.storage, nbytes, block.op))
+                    block.storage = history.scratch(block.nbytes, torch.device("cpu"), block.op)
+                changes.flat += self._change(block.storage, nbytes, block.op)
             elif block is not None:
                 death = deaths.get(block.storage)
-                changes.append(death._replace(delta=-block.nbytes) if death else self._change(block.storage, -block.nbytes, op))
-        for late in unlogged.values():
-            changes += late
+                change = self._change(block.storage, -block.nbytes, op) if death is None else death
+                changes.flat += change._replace(delta=-block.nbytes)
+        for change in itertools.chain(*unlogged.values()):
+            changes.flat += change
         history.changes = changes
 
     def _change(self, storage: int, delta: int, op: int) -> Change:
         by = self._history.ops[op] if op >= 0 else None
         return Change(storage, delta, op, by.phase if by else "forward", by.line if by else -1)
-
-    def _workspace(self, block: Block) -> int:
-        history = self._history
-        number = len(history.births)
-        history.births.append(Birth(block.nbytes, (block.nbytes,), torch.uint8, torch.device("cpu"), block.op))
-        history.sizes.append(0)
-        history.owners[number] = ("workspace", "")
-        return number
 
 
 class CUDACounters:
@@ -165,29 +160,28 @@ class CUDACounters:
 
     def __exit__(self, *error) -> None:
         history = self._history
-        changes, position = [], 0
         results: dict[int, int] = {}  # op → bytes it gave back as storages
         for change in history.changes:
             if change.delta > 0 and history.births[change.storage].device == self._device:
                 results[change.op] = results.get(change.op, 0) + change.delta
+        noted, changes = list(history.changes), Rows(Change)
+        position = 0
         for op, at, peak, rest in self._noted:
-            changes += history.changes[position:at]
+            for change in noted[position:at]:
+                changes.flat += change
             position = at
-            kept = max(0, rest - results.get(op, 0))  # a library's workspace, which stays for the next call
-            for nbytes, lasting in ((kept, True), (max(0, peak - max(0, rest)), False)):
-                if nbytes:
-                    changes += self._scratch(op, nbytes, lasting)
-        history.changes = changes + history.changes[position:]
-
-    def _scratch(self, op: int, nbytes: int, lasting: bool) -> list[Change]:
-        history = self._history
-        number = len(history.births)
-        history.births.append(Birth(nbytes, (nbytes,), torch.uint8, self._device, op))
-        history.sizes.append(nbytes if lasting else 0)
-        history.owners[number] = ("workspace", "")
-        by = history.ops[op]
-        born = Change(number, nbytes, op, by.phase, by.line)
-        return [born] if lasting else [born, born._replace(delta=-nbytes)]
+            by = history.ops[op]
+            lasting = max(0, rest - results.get(op, 0))  # a library's workspace, which stays for the next call
+            passing = max(0, peak - max(0, rest))
+            if lasting:
+                changes.flat += (history.scratch(lasting, self._device, op), lasting, op, by.phase, by.line)
+            if passing:
+                number = history.scratch(passing, self._device, op)
+                changes.flat += (number, passing, op, by.phase, by.line)
+                changes.flat += (number, -passing, op, by.phase, by.line)
+        for change in noted[position:]:
+            changes.flat += change
+        history.changes = changes
 
 
 def _flatten(roots) -> list[tuple[str, int, int]]:
