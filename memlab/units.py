@@ -63,7 +63,9 @@ def parse_bytes(size: int | str) -> int:
     if isinstance(size, str):
         match = re.fullmatch(r"\s*(-?\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", size)
         if match is None or match[2] not in _SCALES:
-            raise ValueError(f"expected a size such as '16 GiB' or '80 GB', found {size!r}; units: {', '.join(_SCALES)}")
+            raise ValueError(
+                f"expected a size such as '16 GiB' or '80 GB', found {size!r}; units: {', '.join(_SCALES)}"
+            )
         size = round(float(match[1]) * _SCALES[match[2]])
     if size < 0:
         raise ValueError(f"expected a size of at least 0 bytes, found {size}")

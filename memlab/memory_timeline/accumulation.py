@@ -54,7 +54,12 @@ def sole_owner_counts() -> tuple[int, int]:
 
 def would_add_in_place(old: Tensor, var: Tensor) -> bool:
     """Whether the engine, unwatched, would have added `var` into `old` rather than made a third tensor."""
-    if type(old) is not Tensor or type(var) is not Tensor or old.layout is not torch.strided or var.layout is not torch.strided:
+    if (
+        type(old) is not Tensor
+        or type(var) is not Tensor
+        or old.layout is not torch.strided
+        or var.layout is not torch.strided
+    ):
         return False
     tensor_count, storage_count = counts(old)
     sole_tensor, sole_storage = sole_owner_counts()

@@ -139,10 +139,13 @@ class History:
         readers: dict[int, dict[int, None]] = {}
         for storage, forward_op in zip(self.read_in_backward[::2], self.read_in_backward[1::2], strict=True):
             readers.setdefault(storage, {})[forward_op] = None
-        storages = [self._storage(number, backward_ops, died, readers.get(number, ())) for number in range(len(self.births))]
+        storages = [
+            self._storage(number, backward_ops, died, readers.get(number, ())) for number in range(len(self.births))
+        ]
         names = [op.name for op in self.ops]
         events = [
-            Event(c.storage, c.delta, names[c.op] if c.op >= 0 else "", c.phase, self.lines[c.line]) for c in self.changes
+            Event(c.storage, c.delta, names[c.op] if c.op >= 0 else "", c.phase, self.lines[c.line])
+            for c in self.changes
         ]
         return Timeline(storages, events, workspace=self.workspace, levels=self.levels)
 

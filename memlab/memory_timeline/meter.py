@@ -44,8 +44,6 @@ _next_sequence_number = torch._C._autograd._get_sequence_nr
 _grad_enabled = torch._C.is_grad_enabled
 
 
-
-
 class _Kinds(dict):
     """type → Tensor for tensors of any class, list for lists and tuples, None for the rest; judged once a type."""
 
@@ -337,7 +335,9 @@ class Meter(TorchDispatchMode):
         for tensor, category, name in owned:
             for storage in storages_of(tensor):
                 if storage.device.type != "meta":
-                    self._history.owners.setdefault(self._note_storage(storage, tensor, -1, BEFORE, -1), (category, name))
+                    self._history.owners.setdefault(
+                        self._note_storage(storage, tensor, -1, BEFORE, -1), (category, name)
+                    )
 
     def _recognise(self, owned: Iterable[Owned]) -> None:
         """Storages seen being born turn out to belong to somebody: say to whom."""

@@ -92,4 +92,6 @@ def owned_inputs(inputs: object, name: str = "input") -> Iterator[Owned]:
         for number, value in enumerate(inputs):
             yield from owned_inputs(value, f"{name} {number}")
     elif inputs is not None and not isinstance(inputs, (str, int, float, bool)):
-        raise TypeError(f"expected inputs as a tensor or tuples, lists, dicts of tensors, found {type(inputs).__name__}")
+        raise TypeError(
+            f"expected inputs as a tensor or tuples, lists, dicts of tensors, found {type(inputs).__name__}"
+        )

@@ -103,7 +103,9 @@ class Timeline:
         of = {storage.id: storage.device for storage in self._everything[0]}
         self.devices = tuple(sorted(set(of.values()))) or ("cpu",)
         if device is None:
-            device = max(self.devices, key=lambda name: _peak(e.delta for e in self._everything[1] if of[e.storage] == name))
+            device = max(
+                self.devices, key=lambda name: _peak(e.delta for e in self._everything[1] if of[e.storage] == name)
+            )
         self.device = device
         self.storages = {storage.id: storage for storage in self._everything[0] if storage.device == device}
         mine = [event for event in self._everything[1] if event.storage in self.storages]
@@ -242,7 +244,9 @@ class Timeline:
         try:
             document = json.loads(Path(path).read_text(encoding="utf-8"))
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise ValueError(f"{path}: expected a timeline saved by memlab, found a truncated or foreign file ({error})") from None
+            raise ValueError(
+                f"{path}: expected a timeline saved by memlab, found a truncated or foreign file ({error})"
+            ) from None
         if not isinstance(document, dict) or document.get("format") != FORMAT:
             raise ValueError(f"{path}: expected a timeline saved by memlab (format {FORMAT!r}), found something else")
         version = document.get("version")
@@ -251,7 +255,8 @@ class Timeline:
         try:
             lines = [Line(str(function), str(source)) for function, source in document["lines"]]
             storages = [
-                Storage(**row | {"shape": tuple(row["shape"]), "line": lines[row["line"]]}) for row in document["storages"]
+                Storage(**row | {"shape": tuple(row["shape"]), "line": lines[row["line"]]})
+                for row in document["storages"]
             ]
             events = [Event(int(s), int(d), str(op), str(ph), lines[ln]) for s, d, op, ph, ln in document["events"]]
             _check(storages, events)

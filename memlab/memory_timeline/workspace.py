@@ -138,7 +138,9 @@ class CUDACounters:
 
     def __init__(self, history: History, device: torch.device, statistics=None, reset_peak=None):
         self._history, self._device = history, device
-        self._statistics = statistics or (lambda: torch.cuda.memory_stats_as_nested_dict(device)["requested_bytes"]["all"])
+        self._statistics = statistics or (
+            lambda: torch.cuda.memory_stats_as_nested_dict(device)["requested_bytes"]["all"]
+        )
         self._reset_peak = reset_peak or (lambda: torch.cuda.reset_peak_memory_stats(device))
         self._noted: list[tuple[int, int, int, int]] = []  # (op, changes noted before it, peak and rest beyond that)
 

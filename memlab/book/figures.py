@@ -1,0 +1,289 @@
+"""The book's figures: one look, units on every axis, and a sentence that says what is in the picture.
+
+Drawn without pyplot, so a figure leaves nothing behind. Colours are Okabe and Ito's, which colour-blind readers can
+tell apart; each is also named in the legend, and areas are outlined so that they part in black and white.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Mapping, Sequence
+
+from matplotlib.figure import Figure
+
+from memlab.memory_timeline import Timeline
+from memlab.units import GiB, KiB, MiB, format_bytes, parse_bytes
+
+COLOURS = {
+    "parameter": "#0072B2",
+    "optimizer_state": "#009E73",
+    "gradient": "#D55E00",
+    "buffer": "#999999",
+    "input": "#56B4E9",
+    "activation": "#E69F00",
+    "temporary": "#F0E442",
+    "workspace": "#CC79A7",
+}
+LINE_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+LINE_STYLES = ("-", "--", "-.", ":")
+MOST_POINTS = 2000
+
+
+class Picture:
+    """A drawn figure and the sentence that describes it. Shown in a notebook as an image with that alt text."""
+
+    def __init__(self, figure: Figure, alt: str):
+        self.figure, self.alt = figure, alt
+
+    def png(self) -> bytes:
+        """The picture as PNG."""
+        file = io.BytesIO()
+        self.figure.savefig(file, format="png", dpi=90)
+        return file.getvalue()
+
+    def _repr_mimebundle_(self, include=None, exclude=None):
+        image = base64.b64encode(self.png()).decode()
+        return {"image/png": image, "text/plain": self.alt}, {"image/png": {"alt": self.alt}}
+
+    def __repr__(self) -> str:
+        return self.alt
+
+
+def plot(timeline: Timeline, budget: int | str | None = None, title: str = "") -> Picture:
+    """A training step's memory: what is held after each event, stacked by category, with its phases and its peak.
+
+    budget: bytes, or text such as "16 GiB"; drawn as a line. Raises ValueError for a budget of 0.
+    """
+    limit = _budget(budget)
+    figure, axes = _axes(8, 4)
+    events = _sample(timeline)
+    unit, scale = _unit(max(timeline.peak_bytes, limit or 0))
+    shown = [category for category in COLOURS if any(timeline.curves[category])]
+    axes.stackplot(
+        events,
+        [[timeline.curves[category][i] / scale for i in events] for category in shown],
+        labels=[
+            f"{c.replace('_', ' ')}  {format_bytes(timeline.bytes_by_category(timeline.peak_event)[c])}" for c in shown
+        ],
+        colors=[COLOURS[category] for category in shown],
+        step="post",
+        edgecolor="black",
+        linewidth=0.3,
+    )
+    top = max(timeline.peak_bytes, limit or 0) / scale * 1.22 or 1
+    axes.set_ylim(0, top)
+    axes.set_xlim(0, max(len(timeline), 1))
+    phases = _main_phases(timeline)
+    for span in phases:
+        axes.axvline(span.start - 1, color="black", linewidth=0.6, linestyle=":")
+        axes.text(
+            span.start, 1.01, span.phase, transform=axes.get_xaxis_transform(), va="bottom", fontsize=9, style="italic"
+        )
+    peak = timeline.peak_event
+    axes.plot(peak, timeline.peak_bytes / scale, "v", color="black", markersize=7)
+    on_left = peak > len(timeline) * 0.55
+    axes.annotate(
+        _peak_words(timeline),
+        (peak, timeline.peak_bytes / scale),
+        xytext=(-10 if on_left else 10, 4),
+        textcoords="offset points",
+        ha="right" if on_left else "left",
+        va="bottom",
+        fontsize=8,
+        bbox={"boxstyle": "round,pad=0.2", "facecolor": "white", "alpha": 0.75, "linewidth": 0},
+    )
+    _draw_budget(axes, limit, scale, vertical=False)
+    _finish(axes, "event (an allocation or a free)", f"bytes held, {_level(timeline)} ({unit})", title)
+    axes.legend(reversed(axes.get_legend_handles_labels()[0]), reversed(axes.get_legend_handles_labels()[1]),
+                title="at the peak", loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=8)  # fmt: skip
+    figure.tight_layout()
+    return Picture(figure, _plot_alt(timeline, limit))
+
+
+def compare(timelines: Mapping[str, Timeline], budget: int | str | None = None, title: str = "") -> Picture:
+    """Several timelines as lines on one axis, each with its peak. Raises ValueError for none, or for a budget of 0."""
+    if not timelines:
+        raise ValueError("expected at least one timeline to compare, as {'name': timeline}; found none")
+    limit = _budget(budget)
+    figure, axes = _axes(8, 3.6)
+    highest = max(max(t.peak_bytes for t in timelines.values()), limit or 0)
+    unit, scale = _unit(highest)
+    for number, (name, timeline) in enumerate(timelines.items()):
+        colour = LINE_COLOURS[number % len(LINE_COLOURS)]
+        events = _sample(timeline)
+        axes.step(
+            events,
+            [timeline.totals[i] / scale for i in events],
+            where="post",
+            color=colour,
+            linestyle=LINE_STYLES[number % len(LINE_STYLES)],
+            linewidth=1.4,
+            label=f"{name}: peak {format_bytes(timeline.peak_bytes)}",
+        )
+        axes.plot(timeline.peak_event, timeline.peak_bytes / scale, "v", color=colour, markersize=7)
+    axes.set_ylim(0, highest / scale * 1.1 or 1)
+    axes.set_xlim(left=0)
+    _draw_budget(axes, limit, scale, vertical=False)
+    _finish(axes, "event (an allocation or a free)", f"bytes held, {_level(*timelines.values())} ({unit})", title)
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.18), frameon=False, fontsize=9, ncols=2)
+    figure.tight_layout()
+    peaks = "; ".join(f"{name} peaks at {format_bytes(t.peak_bytes)}" for name, t in timelines.items())
+    return Picture(
+        figure, f"Lines of bytes held over the events of {len(timelines)} runs: {peaks}.{_budget_words(limit)}"
+    )
+
+
+def bars(rows: Mapping[str, Mapping[str, int]], budget: int | str | None = None, title: str = "") -> Picture:
+    """Stacked horizontal bars, one a row, of bytes by category: where a model stands against a card's capacity.
+
+    Raises ValueError for no rows, an unknown category, or a budget of 0.
+    """
+    if not rows:
+        raise ValueError("expected at least one row, as {'name': {'parameter': bytes, ...}}; found none")
+    for name, parts in rows.items():
+        if unknown := set(parts) - set(COLOURS):
+            raise ValueError(
+                f"{name}: expected categories among {', '.join(COLOURS)}; found {', '.join(sorted(unknown))}"
+            )
+    limit = _budget(budget)
+    highest = max(max(sum(parts.values()) for parts in rows.values()), limit or 0)
+    unit, scale = _unit(highest)
+    figure, axes = _axes(8, 1.4 + 0.55 * len(rows))
+    names = list(rows)
+    left = [0.0] * len(names)
+    for category, colour in COLOURS.items():
+        widths = [rows[name].get(category, 0) / scale for name in names]
+        if any(widths):
+            axes.barh(
+                names,
+                widths,
+                left=left,
+                color=colour,
+                edgecolor="black",
+                linewidth=0.4,
+                label=category.replace("_", " "),
+            )
+            for y, (start, width) in enumerate(zip(left, widths, strict=True)):
+                if width * scale > 0.07 * highest:
+                    text_colour = "white" if category in ("parameter", "optimizer_state") else "black"
+                    axes.text(
+                        start + width / 2, y, f"{width:.1f}", ha="center", va="center", fontsize=8, color=text_colour
+                    )
+            left = [a + b for a, b in zip(left, widths, strict=True)]
+    axes.invert_yaxis()
+    axes.set_xlim(0, highest / scale * 1.08 or 1)
+    _draw_budget(axes, limit, scale, vertical=True)
+    _finish(axes, f"bytes ({unit})", "", title)
+    axes.legend(
+        loc="upper center",
+        bbox_to_anchor=(0.5, -0.55 / (1.4 + 0.55 * len(rows)) - 0.05),
+        frameon=False,
+        fontsize=8,
+        ncols=4,
+    )
+    figure.tight_layout()
+    words = "; ".join(
+        f"{name}: {format_bytes(sum(parts.values()))} ("
+        + ", ".join(f"{category.replace('_', ' ')} {format_bytes(n)}" for category, n in parts.items())
+        + ")"
+        for name, parts in rows.items()
+    )
+    return Picture(figure, f"Stacked bars of bytes by category. {words}.{_budget_words(limit)}")
+
+
+# ---- what the figures share
+
+
+def _axes(width: float, height: float):
+    figure = Figure(figsize=(width, height))
+    return figure, figure.subplots()
+
+
+def _finish(axes, x_label: str, y_label: str, title: str) -> None:
+    axes.set_xlabel(x_label, fontsize=9)
+    axes.set_ylabel(y_label, fontsize=9)
+    axes.set_title(title, fontsize=10, loc="left", pad=18)
+    axes.tick_params(labelsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _budget(budget: int | str | None) -> int | None:
+    if budget is None:
+        return None
+    nbytes = parse_bytes(budget)
+    if nbytes == 0:
+        raise ValueError("expected a budget of more than 0 bytes, such as '16 GiB', or None for no line; found 0")
+    return nbytes
+
+
+def _draw_budget(axes, limit: int | None, scale: int, *, vertical: bool) -> None:
+    if limit is None:
+        return
+    line = axes.axvline if vertical else axes.axhline
+    line(limit / scale, color="black", linestyle="--", linewidth=1.4)
+    if vertical:
+        place = {"transform": axes.get_xaxis_transform(), "ha": "center", "va": "bottom"}
+        axes.text(limit / scale, 1.01, f"budget {format_bytes(limit)}", fontsize=8, **place)
+    else:
+        place = {"transform": axes.get_yaxis_transform(), "ha": "right", "va": "bottom"}
+        axes.text(0.99, limit / scale, f"budget {format_bytes(limit)}", fontsize=8, **place)
+
+
+def _unit(nbytes: int) -> tuple[str, int]:
+    for unit, scale in (("GiB", GiB), ("MiB", MiB), ("KiB", KiB)):
+        if nbytes >= scale:
+            return unit, scale
+    return "B", 1
+
+
+def _level(*timelines: Timeline) -> str:
+    return "with kernels' workspace" if all(t.workspace for t in timelines) else "storages"
+
+
+def _sample(timeline: Timeline) -> list[int]:
+    """The events to draw: all, or for a long step the fullest of each of `MOST_POINTS` stretches, so no peak is lost."""
+    count = len(timeline) + 1
+    if count <= MOST_POINTS:
+        return list(range(count))
+    edges = [count * i // MOST_POINTS for i in range(MOST_POINTS + 1)]
+    chosen = {max(range(a, b), key=timeline.totals.__getitem__) for a, b in zip(edges, edges[1:], strict=False)}
+    return sorted(chosen | {0, count - 1, timeline.peak_event})
+
+
+def _main_phases(timeline: Timeline) -> Sequence:
+    """The phases long enough to be labelled, and not a mere gap in a longer one."""
+    spans = []
+    for span in timeline.phases:
+        if span.stop - span.start + 1 >= max(2, 0.03 * len(timeline)) and (not spans or spans[-1].phase != span.phase):
+            spans.append(span)
+    return spans
+
+
+def _peak_words(timeline: Timeline) -> str:
+    groups: dict[str, int] = {}
+    for storage in timeline.alive(timeline.peak_event):
+        if storage.phase != "before":
+            groups[storage.line.source] = groups.get(storage.line.source, 0) + storage.nbytes
+    words = [f"peak {format_bytes(timeline.peak_bytes)}; largest lines:"]
+    for source, nbytes in sorted(groups.items(), key=lambda item: -item[1])[:3]:
+        words.append(f"{format_bytes(nbytes)}  {source if len(source) <= 44 else source[:43] + '…'}")
+    return "\n".join(words if groups else words[:1]).removesuffix("; largest lines:")
+
+
+def _plot_alt(timeline: Timeline, limit: int | None) -> str:
+    held = timeline.bytes_by_category(timeline.peak_event)
+    parts = ", ".join(
+        f"{c.replace('_', ' ')} {format_bytes(n)}" for c, n in sorted(held.items(), key=lambda item: -item[1]) if n
+    )
+    phase = timeline.events[timeline.peak_event - 1].phase if timeline.peak_event else "before the first op"
+    phases = ", ".join(span.phase for span in _main_phases(timeline)) or "none"
+    return (
+        f"Stacked area of bytes held over {len(timeline)} events (phases: {phases}): {format_bytes(timeline.totals[0])} "
+        f"before the first op, a peak of {format_bytes(timeline.peak_bytes)} in {phase} ({parts or 'nothing'}), "
+        f"{format_bytes(timeline.totals[-1])} at the end.{_budget_words(limit)}"
+    )
+
+
+def _budget_words(limit: int | None) -> str:
+    return "" if limit is None else f" A dashed line marks the budget of {format_bytes(limit)}."

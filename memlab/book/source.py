@@ -1,0 +1,37 @@
+"""Show the library's own source in a chapter, so that no copy of it can go stale there."""
+
+from __future__ import annotations
+
+import inspect
+import textwrap
+
+
+class Source:
+    """Source text, shown as a highlighted block."""
+
+    def __init__(self, where: str, text: str):
+        self.where, self.text = where, text
+
+    def __repr__(self) -> str:
+        return f"# {self.where}\n{self.text}"
+
+    def _repr_markdown_(self) -> str:
+        return f"```python\n# {self.where}\n{self.text}\n```"
+
+
+def show_source(thing, *, docstring: bool = True) -> Source:
+    """The source of a function, method, class or module as it stands in the library.
+
+    docstring: False leaves the docstring out. Raises TypeError for what has no Python source.
+    """
+    try:
+        text = textwrap.dedent(inspect.getsource(thing)).rstrip()
+    except (TypeError, OSError) as error:
+        raise TypeError(f"expected a function, class or module written in Python, found {thing!r} ({error})") from None
+    if not docstring and thing.__doc__:
+        start = text.find('"""')
+        end = text.find('"""', start + 3) + 3
+        text = text[:start].rstrip() + "\n" + text[end:].lstrip("\n")
+    name = getattr(thing, "__qualname__", "")
+    module = getattr(thing, "__module__", "") or thing.__name__
+    return Source(f"{module}.{name}" if name else module, text)
