@@ -60,18 +60,20 @@ def plot(timeline: Timeline, budget: int | str | None = None, title: str = "") -
     events = _sample(timeline)
     unit, scale = _unit(max(timeline.peak_bytes, limit or 0))
     shown = [category for category in COLOURS if any(timeline.curves[category])]
-    axes.stackplot(
-        events,
-        [[timeline.curves[category][i] / scale for i in events] for category in shown],
-        labels=[
-            f"{c.replace('_', ' ')}  {format_bytes(timeline.bytes_by_category(timeline.peak_event)[c])}" for c in shown
-        ],
-        colors=[COLOURS[category] for category in shown],
-        step="post",
-        edgecolor="black",
-        linewidth=0.3,
-    )
-    top = max(timeline.peak_bytes, limit or 0) / scale * 1.22 or 1
+    if shown:
+        axes.stackplot(
+            events,
+            [[timeline.curves[category][i] / scale for i in events] for category in shown],
+            labels=[
+                f"{c.replace('_', ' ')}  {format_bytes(timeline.bytes_by_category(timeline.peak_event)[c])}"
+                for c in shown
+            ],
+            colors=[COLOURS[category] for category in shown],
+            step="post",
+            edgecolor="black",
+            linewidth=0.3,
+        )
+    top = max(timeline.peak_bytes, limit or 0) / scale * 1.34 or 1
     axes.set_ylim(0, top)
     axes.set_xlim(0, max(len(timeline), 1))
     phases = _main_phases(timeline)

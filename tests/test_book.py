@@ -1,0 +1,242 @@
+"""The book's figures, tables, claims, sources and benchmark say what the timeline says."""
+
+import json
+import sys
+
+import pytest
+import torch
+
+from memlab import benchmark
+from memlab.book import claims
+from memlab.book.allocator import allocated_peak
+from memlab.book.claims import Claim, claim, evidence
+from memlab.book.figures import COLOURS, MOST_POINTS, bars, compare, plot
+from memlab.book.source import show_source
+from memlab.book.tables import Table, by_category, holders, storages
+from memlab.book.workloads import GPT, text_batch
+from memlab.memory_timeline import CATEGORIES, Event, Line, Meter, Storage, Timeline
+from memlab.units import GiB, MiB, format_bytes
+
+
+@pytest.fixture(scope="module")
+def step():
+    torch.manual_seed(0)
+    model = GPT(layers=2, width=32, context=16)
+    x, y = text_batch(2, 16)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    with Meter(model, optimizer, inputs=(x, y)) as meter:
+        model(x, y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return meter.timeline
+
+
+def long_timeline(events):
+    """`events` events: one storage that is born and freed again and again, and at one moment twice as large."""
+    line = Line("f", "x = y")
+    blocks = [
+        Storage(0, 100, "parameter", (25,), "float32", "cpu", "", "before", line, "", "w", "parameter w"),
+        Storage(1, 1, "activation", (1,), "float32", "cpu", "add", "forward", line, "", "", "saved"),
+    ]
+    changes = [Event(0, 100, "", "before", line)]
+    for number in range(events // 2):
+        size = 1000 if number == events // 3 else 10
+        changes += [Event(1, size, "add", "forward", line), Event(1, -size, "add", "forward", line)]
+    return Timeline(blocks, changes)
+
+
+# ---- figures
+
+
+def areas(picture):
+    """The top edge of each stacked area at each drawn event, by its label's category."""
+    return picture.figure.axes[0].collections
+
+
+def test_a_plot_stacks_exactly_the_timelines_categories(step):
+    picture = plot(step)
+    axes = picture.figure.axes[0]
+    drawn = {text.split("  ")[0] for text in axes.get_legend_handles_labels()[1]}
+    assert drawn == {c.replace("_", " ") for c in CATEGORIES if any(step.curves[c])}
+    scale = MiB if "MiB" in axes.get_ylabel() else 1024
+    highest = max(path.vertices[:, 1].max() for area in areas(picture) for path in area.get_paths())
+    assert highest * scale == pytest.approx(step.peak_bytes, rel=1e-9)
+
+
+def test_a_plots_sentence_names_peak_phases_and_every_category_there(step):
+    alt = plot(step, budget="1 MiB").alt
+    assert format_bytes(step.peak_bytes) in alt and "forward, backward, optimizer" in alt and "1.0 MiB" in alt
+    for category, nbytes in step.bytes_by_category(step.peak_event).items():
+        assert (category.replace("_", " ") + " " in alt) == (nbytes > 0)
+
+
+def test_a_plot_marks_the_peak_where_it_is(step):
+    markers = [line for line in plot(step).figure.axes[0].lines if line.get_marker() == "v"]
+    assert [line.get_xdata()[0] for line in markers] == [step.peak_event]
+
+
+def test_a_long_timeline_is_thinned_without_losing_its_peak():
+    timeline = long_timeline(20 * MOST_POINTS)
+    figure = compare({"long": timeline}).figure
+    x, y = figure.axes[0].lines[0].get_data()
+    assert len(x) <= MOST_POINTS + 3 and max(y) == timeline.peak_bytes / 1024
+
+
+def test_a_picture_shows_as_png_with_its_sentence_as_alt_text_and_as_text(step):
+    data, metadata = plot(step)._repr_mimebundle_()
+    assert data["text/plain"] == metadata["image/png"]["alt"] == plot(step).alt
+    assert plot(step).png().startswith(b"\x89PNG")
+
+
+def test_an_empty_timeline_can_be_plotted():
+    with Meter() as meter:
+        pass
+    assert "0 events" in plot(meter.timeline).alt
+    assert "0 B" in compare({"nothing": meter.timeline}).alt
+
+
+@pytest.mark.parametrize("draw", [lambda t, b: plot(t, budget=b), lambda t, b: compare({"a": t}, budget=b)])
+def test_a_budget_of_zero_is_refused_with_what_was_expected(step, draw):
+    for zero in (0, "0 GiB"):
+        with pytest.raises(ValueError, match="expected a budget of more than 0 bytes"):
+            draw(step, zero)
+    with pytest.raises(ValueError, match="expected a size"):
+        draw(step, "sixteen")
+
+
+def test_comparing_nothing_is_refused():
+    with pytest.raises(ValueError, match="expected at least one timeline"):
+        compare({})
+    with pytest.raises(ValueError, match="expected at least one row"):
+        bars({})
+
+
+def test_bars_are_as_long_as_their_bytes_and_an_unknown_category_is_refused():
+    picture = bars({"a": {"parameter": 3 * GiB, "gradient": GiB}, "b": {"parameter": GiB}}, budget="2 GiB")
+    assert sorted(patch.get_width() for patch in picture.figure.axes[0].patches if patch.get_width()) == [1, 1, 3]
+    assert "a: 4.0 GiB" in picture.alt and "2.0 GiB" in picture.alt
+    with pytest.raises(ValueError, match="weights"):
+        bars({"a": {"weights": 1}})
+
+
+def test_every_category_has_a_colour_of_its_own():
+    assert set(COLOURS) == set(CATEGORIES) and len(set(COLOURS.values())) == len(COLOURS)
+
+
+# ---- tables
+
+
+def test_a_table_reads_the_same_as_text_and_as_markdown():
+    table = Table(["name", "bytes"], [("a|b", 1234), ("c", 5)])
+    assert repr(table).splitlines() == ["name  bytes", "----  -----", "a|b   1,234", "c         5"]
+    assert table._repr_markdown_().splitlines() == [
+        "| name | bytes |",
+        "| :--- | ---: |",
+        "| a\\|b | 1,234 |",
+        "| c | 5 |",
+    ]
+
+
+def test_a_table_refuses_a_row_of_another_length():
+    with pytest.raises(ValueError, match="expected 2 cells"):
+        Table(["a", "b"], [(1,)])
+
+
+def test_the_categories_table_sums_to_the_peak(step):
+    *parts, total = by_category(step).rows
+    assert total[2] == step.peak_bytes == sum(row[2] for row in parts)
+
+
+@pytest.mark.parametrize("by", ["line", "reason", "module"])
+def test_holders_account_for_every_storage_alive(step, by):
+    rows = holders(step, by=by, top=3).rows
+    assert sum(row[1] for row in rows) == len(step.alive(step.peak_event)) and len(rows) == 4
+    with pytest.raises(ValueError, match="expected by="):
+        holders(step, by="colour")
+
+
+def test_storages_lists_the_largest_first(step):
+    rows = storages(step, category="activation", top=4).rows
+    largest = [s for s in step.alive(step.peak_event) if s.category == "activation"][:4]
+    assert [row[0] for row in rows] == [format_bytes(s.nbytes) for s in largest]
+
+
+# ---- sources and claims
+
+
+def test_show_source_shows_what_stands_in_the_library():
+    shown = show_source(Meter._note_storage)
+    assert "def _note_storage" in repr(shown) and shown._repr_markdown_().startswith(
+        "```python\n# memlab.memory_timeline"
+    )
+    assert '"""' not in show_source(Meter._note_storage, docstring=False).text
+    with pytest.raises(TypeError, match="expected a function, class or module"):
+        show_source(len)
+
+
+@pytest.fixture
+def no_claims(monkeypatch):
+    monkeypatch.setattr(claims, "registered", {})
+
+
+def test_a_claim_within_its_tolerance_holds_and_is_registered(no_claims):
+    row = claim("half", kind="values", predicted=0.5, measured=0.52, tolerance=0.05, unit="of the bytes").rows[0]
+    assert row[-1] == "holds" and claims.registered["half"].measured == 0.52
+    assert "half" in repr(evidence()) and "not recorded yet" in repr(evidence())
+
+
+def test_one_byte_too_many_does_not_hold(no_claims):
+    assert claim("exact", kind="bytes", predicted=100, measured=101).rows[0][-1] == "does not hold"
+
+
+def test_a_claim_without_a_measurement_stays_open():
+    assert Claim("gpu", "time", 2.0, None, 0.1, "×").verdict == "open: not recorded yet"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"kind": "opinion"}, "expected kind among"),
+        ({"tolerance": -1}, "expected a tolerance"),
+        ({"measured": 1.5}, "expected whole bytes"),
+        ({"unit": "MiB"}, "expected whole bytes"),
+    ],
+)
+def test_a_malformed_claim_is_refused(no_claims, wrong, message):
+    with pytest.raises(ValueError, match=message):
+        claim("c", **{"kind": "bytes", "predicted": 1, "measured": 1, "unit": "B"} | wrong)
+    assert not claims.registered
+
+
+# ---- the allocator's word, and the benchmark
+
+
+def test_the_allocators_peak_is_the_sum_of_what_was_held_at_once():
+    def run():
+        a = torch.empty(1000)
+        b = torch.empty(500)
+        del a
+        c = torch.empty(250)
+        del b, c
+
+    assert allocated_peak(run) == 1500 * 4
+
+
+def test_the_benchmark_finds_no_byte_between_meter_and_allocator(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["benchmark", "--quick"])
+    monkeypatch.setattr(benchmark, "interleaved", lambda runs, _: {name: [1.0 + len(name)] for name in runs})
+    threads = torch.get_num_threads()
+    try:
+        benchmark.main()
+    finally:
+        torch.set_num_threads(threads)
+    printed = capsys.readouterr().out
+    peaks = [line for line in printed.splitlines() if line.startswith("peak, ")]
+    assert len(peaks) >= 5 and all(" +0 B from" in line for line in peaks), peaks
+
+
+def test_the_committed_lengths_are_whole_and_within_their_range():
+    from memlab.book.workloads import lengths
+
+    assert len(lengths()) == 1024 and all(16 <= n <= 4096 for n in lengths())
+    assert json.dumps(list(lengths()))
