@@ -97,8 +97,9 @@ def plot(timeline: Timeline, budget: int | str | None = None, title: str = "") -
     )
     _draw_budget(axes, limit, scale, vertical=False)
     _finish(axes, "event (an allocation or a free)", f"bytes held, {_level(timeline)} ({unit})", title)
-    axes.legend(reversed(axes.get_legend_handles_labels()[0]), reversed(axes.get_legend_handles_labels()[1]),
-                title="at the peak", loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=8)  # fmt: skip
+    handles, labels = axes.get_legend_handles_labels()
+    beside = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5), "frameon": False, "fontsize": 8}
+    axes.legend(handles[::-1], labels[::-1], title="at the peak", **beside)
     figure.tight_layout()
     return Picture(figure, _plot_alt(timeline, limit))
 
@@ -244,7 +245,7 @@ def _level(*timelines: Timeline) -> str:
 
 
 def _sample(timeline: Timeline) -> list[int]:
-    """The events to draw: all, or for a long step the fullest of each of `MOST_POINTS` stretches, so no peak is lost."""
+    """The events to draw: all, or in a long step the fullest of each of `MOST_POINTS` stretches; no peak is lost."""
     count = len(timeline) + 1
     if count <= MOST_POINTS:
         return list(range(count))
@@ -281,8 +282,8 @@ def _plot_alt(timeline: Timeline, limit: int | None) -> str:
     phase = timeline.events[timeline.peak_event - 1].phase if timeline.peak_event else "before the first op"
     phases = ", ".join(span.phase for span in _main_phases(timeline)) or "none"
     return (
-        f"Stacked area of bytes held over {len(timeline)} events (phases: {phases}): {format_bytes(timeline.totals[0])} "
-        f"before the first op, a peak of {format_bytes(timeline.peak_bytes)} in {phase} ({parts or 'nothing'}), "
+        f"Stacked area of bytes held over {len(timeline)} events (phases: {phases}): "
+        f"{format_bytes(timeline.totals[0])} before the first op, a peak of {format_bytes(timeline.peak_bytes)} in {phase} ({parts or 'nothing'}), "
         f"{format_bytes(timeline.totals[-1])} at the end.{_budget_words(limit)}"
     )
 

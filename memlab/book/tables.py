@@ -83,7 +83,7 @@ def holders(timeline: Timeline, event: int | None = None, by: str = "line", top:
 
 
 def storages(timeline: Timeline, event: int | None = None, category: str | None = None, top: int = 8) -> Table:
-    """The largest storages alive at an event (the peak, unless given): shape, where they were born, and why they stay."""
+    """The largest storages alive at an event (the peak, unless given): shape, birthplace, and why they stay."""
     alive = timeline.alive(timeline.peak_event if event is None else event)
     rows = [
         (

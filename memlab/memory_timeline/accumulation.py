@@ -7,12 +7,15 @@ therefore does the engine's in-place addition in the engine's stead, under the e
 (torch/csrc/autograd/input_buffer.cpp, `can_accumulate_inplace`).
 
 One condition is a reference count, which reads higher from Python by a constant that depends on the version of torch.
-It is not assumed but measured, once, on a gradient known to have one owner.
+It is not assumed but measured, once, on a gradient known to have one owner. Python's own count is asked as well: a
+tensor that a hook keeps in a list is one more reference to the Python object, and none to the tensor behind it.
 """
 
 from __future__ import annotations
 
 import functools
+import operator
+import sys
 
 import torch
 from torch import Tensor
@@ -22,13 +25,21 @@ ADD = torch.ops.aten.add.Tensor
 ADD_ = torch.ops.aten.add_.Tensor
 
 
-def counts(tensor: Tensor) -> tuple[int, int]:
-    """How many references the tensor and its storage have, as seen from inside a dispatch mode."""
-    return tensor._use_count(), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+def counts(args: tuple[Tensor, ...]) -> tuple[int, int, int, int]:
+    """How many references the first of an op's arguments and its storage have: in C++, and in Python.
+
+    The arguments come as the tuple that a dispatch mode is given, since any other name for the tensor is one more.
+    """
+    return (
+        args[0]._use_count(),
+        torch._C._storage_Use_Count(args[0].untyped_storage()._cdata),
+        sys.getrefcount(args[0]),
+        sys.getrefcount(args[0].untyped_storage()),
+    )
 
 
 class _Watch(TorchDispatchMode):
-    seen: tuple[int, int] = (0, 0)
+    seen: tuple[int, int, int, int] = (0, 0, 0, 0)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -36,12 +47,12 @@ class _Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is ADD:
-            self.seen = counts(args[0])
+            self.seen = counts(args)
         return func(*args, **(kwargs or {}))
 
 
 @functools.cache
-def sole_owner_counts() -> tuple[int, int]:
+def sole_owner_counts() -> tuple[int, int, int, int]:
     """The counts of a gradient that only the engine holds, at the moment the engine adds another to it."""
     with torch.enable_grad():
         x = torch.ones(2, requires_grad=True)
@@ -52,23 +63,16 @@ def sole_owner_counts() -> tuple[int, int]:
     return watch.seen
 
 
-def would_add_in_place(old: Tensor, var: Tensor) -> bool:
-    """Whether the engine, unwatched, would have added `var` into `old` rather than made a third tensor."""
-    if (
-        type(old) is not Tensor
-        or type(var) is not Tensor
-        or old.layout is not torch.strided
-        or var.layout is not torch.strided
-    ):
+def would_add_in_place(args: tuple[Tensor, Tensor]) -> bool:
+    """Whether the engine, unwatched, would have added the second gradient into the first rather than made a third."""
+    if any(type(each) is not Tensor or each.layout is not torch.strided or each._is_zerotensor() for each in args):
         return False
-    tensor_count, storage_count = counts(old)
-    sole_tensor, sole_storage = sole_owner_counts()
+    found = counts(args)
+    old, var = args
     return (
-        tensor_count <= sole_tensor
-        and storage_count <= sole_storage
+        all(map(operator.le, found, sole_owner_counts()))
         and old.dtype == var.dtype
         and old.shape == var.shape
         and old.device == var.device
-        and not old._is_zerotensor()
         and torch.ops.aten.is_non_overlapping_and_dense(old)
     )

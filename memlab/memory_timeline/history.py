@@ -53,6 +53,7 @@ class Op(NamedTuple):
 
     @property
     def name(self) -> str:
+        """The op's name without the overload; PyTorch's own namespace, aten, is left out."""
         if isinstance(self.func, str):
             return self.func
         space, _, name = self.func._schema.name.partition("::")
@@ -90,6 +91,8 @@ def friendly(op: str) -> str:
 
 
 class History:
+    """All that the meter noted, in the order in which it happened, and how to read it."""
+
     def __init__(self):
         self.lines = Lines()
         self.ops = Rows(Op)

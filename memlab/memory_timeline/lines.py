@@ -56,7 +56,7 @@ class Owners(dict):
         return frame, passed
 
     def climb_below_engine(self, frame: FrameType | None) -> FrameType | None:
-        """The first frame of the reader's code that the engine itself called, such as a Function's backward; or None."""
+        """The first frame of the reader's code that the engine called, such as a Function's backward; or None."""
         while frame is not None and frame.f_code is not ENGINE:
             if not self[frame.f_code.co_filename]:
                 return frame

@@ -11,6 +11,7 @@ was kept, is worked out once, afterwards, from the notes.
 
 from __future__ import annotations
 
+import inspect
 import sys
 import weakref
 from collections.abc import Iterable
@@ -116,15 +117,20 @@ class Meter(TorchDispatchMode):
     def _set_up(self, stack: ExitStack) -> None:
         history = self._history
         self._ops, self._lines, self._numbers = history.ops, history.lines, history.lines.numbers
-        self._last_read, self._read_in_backward = history.last_read, history.read_in_backward
+        self._last_read, self._read_in_backward, self._sizes = (
+            history.last_read,
+            history.read_in_backward,
+            history.sizes,
+        )
         self._owners = Owners()
         self._live: dict[int, int] = {}  # a storage's address → its number; addresses are used again after a free
         self._deaths: dict[int, _Death] = {}
         stack.callback(self._deaths.clear)
-        # The autograd node made last before the meter is nobody's; those made from now on belong to the op that follows.
+        # The node that autograd made last is from before the meter; the next ones each belong to the op that follows.
         self._sequence = _next_sequence_number()
         self._forward_of: dict[int, int] = {self._sequence - 1: -1}
-        self._stepping = False
+        self._stepping = False  # inside an optimizer's step
+        self._step_line: int | None = None  # the line that called it, when the step is torch's own code
         self._module_names = {id(m): name for root in self._modules for name, m in root.named_modules()}
         self._modules_inside = [""]  # names of the modules whose forward is running, outermost first
         self._parameter_names = {id(p): name for root in self._modules for name, p in root.named_parameters()}
@@ -182,6 +188,8 @@ class Meter(TorchDispatchMode):
         if in_formula and forward_op >= 0:
             phase = BACKWARD
             line, module = flat[6 * forward_op + 2], flat[6 * forward_op + 3]
+        elif self._step_line is not None and not in_backward:
+            phase, line, module = OPTIMIZER, self._step_line, ""
         else:
             frame, owners, passed = caller, self._owners, 0
             while frame is not None and (owner := owners[frame.f_code.co_filename]):
@@ -205,21 +213,22 @@ class Meter(TorchDispatchMode):
             forward_of.setdefault(sequence - 1, number)
         flat += (func, phase, line, module, forward_op, node)
 
-        for argument in args if not kwargs else (*args, *kwargs.values()):
-            kind = _KINDS[type(argument)]
-            if kind is Tensor:
-                try:
-                    storage = live[argument.untyped_storage()._cdata]
-                except (KeyError, NotImplementedError):
-                    self._meet(argument, number, phase, line)
-                else:
-                    self._last_read[storage] = number
-                    if forward_op >= 0:
-                        self._read_in_backward += (storage, forward_op)
-            elif kind is list and phase is not OPTIMIZER:
-                for item in argument:
-                    if isinstance(item, Tensor):
-                        self._meet(item, number, phase, line)
+        if phase is not OPTIMIZER:  # an optimizer reads parameters, gradients and states, which are known
+            for argument in args if not kwargs else (*args, *kwargs.values()):
+                kind = _KINDS[type(argument)]
+                if kind is Tensor:
+                    try:
+                        storage = live[argument.untyped_storage()._cdata]
+                    except (KeyError, NotImplementedError):
+                        self._meet(argument, number, phase, line)
+                    else:
+                        self._last_read[storage] = number
+                        if forward_op >= 0:
+                            self._read_in_backward += (storage, forward_op)
+                elif kind is list:
+                    for item in argument:
+                        if isinstance(item, Tensor):
+                            self._meet(item, number, phase, line)
 
         if self._log is not None:
             result = self._log.run(number, func, args, kwargs or {})
@@ -228,9 +237,21 @@ class Meter(TorchDispatchMode):
 
         kind = _KINDS[type(result)]
         if kind is Tensor:
-            self._note(result, number, phase, line)
+            try:
+                storage = result.untyped_storage()
+            except NotImplementedError:  # sparse
+                self._note(result, number, phase, line)
+            else:
+                known = live.get(storage._cdata)
+                if known is None or storage.nbytes() != self._sizes[known]:
+                    self._note_storage(storage, result, number, phase, line)
         elif kind is list:
-            self._note_all(result, number, phase, line)
+            for item in result:
+                if isinstance(item, Tensor):
+                    self._note(item, number, phase, line)
+                elif isinstance(item, (list, tuple)):
+                    for inner in item:
+                        self._note(inner, number, phase, line)
         return result
 
     def _phase(self, caller: FrameType | None, passed: int) -> str:
@@ -257,24 +278,11 @@ class Meter(TorchDispatchMode):
                     history.read_in_backward += (number, forward_op)
 
     def _note(self, tensor: Tensor, op: int, phase: str, line: int) -> None:
-        """An op's result: a storage that is new, has another size, or is as it was."""
-        try:
-            storage = tensor.untyped_storage()
-        except NotImplementedError:  # sparse: several storages
-            for storage in storages_of(tensor):
+        """An op's result: its storages are new, have another size, or are as they were."""
+        for storage in storages_of(tensor):
+            known = self._live.get(storage._cdata)
+            if known is None or storage.nbytes() != self._sizes[known]:
                 self._note_storage(storage, tensor, op, phase, line)
-        else:
-            number = self._live.get(storage._cdata)
-            if number is None or storage.nbytes() != self._history.sizes[number]:
-                self._note_storage(storage, tensor, op, phase, line)
-
-    def _note_all(self, results, op: int, phase: str, line: int) -> None:
-        if isinstance(results, (list, tuple)):
-            for result in results:
-                if isinstance(result, Tensor):
-                    self._note(result, op, phase, line)
-                else:
-                    self._note_all(result, op, phase, line)
 
     def _note_storage(self, storage: UntypedStorage, tensor: Tensor | None, op: int, phase: str, line: int) -> int:
         """Note a storage as op number `op` (-1: before the first) left it. Returns its own number."""
@@ -296,7 +304,13 @@ class Meter(TorchDispatchMode):
         if self._live.get(death.address) == number:
             del self._live[death.address]
         self._deaths.pop(number, None)
-        phase, line = self._place(sys._getframe().f_back)
+        caller = sys._getframe().f_back
+        if self._step_line is not None:
+            phase, line = OPTIMIZER, self._step_line
+        elif caller is not None and caller.f_code is ENGINE and (flat := self._ops.flat):
+            phase, line = BACKWARD, flat[-4]  # let go by the node that was evaluated last
+        else:
+            phase, line = self._place(caller)
         self._history.resized(number, 0, len(self._ops) - 1, phase, line)
 
     def _place(self, caller: FrameType | None) -> tuple[str, int]:
@@ -313,12 +327,9 @@ class Meter(TorchDispatchMode):
         gradient that another node made and that the present one has not read, or one of two that it made for the
         same input.
         """
-        if kwargs or len(args) != 2 or evaluated is None or _grad_enabled():
+        if kwargs or len(args) != 2 or evaluated is None or _grad_enabled() or not would_add_in_place(args):
             return False
-        old, var = args
-        if not isinstance(old, Tensor) or not isinstance(var, Tensor) or not would_add_in_place(old, var):
-            return False
-        number = self._live.get(old.untyped_storage()._cdata)
+        number = self._live.get(args[0].untyped_storage()._cdata)
         if number is None:
             return False
         birth, last_read = self._history.births[number].op, self._history.last_read[number]
@@ -354,16 +365,21 @@ class Meter(TorchDispatchMode):
         name = self._parameter_names.get(id(parameter), "a parameter")
         self._recognise([Owned(parameter.grad, "gradient", name)])
 
-    def _before_step(self, *_) -> None:
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_) -> None:
         self._stepping = True
+        frame, _ = self._owners.climb(sys._getframe())
+        if self._owners[
+            inspect.unwrap(type(optimizer).step).__code__.co_filename
+        ]:  # torch's own: all ops are one line's
+            self._step_line = self._lines.number(frame)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_) -> None:
-        self._stepping = False
+        self._stepping, self._step_line = False, None
         self._recognise(owned_by_optimizer(optimizer, self._parameter_names))
 
     def _enter_module(self, module, _args) -> None:
         if _current_task() == -1:
-            self._stepping = False  # an optimizer whose step raised never said that it had ended
+            self._stepping, self._step_line = False, None  # a step that raised never said that it had ended
         name = self._module_names.get(id(module))
         if name:
             self._modules_inside.append(name)

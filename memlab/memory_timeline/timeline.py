@@ -208,7 +208,8 @@ class Timeline:
         return event
 
     def __repr__(self) -> str:
-        return f"Timeline({len(self.events)} events, {len(self.storages)} storages, peak {self.peak_bytes:,} B, {self.device})"
+        counts = f"{len(self.events)} events, {len(self.storages)} storages"
+        return f"Timeline({counts}, peak {self.peak_bytes:,} B, {self.device})"
 
     # ---- on disk: plain JSON, parsed and checked, never unpickled
 

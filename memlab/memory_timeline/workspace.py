@@ -1,9 +1,9 @@
 """What kernels allocate for themselves, from the allocator's own log.
 
 A kernel's scratch never becomes a tensor that an op returns, so watching tensors cannot show it. The allocator can. On
-the CPU, torch's profiler writes down every allocation and free with its address; the meter puts a marker around each op,
-and afterwards the two lists are laid over each other in order. What the meter saw placed at an address is that storage;
-all else is the workspace of the op in which it was allocated. The log then *is* the timeline, to the byte.
+the CPU, torch's profiler writes down every allocation and free with its address; the meter puts a marker around each
+op, and afterwards the two lists are laid over each other in order. What the meter saw placed at an address is that
+storage; all else is the workspace of the op in which it was allocated. The log then *is* the timeline, to the byte.
 
 On CUDA the caching allocator counts requested bytes and their peak; asked before and after each op, it tells how much
 more than its results the op needed.
