@@ -84,7 +84,7 @@ def meter_time(device: str, rounds: int) -> list[tuple]:
 
 
 def meter_cost_per_op(device: str, rounds: int) -> list[tuple]:
-    """What the meter adds to one op, beside an empty dispatch mode and MemTracker, where kernels take hardly any time."""
+    """What the meter adds to one op, beside an empty mode and MemTracker, where kernels take hardly any time."""
     from torch.distributed._tools.mem_tracker import MemTracker
     from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -283,7 +283,8 @@ def _plot_alt(timeline: Timeline, limit: int | None) -> str:
     phases = ", ".join(span.phase for span in _main_phases(timeline)) or "none"
     return (
         f"Stacked area of bytes held over {len(timeline)} events (phases: {phases}): "
-        f"{format_bytes(timeline.totals[0])} before the first op, a peak of {format_bytes(timeline.peak_bytes)} in {phase} ({parts or 'nothing'}), "
+        f"{format_bytes(timeline.totals[0])} before the first op, "
+        f"a peak of {format_bytes(timeline.peak_bytes)} in {phase} ({parts or 'nothing'}), "
         f"{format_bytes(timeline.totals[-1])} at the end.{_budget_words(limit)}"
     )
 

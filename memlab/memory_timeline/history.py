@@ -8,7 +8,6 @@ one that saved it; a storage that became some parameter's `.grad` was a gradient
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +15,7 @@ import torch
 from memlab.memory_timeline.lines import Lines
 from memlab.memory_timeline.timeline import Event, Storage, Timeline
 
+HELD = "; a variable still holds it"
 BEFORE, FORWARD, BACKWARD, RECOMPUTE, OPTIMIZER = "before", "forward", "backward", "recompute", "optimizer"
 
 
@@ -138,13 +138,18 @@ class History:
     def timeline(self) -> Timeline:
         """The notes so far as a Timeline."""
         backward_ops = [number for number, op in enumerate(self.ops) if op.phase == BACKWARD]
+        other_ops = [number for number, op in enumerate(self.ops) if op.phase in (FORWARD, OPTIMIZER)]
         died = {change.storage: change.op for change in self.changes if change.delta < 0}
         readers: dict[int, dict[int, None]] = {}
         for storage, forward_op in zip(self.read_in_backward[::2], self.read_in_backward[1::2], strict=True):
             readers.setdefault(storage, {})[forward_op] = None
-        storages = [
-            self._storage(number, backward_ops, died, readers.get(number, ())) for number in range(len(self.births))
-        ]
+        storages = []
+        for number, size in enumerate(self.sizes):
+            born = self.births[number].op
+            until = len(self.ops) if size else died.get(number, born)
+            waited = _any_between(backward_ops, born, until)
+            outstayed = waited and number in readers and _any_between(other_ops, self.last_read[number], until)
+            storages.append(self._storage(number, waited, outstayed, list(readers.get(number, ()))))
         names = [op.name for op in self.ops]
         events = [
             Event(c.storage, c.delta, names[c.op] if c.op >= 0 else "", c.phase, self.lines[c.line])
@@ -152,14 +157,12 @@ class History:
         ]
         return Timeline(storages, events, workspace=self.workspace, levels=self.levels)
 
-    def _storage(self, number: int, backward_ops: list[int], died: dict[int, int], readers: Iterable[int]) -> Storage:
+    def _storage(self, number: int, waited: bool, outstayed: bool, readers: list[int]) -> Storage:
         birth = self.births[number]
         op = self.ops[birth.op] if birth.op >= 0 else NO_OP
         category, name = self.owners.get(number, ("", ""))
         if not category:
-            # Did it outlive the moment a backward op ran? Then backward needed it, or somebody forgot it.
-            until = len(self.ops) if self.sizes[number] else died.get(number, birth.op)
-            waited = bisect.bisect_right(backward_ops, until) > bisect.bisect_right(backward_ops, birth.op)
+            # Did it wait until a backward op ran? Then backward needed it, or somebody forgot it.
             category = "activation" if waited and op.phase in (FORWARD, RECOMPUTE) else "temporary"
         module, line = op.module, op.line
         if line < 0 and self.last_read[number] >= 0:
@@ -176,10 +179,10 @@ class History:
             line=self.lines[line],
             module=module,
             name=name,
-            reason=self._reason(category, name, op, [friendly(self.ops[reader].name) for reader in readers]),
+            reason=self._reason(category, name, op, readers) + (HELD if outstayed and category == "activation" else ""),
         )
 
-    def _reason(self, category: str, name: str, op: Op, readers: list[str]) -> str:
+    def _reason(self, category: str, name: str, op: Op, readers: list[int]) -> str:
         if category in ("parameter", "buffer"):
             return f"{category} {name}"
         if category == "input":
@@ -195,7 +198,12 @@ class History:
                 return "held by a variable, not by autograd: backward never read it"
             also = f" and {len(readers) - 1} more" if len(readers) > 1 else ""
             again = "recomputed: " if op.phase == RECOMPUTE else ""
-            return f"{again}saved by {readers[0]}{also} for its backward"
+            return f"{again}saved by {friendly(self.ops[readers[0]].name)}{also} for its backward"
         if op.phase == BACKWARD and op.forward_op >= 0:
             return f"gradient passing through {friendly(self.ops[op.forward_op].name)}"
         return f"result of {friendly(op.name)} in {op.phase}, saved by nobody"
+
+
+def _any_between(ordered: list[int], after: int, until: int) -> bool:
+    """Whether any of the ordered numbers is above `after` and at most `until`."""
+    return bisect.bisect_right(ordered, until) > bisect.bisect_right(ordered, after)

@@ -37,7 +37,9 @@ from memlab.memory_timeline.ownership import (
     storages_of,
 )
 from memlab.memory_timeline.timeline import Timeline
-from memlab.memory_timeline.workspace import allocator_log
+from memlab.memory_timeline.workspace import CPULog, CUDACounters, CUDALevels
+
+LIFT_FRESH = torch.ops.aten.lift_fresh.default
 
 _current_task = torch._C._current_graph_task_id  # -1 outside backward
 _current_node = torch._C._current_autograd_node
@@ -136,7 +138,10 @@ class Meter(TorchDispatchMode):
         self._parameter_names = {id(p): name for root in self._modules for name, p in root.named_parameters()}
 
         device = next((p.device for root in self._modules for p in root.parameters()), torch.device("cpu"))
-        self._log = allocator_log(self._history, device) if self._workspace else None
+        levels = CUDALevels(history, device) if device.type == "cuda" else None
+        self._log = None
+        if self._workspace:
+            self._log = CPULog(history) if levels is None else CUDACounters(history, device, levels)
         self._adopt(owned_by_model(self._modules))
         if self._optimizer is not None:
             self._adopt(owned_by_optimizer(self._optimizer, self._parameter_names))
@@ -156,8 +161,9 @@ class Meter(TorchDispatchMode):
                 if parameter.requires_grad and parameter.is_leaf:
                     stack.callback(parameter.register_post_accumulate_grad_hook(self._accumulated).remove)
         self._watch_resizing(stack)
-        if self._log is not None:
-            stack.enter_context(self._log)
+        for context in (levels, self._log):
+            if context is not None:
+                stack.enter_context(context)
 
     @property
     def timeline(self) -> Timeline:
@@ -271,7 +277,8 @@ class Meter(TorchDispatchMode):
             if number is None:
                 if storage.device.type != "meta":
                     number = self._note_storage(storage, tensor, op, phase, line)
-                    history.owners[number] = ("input", "a tensor from outside the meter")
+                    if self._ops[op].func is not LIFT_FRESH:  # torch.tensor(...) makes its tensor before it tells
+                        history.owners[number] = ("input", "a tensor from outside the meter")
             else:
                 history.last_read[number] = op
                 if (forward_op := self._ops[op].forward_op) >= 0:

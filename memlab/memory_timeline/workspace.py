@@ -19,11 +19,6 @@ import torch
 from memlab.memory_timeline.history import Change, History, Rows
 
 
-def allocator_log(history: History, device: torch.device):
-    """The log of the allocator that serves `device`."""
-    return CUDACounters(history, device) if device.type == "cuda" else CPULog(history)
-
-
 @dataclass(slots=True)
 class Block:
     """One allocation in the log. `storage` stays -1 for scratch, `freed` for what outlives the log."""
@@ -133,15 +128,45 @@ class CPULog:
         return Change(storage, delta, op, by.phase if by else "forward", by.line if by else -1)
 
 
+class CUDALevels:
+    """The caching allocator's own counts during the block, for the device the model is on.
+
+    *requested* is what tensors and kernels asked for, *allocated* the blocks they got, *reserved* the segments behind
+    them. Resets CUDA's peak counters, which is the only way to have a peak of one's own.
+    """
+
+    NAMES = ("requested", "allocated", "reserved")
+
+    def __init__(self, history: History, device: torch.device, statistics=None, reset_peak=None):
+        self._history = history
+        self._statistics = statistics or (lambda: torch.cuda.memory_stats_as_nested_dict(device))
+        self.reset_peak = reset_peak or (lambda: torch.cuda.reset_peak_memory_stats(device))
+        self._peaks = dict.fromkeys(self.NAMES, 0)
+
+    def read(self, figure: str) -> dict[str, int]:
+        """Each level's "current" or "peak" figure; peaks are remembered, since others may reset them."""
+        statistics = self._statistics()
+        for name in self.NAMES:
+            self._peaks[name] = max(self._peaks[name], statistics[f"{name}_bytes"]["all"]["peak"])
+        return {name: statistics[f"{name}_bytes"]["all"][figure] for name in self.NAMES}
+
+    def __enter__(self) -> CUDALevels:
+        self.reset_peak()
+        self._before = self.read("current")
+        return self
+
+    def __exit__(self, *error) -> None:
+        after = self.read("current")
+        self._history.levels = {
+            name: {"before": self._before[name], "peak": self._peaks[name], "after": after[name]} for name in self.NAMES
+        }
+
+
 class CUDACounters:
     """Asks the caching allocator, around each op, for requested bytes and their peak; adds the ops' scratch."""
 
-    def __init__(self, history: History, device: torch.device, statistics=None, reset_peak=None):
-        self._history, self._device = history, device
-        self._statistics = statistics or (
-            lambda: torch.cuda.memory_stats_as_nested_dict(device)["requested_bytes"]["all"]
-        )
-        self._reset_peak = reset_peak or (lambda: torch.cuda.reset_peak_memory_stats(device))
+    def __init__(self, history: History, device: torch.device, levels: CUDALevels):
+        self._history, self._device, self._levels = history, device, levels
         self._noted: list[tuple[int, int, int, int]] = []  # (op, changes noted before it, peak and rest beyond that)
 
     def __enter__(self) -> CUDACounters:
@@ -150,11 +175,11 @@ class CUDACounters:
 
     def run(self, op: int, func, args, kwargs):
         """Call `func` and note by how much requested bytes rose meanwhile, at most and in the end."""
-        self._reset_peak()
-        before = self._statistics()["current"]
+        before = self._levels.read("current")["requested"]
+        self._levels.reset_peak()
         result = func(*args, **kwargs)
-        after = self._statistics()
-        self._noted.append((op, len(self._history.changes), after["peak"] - before, after["current"] - before))
+        peak, after = self._levels.read("peak")["requested"], self._levels.read("current")["requested"]
+        self._noted.append((op, len(self._history.changes), peak - before, after - before))
         return result
 
     def placed(self, storage: int, address: int, op: int) -> None:
