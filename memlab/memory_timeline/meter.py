@@ -275,10 +275,9 @@ class Meter(TorchDispatchMode):
         for storage in storages_of(tensor):
             number = self._live.get(storage._cdata)
             if number is None:
-                if storage.device.type != "meta":
-                    number = self._note_storage(storage, tensor, op, phase, line)
-                    if self._ops[op].func is not LIFT_FRESH:  # torch.tensor(...) makes its tensor before it tells
-                        history.owners[number] = ("input", "a tensor from outside the meter")
+                number = self._note_storage(storage, tensor, op, phase, line)
+                if number >= 0 and self._ops[op].func is not LIFT_FRESH:  # torch.tensor(...) makes it, and tells later
+                    history.owners[number] = ("input", "a tensor from outside the meter")
             else:
                 history.last_read[number] = op
                 if (forward_op := self._ops[op].forward_op) >= 0:
@@ -297,6 +296,8 @@ class Meter(TorchDispatchMode):
         number = self._live.get(address)
         nbytes = storage.nbytes()
         if number is None:
+            if tensor.is_meta:
+                return -1  # a shape, and no bytes
             number = self._live[address] = self._history.born(tensor, nbytes, op, phase, line)
             self._deaths[number] = death = _Death(storage, self._died)
             death.address, death.number = address, number
