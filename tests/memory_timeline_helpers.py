@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 from collections.abc import Callable
@@ -120,18 +121,12 @@ def event_tree(code: Callable[[], None]) -> list:
     return profile.profiler.kineto_results.experimental_event_tree()
 
 
-def is_kernel(name: str) -> bool:
-    """Whether an event is an op of ATen that is not merely composed of others, as `linear` is of `addmm`."""
-    if not name.startswith("aten::"):
-        return False
-    packet = getattr(torch.ops.aten, name.removeprefix("aten::"), None)
-    overloads = [] if packet is None else packet.overloads()
-    return any(
-        not torch._C._dispatch_has_kernel_for_dispatch_key(
-            name if overload == "default" else f"{name}.{overload}", "CompositeImplicitAutograd"
-        )
-        for overload in overloads
-    )
+@functools.cache
+def kernels() -> frozenset[str]:
+    """ATen's ops that are not merely composed of others, as `linear` is of `addmm`."""
+    composed = set(torch._C._dispatch_get_registrations_for_dispatch_key("CompositeImplicitAutograd"))
+    names = set(torch._C._dispatch_get_all_op_names()) - composed
+    return frozenset(name.partition(".")[0] for name in names if name.startswith("aten::"))
 
 
 def allocations(roots: list) -> list[tuple[int, int, int]]:
@@ -142,7 +137,7 @@ def allocations(roots: list) -> list[tuple[int, int, int]]:
         node, kernel = stack.pop()
         if node.tag == ALLOCATION:
             found.append((node.start_time_ns, node.extra_fields.ptr, node.extra_fields.alloc_size, kernel))
-        elif not kernel and is_kernel(node.name):
+        elif not kernel and node.name in kernels():
             kernel = node.id
         stack.extend((child, kernel) for child in node.children)
     return [row[1:] for row in sorted(found, key=lambda row: row[0])]

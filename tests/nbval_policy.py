@@ -1,7 +1,8 @@
 """How pytest treats the book's notebooks (a pytest plugin, loaded by pyproject.toml).
 
-With the torch and Python that the outputs were recorded with, and no CUDA, every output is compared. Anywhere
-else every cell is executed and nothing is compared, and the report says so: other kernels allocate other bytes.
+With the torch, the Python and the kind of machine that the outputs were recorded with, and no CUDA, every output is
+compared. Anywhere else every cell is executed and nothing is compared, and the report says so: other kernels allocate
+other bytes.
 `--nbval`, `--nbval-lax` and `-p no:nbval` on the command line win over this.
 """
 
@@ -9,12 +10,14 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import platform
 import sys
 from pathlib import Path
 
 import pytest
 
 RECORDED_WITH = {"torch": "2.13.0", "python": "3.11"}
+RECORDED_ON = "Linux x86_64"
 CELL_TIMEOUT_SECONDS = 180
 NBVAL_DEFAULT_TIMEOUT_SECONDS = 2000
 
@@ -36,6 +39,8 @@ def difference_from_recording() -> str:
         return f"torch {torch_version}"
     if python != RECORDED_WITH["python"]:
         return f"Python {python}"
+    if (machine := f"{platform.system()} {platform.machine()}") != RECORDED_ON:
+        return machine
     return "CUDA" if _has_cuda() else ""
 
 

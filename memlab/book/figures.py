@@ -46,6 +46,13 @@ class Picture:
         image = base64.b64encode(self.png()).decode()
         return {"image/png": image, "text/plain": self.alt}, {"image/png": {"alt": self.alt}}
 
+    def _ipython_display_(self) -> None:
+        from IPython.display import display
+
+        data, metadata = self._repr_mimebundle_()
+        display(data, metadata=metadata, raw=True)
+        print(self.alt)  # JupyterLab does not show an image's alt text
+
     def __repr__(self) -> str:
         return self.alt
 
@@ -178,14 +185,8 @@ def bars(rows: Mapping[str, Mapping[str, int]], budget: int | str | None = None,
     axes.set_xlim(0, highest / scale * 1.08 or 1)
     _draw_budget(axes, limit, scale, vertical=True)
     _finish(axes, f"bytes ({unit})", "", title)
-    axes.legend(
-        loc="upper center",
-        bbox_to_anchor=(0.5, -0.55 / (1.4 + 0.55 * len(rows)) - 0.05),
-        frameon=False,
-        fontsize=8,
-        ncols=4,
-    )
-    figure.tight_layout()
+    figure.legend(loc="lower center", frameon=False, fontsize=8, ncols=len(COLOURS))
+    figure.tight_layout(rect=(0, 0.35 / figure.get_figheight(), 1, 1))
     words = "; ".join(
         f"{name}: {format_bytes(sum(parts.values()))} ("
         + ", ".join(f"{category.replace('_', ' ')} {format_bytes(n)}" for category, n in parts.items())

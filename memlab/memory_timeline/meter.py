@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import threading
 import weakref
 from collections.abc import Iterable
 from contextlib import ExitStack
@@ -86,6 +87,10 @@ class Meter(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:  # spares 3 µs an op, and importing the compiler at the first
         return False
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:  # let torch.compile compile, and watch what its result allocates
+        return True
+
     def __init__(self, model=None, optimizer=None, inputs=(), *, workspace: bool = False):
         super().__init__()
         self._modules = modules_of(model)
@@ -111,13 +116,14 @@ class Meter(TorchDispatchMode):
             super().__enter__()
             stack.callback(super().__exit__, None, None, None)
             self._undo = stack.pop_all()
+        del self._inputs, self._optimizer
         return self
 
     def __exit__(self, *error) -> None:
         self._undo.close()
 
     def _set_up(self, stack: ExitStack) -> None:
-        history = self._history
+        history = self._history = History()
         self._ops, self._lines, self._numbers = history.ops, history.lines, history.lines.numbers
         self._last_read, self._read_in_backward, self._sizes = (
             history.last_read,
@@ -131,8 +137,9 @@ class Meter(TorchDispatchMode):
         # The node that autograd made last is from before the meter; the next ones each belong to the op that follows.
         self._sequence = _next_sequence_number()
         self._forward_of: dict[int, int] = {self._sequence - 1: -1}
-        self._stepping = False  # inside an optimizer's step
-        self._step_line: int | None = None  # the line that called it, when the step is torch's own code
+        self._thread = threading.get_ident()
+        self._stepping = False  # inside the step of the reader's own optimizer
+        self._step_line: int | None = None  # inside the step of one of torch's: the line that called it
         self._module_names = {id(m): name for root in self._modules for name, m in root.named_modules()}
         self._modules_inside = [""]  # names of the modules whose forward is running, outermost first
         self._parameter_names = {id(p): name for root in self._modules for name, p in root.named_parameters()}
@@ -146,7 +153,6 @@ class Meter(TorchDispatchMode):
         if self._optimizer is not None:
             self._adopt(owned_by_optimizer(self._optimizer, self._parameter_names))
         self._adopt(owned_inputs(self._inputs))
-        del self._inputs, self._optimizer
         stack.callback(self._recognise_model)
 
         for hook in (
@@ -175,7 +181,9 @@ class Meter(TorchDispatchMode):
     # ---- the hot path: once an op, so every look-up counts, and calls are few
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if types and any(kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ for kind in types):
+        if types and (wrappers := [kind for kind in types if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__]):
+            if any(kind.__name__ == "FakeTensor" for kind in wrappers):
+                return func(*args, **(kwargs or {}))  # somebody else's imagined tensors: they have no bytes
             return NotImplemented  # a wrapper such as DTensor: let it unwrap itself, and see the ops on what is inside
         live, forward_of, flat = self._live, self._forward_of, self._ops.flat
         number = len(flat) // 6
@@ -194,7 +202,7 @@ class Meter(TorchDispatchMode):
         if in_formula and forward_op >= 0:
             phase = BACKWARD
             line, module = flat[6 * forward_op + 2], flat[6 * forward_op + 3]
-        elif self._step_line is not None and not in_backward:
+        elif self._step_line is not None and not in_backward and not _grad_enabled():  # a closure's gradients are on
             phase, line, module = OPTIMIZER, self._step_line, ""
         else:
             frame, owners, passed = caller, self._owners, 0
@@ -296,7 +304,7 @@ class Meter(TorchDispatchMode):
         number = self._live.get(address)
         nbytes = storage.nbytes()
         if number is None:
-            if tensor.is_meta:
+            if storage.device.type == "meta" or tensor._is_zerotensor():
                 return -1  # a shape, and no bytes
             number = self._live[address] = self._history.born(tensor, nbytes, op, phase, line)
             self._deaths[number] = death = _Death(storage, self._died)
@@ -374,19 +382,27 @@ class Meter(TorchDispatchMode):
         self._recognise([Owned(parameter.grad, "gradient", name)])
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_) -> None:
-        self._stepping = True
-        frame, _ = self._owners.climb(sys._getframe())
-        if self._owners[
-            inspect.unwrap(type(optimizer).step).__code__.co_filename
-        ]:  # torch's own: all ops are one line's
-            self._step_line = self._lines.number(frame)
+        if threading.get_ident() != self._thread:  # another thread's step, and another meter's business
+            return
+        if self._is_torchs(optimizer):  # one line answers for all its ops
+            self._step_line = self._lines.number(self._owners.climb(sys._getframe())[0])
+        else:
+            self._stepping = True
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_) -> None:
-        self._stepping, self._step_line = False, None
+        if threading.get_ident() != self._thread:
+            return
+        if self._is_torchs(optimizer):
+            self._step_line = None
+        else:
+            self._stepping = False
         self._recognise(owned_by_optimizer(optimizer, self._parameter_names))
 
+    def _is_torchs(self, optimizer: torch.optim.Optimizer) -> bool:
+        return bool(self._owners[inspect.unwrap(type(optimizer).step).__code__.co_filename])
+
     def _enter_module(self, module, _args) -> None:
-        if _current_task() == -1:
+        if _current_task() == -1 and threading.get_ident() == self._thread:
             self._stepping, self._step_line = False, None  # a step that raised never said that it had ended
         name = self._module_names.get(id(module))
         if name:

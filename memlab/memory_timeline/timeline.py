@@ -86,6 +86,9 @@ class Timeline:
 
     Bytes on different devices are never added up: a timeline answers for `device` (the one that holds the most at its
     fullest moment, unless asked for another with `on`); `devices` lists all of them.
+
+    On CUDA, `levels` has what the caching allocator counted meanwhile: for each of "requested", "allocated" and
+    "reserved" the bytes "before", at the "peak" and "after". Elsewhere it is empty.
     """
 
     def __init__(
@@ -154,6 +157,10 @@ class Timeline:
     def bytes_at(self, event: int) -> int:
         """Bytes held just after `event`. Raises IndexError outside 0 … len(timeline)."""
         return self.totals[self._checked(event)]
+
+    def op_at(self, event: int) -> str:
+        """The op during or after which `event` happened; "" for event 0."""
+        return self.events[event - 1].op if self._checked(event) else ""
 
     def bytes_by_category(self, event: int) -> dict[str, int]:
         """Bytes of each of the eight categories just after `event`; their sum is `bytes_at(event)`."""

@@ -1,0 +1,237 @@
+"""Kernels' scratch: the meter's total against the allocator's own log, of the same run and of one without a meter."""
+
+import itertools
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from memlab.memory_timeline import Meter
+from memlab.memory_timeline.history import FORWARD, History
+from memlab.memory_timeline.workspace import CUDACounters, CUDALevels
+from tests.memory_timeline_helpers import (
+    WORKLOADS,
+    Run,
+    allocations,
+    blocks,
+    event_tree,
+    events_of,
+    kernels,
+    peak,
+)
+
+ALL = sorted(WORKLOADS)
+NEEDS = {"GPT2", "Llama", "T5", "Mamba"}
+
+
+def fresh(workload: str, **options) -> Run:
+    if workload in NEEDS:
+        pytest.importorskip("transformers")
+    return Run(workload, **options)
+
+
+def metered(run: Run, **options) -> Meter:
+    with Meter(run.model, run.optimizer, run.inputs, **options) as meter:
+        run.step()
+    return meter
+
+
+@pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}], ids=["foreach", "fused"])
+@pytest.mark.parametrize("workload", ["MLP", "GPT"])
+def test_storage_events_are_the_log_of_an_unmetered_run_without_the_kernels_scratch(workload, options):
+    fresh(workload, **options).step()
+    tree = event_tree(fresh(workload, **options).step)
+    expected = blocks(allocations(tree), without_scratch=True)
+    assert len(expected) > 50
+    assert events_of(metered(fresh(workload, **options)).timeline) == expected
+
+
+def test_a_kernel_is_an_op_that_is_not_composed_of_others():
+    assert {"aten::addmm", "aten::_foreach_add_", "aten::empty"} <= kernels()
+    assert {"aten::linear", "aten::layer_norm", "aten::scaled_dot_product_attention"}.isdisjoint(kernels())
+
+
+@pytest.mark.parametrize("workload", ALL)
+def test_with_workspace_the_timeline_is_the_allocators_log_to_the_byte(workload):
+    meter = metered(fresh(workload), workspace=True)
+    timeline = meter.timeline
+    log = blocks(allocations(meter._log._profile.profiler.kineto_results.experimental_event_tree()))
+    assert events_of(timeline) == log
+    assert sorted(name for name, _ in itertools.groupby(sorted(s.category for s in timeline.storages.values())))
+    assert [sum(moment) for moment in zip(*timeline.curves.values(), strict=True)] == timeline.totals
+    assert min(map(min, timeline.curves.values())) >= 0
+
+
+@pytest.mark.parametrize("workload", ALL)
+def test_the_peak_is_that_of_an_unmetered_run_and_the_step_gives_the_same_bits(workload):
+    fresh(workload).step()
+    plain = fresh(workload)
+    unmetered = peak(blocks(allocations(event_tree(plain.step))))
+    run = fresh(workload)
+    timeline = metered(run, workspace=True).timeline
+    assert abs(peak(events_of(timeline)) - unmetered) <= max(64, unmetered // 1000)
+    assert all(map(torch.equal, run.values(), plain.values()))
+
+
+@pytest.mark.parametrize("workload", ALL)
+def test_every_byte_of_scratch_lies_inside_the_op_that_took_it(workload):
+    run = fresh(workload)
+    meter = metered(run, workspace=True)
+    timeline = meter.timeline
+    scratch = [s for s in timeline.storages.values() if s.category == "workspace"]
+    assert [s for s in scratch if not s.op or s.phase == "before" or not s.line.source] == []
+    ops = meter._history.ops
+    marked = kernel_spans(meter._log._profile.profiler.kineto_results.experimental_event_tree())
+    assert set(range(len(ops))) - set(marked) <= {n for n, op in enumerate(ops) if op.func is None}
+    for storage in scratch:
+        birth = meter._history.births[storage.id]
+        assert storage.op == ops[birth.op].name
+        assert birth.nbytes in marked[birth.op], f"{storage.nbytes} B in {storage.op}"
+
+
+def kernel_spans(roots) -> dict[int, list[int]]:
+    """Op number → sizes of the blocks allocated from the end of the op before to its own end, by the log itself."""
+    rows = []
+    stack = list(roots)
+    while stack:
+        node = stack.pop()
+        stack.extend(node.children)
+        if node.name.startswith("memlab "):
+            rows.append((node.end_time_ns, int(node.name.split()[1]), 0))
+        elif node.tag == torch._C._profiler._EventType.Allocation:
+            rows.append((node.start_time_ns, -1, node.extra_fields.alloc_size))
+    spans, sizes = {}, []
+    for _, op, nbytes in sorted(rows, key=lambda row: row[0]):
+        if op >= 0:
+            spans[op], sizes = sizes, []
+        elif nbytes > 0:
+            sizes.append(nbytes)
+    return spans
+
+
+def test_a_convolution_takes_scratch_and_a_matrix_product_takes_none():
+    convolution, product = torch.nn.Conv2d(8, 8, 3), torch.nn.Linear(8, 8)
+    with Meter([convolution, product], workspace=True) as meter, torch.no_grad():
+        convolution(torch.ones(4, 8, 16, 16))
+        product(torch.ones(4, 8))
+    ops = {s.op for s in meter.timeline.storages.values() if s.category == "workspace" and s.nbytes > 64}
+    assert "addmm" not in ops
+
+
+def test_memory_that_the_allocator_never_had_keeps_its_place_in_the_timeline():
+    numpy = pytest.importorskip("numpy")
+    with Meter(workspace=True) as meter:
+        outside = torch.from_numpy(numpy.ones(1000, dtype="float32"))
+        doubled = outside * 2
+        del outside
+        doubled.sum()
+    timeline = meter.timeline
+    (inputs,) = [s for s in timeline.storages.values() if s.category == "input"]
+    (result,) = [s for s in timeline.storages.values() if s.op == "mul"]
+    assert timeline.lifetime(inputs.id)[0] < timeline.lifetime(result.id)[0] < timeline.lifetime(inputs.id)[1]
+
+
+def test_an_op_that_returns_a_zero_tensor_without_memory_is_metered():
+    x = torch.randn(5, requires_grad=True)
+    with Meter(workspace=True) as meter:
+        x.sgn().sum().backward()
+    assert torch.equal(x.grad, torch.zeros(5)) and meter.timeline.peak_bytes > 0
+
+
+def test_workspace_inside_another_profiler_is_refused_and_leaves_nothing():
+    meter = Meter(inputs=torch.ones(3), workspace=True)
+    with (
+        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]),
+        pytest.raises(RuntimeError, match="expected no profiler"),
+    ):
+        meter.__enter__()
+    with meter:
+        torch.ones(10).sum()
+    assert meter.timeline.bytes_at(0) == 12
+    assert not torch.autograd._profiler_enabled()
+
+
+# ---- CUDA's counters, with an allocator made of Python
+
+
+class Card:
+    """The statistics of an imagined caching allocator, whose peak can be reset."""
+
+    def __init__(self):
+        self.held = self.highest = 0
+
+    def take(self, nbytes: int) -> None:
+        self.held += nbytes
+        self.highest = max(self.highest, self.held)
+
+    def statistics(self) -> dict:
+        figures = {"current": self.held, "peak": self.highest}
+        return {f"{name}_bytes": {"all": dict(figures)} for name in CUDALevels.NAMES}
+
+    def reset_peak(self) -> None:
+        self.highest = self.held
+
+
+def run_on(card: Card, *ops: tuple[int, int, int]) -> History:
+    """Run ops, each given as (bytes of its result, passing scratch, lasting workspace), under CUDACounters."""
+    history, device = History(), torch.device("cuda", 0)
+    levels = CUDALevels(history, device, card.statistics, card.reset_peak)
+    with levels, CUDACounters(history, device, levels) as log:
+        for result, passing, lasting in ops:
+            number = len(history.ops)
+            history.ops.flat += ("kernel", FORWARD, -1, "", -1, -1)
+
+            def kernel(result=result, passing=passing, lasting=lasting):
+                card.take(lasting)
+                card.take(result)
+                card.take(passing)
+                card.take(-passing)
+
+            log.run(number, kernel, (), {})
+            if result:
+                shape = SimpleNamespace(shape=(result,), dtype=torch.uint8, device=device)
+                history.born(shape, result, number, FORWARD, -1)
+    return history
+
+
+@pytest.mark.parametrize("result", [0, 512, 4096])
+@pytest.mark.parametrize("passing", [0, 100, 9000])
+@pytest.mark.parametrize("lasting", [0, 8_519_680])
+def test_cuda_counters_tell_results_from_passing_scratch_and_from_workspace_that_stays(result, passing, lasting):
+    card = Card()
+    card.take(1_000_000)
+    timeline = run_on(card, (result, passing, lasting)).timeline()
+    scratch = sorted(
+        (s.nbytes, timeline.lifetime(s.id)[1] is not None)
+        for s in timeline.storages.values()
+        if s.category == "workspace"
+    )
+    assert scratch == sorted([(passing, True)] * bool(passing) + [(lasting, False)] * bool(lasting))
+    assert timeline.peak_bytes == max(card.highest - 1_000_000, 0)
+    assert timeline.totals[-1] == card.held - 1_000_000
+
+
+def test_cuda_counters_keep_the_order_of_ops_and_the_levels_of_the_whole_block():
+    card = Card()
+    history = run_on(card, (100, 0, 0), (200, 1000, 0), (300, 10, 50))
+    timeline = history.timeline()
+    assert [e.delta for e in timeline.events] == [100, 1000, -1000, 200, 50, 10, -10, 300]
+    assert timeline.workspace
+    assert timeline.levels["reserved"] == {"before": 0, "peak": 1300, "after": 650}
+
+
+def test_on_a_cpu_no_function_of_cuda_is_ever_called(monkeypatch):
+    def forbidden(*_, **__):
+        raise AssertionError("CUDA was touched")
+
+    names = [name for name in dir(torch.cuda.memory) if "memory" in name and callable(getattr(torch.cuda.memory, name))]
+    for name in [*names, "_lazy_init", "synchronize", "current_device", "is_available"]:
+        for module in (torch.cuda, torch.cuda.memory):
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, forbidden)
+    with pytest.raises(AssertionError):
+        torch.cuda.memory_allocated()
+    for workspace in (False, True):
+        run = Run("MLP")
+        run.optimizer = torch.optim.SGD(run.model.parameters(), 0.1)  # AdamW itself asks whether CUDA is capturing
+        assert metered(run, workspace=workspace).timeline.peak_bytes > 0
