@@ -51,7 +51,8 @@ class Picture:
 
         data, metadata = self._repr_mimebundle_()
         display(data, metadata=metadata, raw=True)
-        print(self.alt)  # JupyterLab does not show an image's alt text
+        # JupyterLab keeps an image's alt text to itself, so the sentence is shown as well.
+        display({"text/markdown": f"*{self.alt}*", "text/plain": self.alt}, raw=True)
 
     def __repr__(self) -> str:
         return self.alt

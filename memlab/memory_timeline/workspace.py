@@ -194,6 +194,8 @@ class CUDACounters:
         noted, changes = list(history.changes), Rows(Change)
         position = 0
         for op, at, peak, rest in self._noted:
+            while at < len(noted) and noted[at].op == op and noted[at].delta > 0:
+                at += 1  # the op's results: its scratch and they were there together
             for change in noted[position:at]:
                 changes.flat += change
             position = at
