@@ -126,7 +126,7 @@ def kernels() -> frozenset[str]:
     """ATen's ops that are not merely composed of others, as `linear` is of `addmm`."""
     composed = set(torch._C._dispatch_get_registrations_for_dispatch_key("CompositeImplicitAutograd"))
     names = set(torch._C._dispatch_get_all_op_names()) - composed
-    return frozenset(name.partition(".")[0] for name in names if name.startswith("aten::"))
+    return frozenset(name.partition(".")[0] for name in names if name.startswith("aten::") and not name.endswith("out"))
 
 
 def allocations(roots: list) -> list[tuple[int, int, int]]:

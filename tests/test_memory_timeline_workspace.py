@@ -1,6 +1,5 @@
 """Kernels' scratch: the meter's total against the allocator's own log, of the same run and of one without a meter."""
 
-import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -57,7 +56,6 @@ def test_with_workspace_the_timeline_is_the_allocators_log_to_the_byte(workload)
     timeline = meter.timeline
     log = blocks(allocations(meter._log._profile.profiler.kineto_results.experimental_event_tree()))
     assert events_of(timeline) == log
-    assert sorted(name for name, _ in itertools.groupby(sorted(s.category for s in timeline.storages.values())))
     assert [sum(moment) for moment in zip(*timeline.curves.values(), strict=True)] == timeline.totals
     assert min(map(min, timeline.curves.values())) >= 0
 
@@ -79,10 +77,11 @@ def test_every_byte_of_scratch_lies_inside_the_op_that_took_it(workload):
     meter = metered(run, workspace=True)
     timeline = meter.timeline
     scratch = [s for s in timeline.storages.values() if s.category == "workspace"]
+    assert scratch
     assert [s for s in scratch if not s.op or s.phase == "before" or not s.line.source] == []
     ops = meter._history.ops
     marked = kernel_spans(meter._log._profile.profiler.kineto_results.experimental_event_tree())
-    assert set(range(len(ops))) - set(marked) <= {n for n, op in enumerate(ops) if op.func is None}
+    assert set(marked) == set(range(len(ops)))
     for storage in scratch:
         birth = meter._history.births[storage.id]
         assert storage.op == ops[birth.op].name
@@ -109,15 +108,6 @@ def kernel_spans(roots) -> dict[int, list[int]]:
     return spans
 
 
-def test_a_convolution_takes_scratch_and_a_matrix_product_takes_none():
-    convolution, product = torch.nn.Conv2d(8, 8, 3), torch.nn.Linear(8, 8)
-    with Meter([convolution, product], workspace=True) as meter, torch.no_grad():
-        convolution(torch.ones(4, 8, 16, 16))
-        product(torch.ones(4, 8))
-    ops = {s.op for s in meter.timeline.storages.values() if s.category == "workspace" and s.nbytes > 64}
-    assert "addmm" not in ops
-
-
 def test_memory_that_the_allocator_never_had_keeps_its_place_in_the_timeline():
     numpy = pytest.importorskip("numpy")
     with Meter(workspace=True) as meter:
@@ -126,9 +116,9 @@ def test_memory_that_the_allocator_never_had_keeps_its_place_in_the_timeline():
         del outside
         doubled.sum()
     timeline = meter.timeline
-    (inputs,) = [s for s in timeline.storages.values() if s.category == "input"]
-    (result,) = [s for s in timeline.storages.values() if s.op == "mul"]
-    assert timeline.lifetime(inputs.id)[0] < timeline.lifetime(result.id)[0] < timeline.lifetime(inputs.id)[1]
+    outside, result = (s for s in timeline.storages.values() if s.nbytes == 4000)
+    assert (outside.op, result.op) == ("lift_fresh", "mul")
+    assert timeline.lifetime(outside.id)[0] < timeline.lifetime(result.id)[0] < timeline.lifetime(outside.id)[1]
 
 
 def test_an_op_that_returns_a_zero_tensor_without_memory_is_metered():
@@ -215,7 +205,7 @@ def test_cuda_counters_keep_the_order_of_ops_and_the_levels_of_the_whole_block()
     card = Card()
     history = run_on(card, (100, 0, 0), (200, 1000, 0), (300, 10, 50))
     timeline = history.timeline()
-    assert [e.delta for e in timeline.events] == [100, 1000, -1000, 200, 50, 10, -10, 300]
+    assert [e.delta for e in timeline.events] == [100, 200, 1000, -1000, 300, 50, 10, -10]
     assert timeline.workspace
     assert timeline.levels["reserved"] == {"before": 0, "peak": 1300, "after": 650}
 

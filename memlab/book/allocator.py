@@ -18,7 +18,9 @@ def allocated_peak(run: Callable[[], object], device: str | torch.device = "cpu"
         torch.cuda.reset_peak_memory_stats(device)
         run()
         return torch.cuda.memory_stats(device)["requested_bytes.all.peak"] - before
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
+    ) as profile:
         run()
     changes = []
     nodes = list(profile.profiler.kineto_results.experimental_event_tree())

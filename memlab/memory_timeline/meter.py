@@ -120,7 +120,10 @@ class Meter(TorchDispatchMode):
         return self
 
     def __exit__(self, *error) -> None:
-        self._undo.close()
+        try:
+            self._undo.close()
+        finally:
+            self._modules = []  # the record may outlive the model
 
     def _set_up(self, stack: ExitStack) -> None:
         history = self._history = History()

@@ -35,7 +35,9 @@ class CPULog:
     def __init__(self, history: History):
         self._history = history
         self._placed: dict[int, list[tuple[int, int]]] = {}  # op → (storage, address) as that op left them
-        self._profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+        self._profile = torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
+        )
 
     def __enter__(self) -> CPULog:
         if torch.autograd._profiler_enabled():

@@ -1,0 +1,447 @@
+"""Watching changes nothing: gradients keep every bit, nobody's tensor is written to, and no forward runs twice."""
+
+import gc
+import itertools
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from memlab.memory_timeline import Meter
+from tests.memory_timeline_helpers import Run, allocations, blocks, event_tree, events_of, peak
+
+WEIGHTS = torch.arange(5, dtype=torch.float64)
+
+
+def leaf() -> torch.Tensor:
+    return torch.linspace(-1, 1, 5, dtype=torch.float64).requires_grad_()
+
+
+# ---- gradients that somebody else still holds are never added to in place
+
+
+def kept_by_a_tensor_hook(keep):
+    def run():
+        x, kept = leaf(), []
+        y = x * 2
+        b, a = y.sin(), y + 0.0  # `a` passes its gradient on, so the engine adds to the very tensor that was kept
+        a.register_hook(lambda gradient: kept.append(keep(gradient)))
+        (b.sum() + (a * WEIGHTS).sum()).backward()
+        return [x.grad, *(torch.tensor(one.tolist()) if not torch.is_tensor(one) else one for one in kept)]
+
+    return run
+
+
+def kept_by_a_node_hook(before: bool):
+    def run():
+        x, kept = leaf(), []
+        y = x * 2
+        b, a = y.sin(), y + 0.0
+        if before:
+            a.grad_fn.register_prehook(lambda outputs: kept.extend(outputs))
+        else:
+            a.grad_fn.register_hook(lambda inputs, outputs: kept.extend([*inputs, *outputs]))
+        (b.sum() + (a * WEIGHTS).sum()).backward()
+        return [x.grad, *(one for one in kept if one is not None)]
+
+    return run
+
+
+def returned_by_a_hook_that_keeps_it():
+    x, kept = leaf(), []
+
+    def hook(gradient):
+        kept.append(gradient * 3)
+        return kept[-1]
+
+    y = x * 2
+    b, a = y.sin(), y + 0.0
+    a.register_hook(hook)
+    (b.sum() + (a * WEIGHTS).sum()).backward()
+    return [x.grad, *kept]
+
+
+class OwnBuffer(torch.autograd.Function):
+    """Its backward returns a tensor that it keeps for the next time."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.buffer = torch.ones(5, dtype=torch.float64)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return ctx.buffer
+
+
+def kept_by_a_function(function_last: bool):
+    def run():
+        x = leaf()
+        y = x * 2
+        first, second = (torch.cos, OwnBuffer.apply) if function_last else (OwnBuffer.apply, torch.cos)
+        a, b = first(y), second(y)
+        total = (a + b).sum()
+        total.backward(retain_graph=True)
+        total.backward()
+        return [x.grad, (b if function_last else a).grad_fn.buffer]
+
+    return run
+
+
+class Twice(torch.autograd.Function):
+    """a + b, whose backward returns one tensor for two inputs and keeps it as well."""
+
+    @staticmethod
+    def forward(ctx, a, b):
+        return a + b
+
+    @staticmethod
+    def backward(ctx, gradient):
+        Twice.kept = gradient
+        return gradient, gradient
+
+
+def returned_twice_by_a_function():
+    x = leaf()
+    y = x * 2
+    (Twice.apply(y, y) + Twice.apply(y.sin(), y)).sum().backward()
+    return [x.grad, Twice.kept]
+
+
+def given_by_the_user():
+    x = leaf()
+    y = x * 1
+    given = [torch.ones(5, dtype=torch.float64) for _ in range(2)]
+    torch.autograd.backward([y, y.view(5), y + 0], [given[0], given[1], given[1]])
+    z = x * 3
+    torch.autograd.backward([z, z, z + 1], [given[0], given[0], given[1]])
+    return [x.grad, *given]
+
+
+def retained():
+    x = leaf()
+    y = x * 2
+    a, b = y + 0.0, y.sin()
+    z = a + b
+    for tensor in (y, a, b, z):
+        tensor.retain_grad()
+    (z * WEIGHTS).sum().backward()
+    return [tensor.grad for tensor in (x, y, a, b, z)]
+
+
+def asked_for_by_grad():
+    x = leaf()
+    y = x * 2
+    a, b = y + 0.0, y.sin()
+    return torch.autograd.grad((a * b + a).sum(), [x, y, a, b])
+
+
+def two_backwards_through_one_graph():
+    x = leaf()
+    y = x * 2
+    total = (y + y.sin() + y.view(5) + y.sum()).sum()
+    total.backward(retain_graph=True)
+    first = x.grad.clone()
+    total.backward()
+    return [x.grad, first]
+
+
+def joined_at_many_places():
+    x = leaf()
+    y = torch.stack([x * 2, x * 3, x.sin()])
+    a, b, c = y.unbind(0)
+    (a * b + a + c).sum().backward()
+    return [x.grad]
+
+
+HELD = {
+    "the tensor, by a hook": kept_by_a_tensor_hook(lambda gradient: gradient),
+    "its storage, by a hook": kept_by_a_tensor_hook(lambda gradient: gradient.untyped_storage()),
+    "an alias, by a hook": kept_by_a_tensor_hook(lambda gradient: gradient.detach()),
+    "NumPy's view, by a hook": kept_by_a_tensor_hook(lambda gradient: gradient.numpy()),
+    "by a node's pre-hook": kept_by_a_node_hook(True),
+    "by a node's hook": kept_by_a_node_hook(False),
+    "a hook's own result": returned_by_a_hook_that_keeps_it,
+    "by a Function that runs last": kept_by_a_function(True),
+    "by a Function that runs first": kept_by_a_function(False),
+    "returned twice": returned_twice_by_a_function,
+    "given by the user": given_by_the_user,
+    "retained": retained,
+    "asked for": asked_for_by_grad,
+    "two backwards": two_backwards_through_one_graph,
+    "many joins": joined_at_many_places,
+}
+
+
+@pytest.mark.parametrize("held", HELD)
+def test_a_gradient_that_somebody_holds_is_the_same_with_and_without_the_meter(held):
+    expected = HELD[held]()
+    with Meter():
+        found = HELD[held]()
+    assert len(expected) == len(found)
+    assert all(map(torch.equal, found, expected))
+
+
+def test_a_gradient_that_nobody_holds_is_added_to_in_place_as_the_engine_does():
+    def joined():
+        x = torch.ones(1000, requires_grad=True)
+        y = x * 2
+        total = y.sin().sum() + y.cos().sum() + y.tanh().sum() + y.exp().sum()
+        total.backward()
+
+    joined()
+    with Meter(workspace=True) as meter:
+        joined()
+    adds = [op.name for op in meter._history.ops if op.phase == "backward" and op.name.startswith("add")]
+    assert adds == ["add_"] * 3
+    assert peak(events_of(meter.timeline)) - peak(blocks(allocations(event_tree(joined)))) in range(-64, 65)
+
+
+# ---- torch's own list of ops
+
+
+def scalar(tensors):
+    """A number that depends on every element of every tensor, each with its own weight."""
+    total = torch.zeros((), dtype=torch.float64)
+    for tensor in tensors:
+        real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+        total = total + (real * torch.linspace(0.5, 1.5, real.numel(), dtype=real.dtype).reshape(real.shape)).sum()
+    return total
+
+
+def differentiable(outputs):
+    return [
+        t
+        for t in tree_flatten(outputs)[0]
+        if isinstance(t, torch.Tensor) and t.requires_grad and t.layout is torch.strided
+    ]
+
+
+def alone(f, xs):
+    return scalar(f(xs))
+
+
+def read_twice(f, xs):
+    return scalar([y * 2 + y.sin() for y in f(xs)])
+
+
+def residual(f, xs):
+    xs = [x * 1 for x in xs]
+    ys = f(xs)
+    return scalar([x + y for y in ys for x in xs if y.shape == x.shape and y.dtype == x.dtype] + [y.cos() for y in ys])
+
+
+def applied_twice(f, xs):
+    xs = [x * 1 for x in xs]
+    return scalar(f(xs) + f(xs))
+
+
+def one_input_for_all(f, xs):
+    shared = xs[0] * 1
+    return scalar(f([shared if x.shape == shared.shape and x.dtype == shared.dtype else x for x in xs]))
+
+
+def second_derivative(f, xs):
+    first = torch.autograd.grad(scalar([y.sin() for y in f(xs)]), xs, create_graph=True, allow_unused=True)
+    return scalar([g.sin() for g in first if g is not None and g.requires_grad])
+
+
+GRAPHS = (alone, read_twice, residual, applied_twice, one_input_for_all, second_derivative)
+
+# torch itself computes these by another formula while any mode is on, because it cannot look at values then.
+REFORMULATED = {"prod", "cumprod", "masked.prod", "masked.cumprod", "linalg.vander", "linalg.eig"}
+
+
+class Idle(TorchDispatchMode):
+    """A mode that does nothing but be there."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def gradients(graph, op, sample):
+    """The graph's value and the gradients of the sample's tensors; None where the op has no such graph."""
+    flat, spec = tree_flatten((sample.input, sample.args, sample.kwargs))
+    places = [i for i, one in enumerate(flat) if isinstance(one, torch.Tensor) and one.requires_grad]
+    xs = [flat[i].detach().clone().requires_grad_() for i in places]
+
+    if not xs:
+        return None
+
+    def f(tensors):
+        arguments = list(flat)
+        for place, tensor in zip(places, tensors, strict=True):
+            arguments[place] = tensor
+        first, args, kwargs = tree_unflatten(arguments, spec)
+        return differentiable(op.get_op()(first, *args, **kwargs))
+
+    torch.manual_seed(0)
+    value = graph(f, xs)
+    if not value.requires_grad:
+        return None
+    value.backward()
+    return [value.detach(), *(x.grad for x in xs)]
+
+
+def same_bits(a, b):
+    return all((x is None and y is None) or torch.equal(bits(x), bits(y)) for x, y in zip(a, b, strict=True))
+
+
+def bits(tensor):
+    dense = tensor.detach().to_dense().resolve_conj().resolve_neg()
+    return torch.empty(dense.numel(), dtype=dense.dtype).copy_(dense.reshape(-1)).view(torch.uint8)
+
+
+def ops_of_torch():
+    """Every eighth of torch's differentiable ops, and those whose backward adds gradients in its own formula."""
+    pytest.importorskip("expecttest", reason="torch's list of ops needs the package expecttest, which is not installed")
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    ops = [op for op in op_db if op.supports_autograd and torch.float64 in op.supported_dtypes("cpu")]
+    wanted = {"logit", "nn.functional.layer_norm", "nn.functional.batch_norm", "linalg.svd", "nn.functional.gelu"}
+    return [op for number, op in enumerate(ops) if number % 8 == 0 or op.name in wanted | REFORMULATED]
+
+
+@pytest.fixture
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_gradients_of_torchs_own_list_of_ops_keep_every_bit_under_the_meter(one_thread):
+    compared, changed = 0, []
+    for op in ops_of_torch():
+        for sample in itertools.islice(op.sample_inputs("cpu", torch.float64, requires_grad=True), 2):
+            for graph in GRAPHS:
+                if graph is second_derivative and not op.supports_gradgrad:
+                    continue
+                try:
+                    expected = gradients(graph, op, sample)
+                except (
+                    RuntimeError
+                ):  # this op has no such graph: its output cannot be read twice, or not added to its input
+                    continue
+                if expected is None:
+                    continue
+                with Meter():
+                    found = gradients(graph, op, sample)
+                if op.name in REFORMULATED:
+                    with Idle():
+                        expected = gradients(graph, op, sample)
+                compared += 1
+                if not same_bits(found, expected):
+                    changed.append((op.name, graph.__name__))
+    assert changed == []
+    assert compared > 500
+
+
+# ---- other footprints
+
+
+class Counted(nn.Module):
+    """A layer that counts how often its forward runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.calls = nn.Linear(16, 16), 0
+
+    def forward(self, x):
+        self.calls += 1
+        return torch.tanh(self.linear(x))
+
+
+def plainly(layer, x):
+    return layer(x)
+
+
+def under_checkpoint(use_reentrant):
+    return lambda layer, x: checkpoint(layer, x, use_reentrant=use_reentrant)
+
+
+def under_hooks(layer, x):
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone().numpy(), torch.from_numpy):
+        return layer(x)
+
+
+@pytest.mark.parametrize(
+    "way",
+    [plainly, under_checkpoint(False), under_checkpoint(True), under_hooks],
+    ids=["plain", "checkpoint", "re-entrant checkpoint", "saved-tensor hooks"],
+)
+@pytest.mark.parametrize("workspace", [False, True], ids=["storages", "workspace"])
+def test_metering_changes_neither_the_number_of_forward_runs_nor_the_peak(way, workspace):
+    def step():
+        layer, x = Counted(), torch.ones(64, 16, requires_grad=True)
+        for _ in range(2):
+            x = way(layer, x)
+        x.sum().backward()
+        return layer.calls
+
+    expected = step()
+    unmetered = peak(blocks(allocations(event_tree(step))))
+    with Meter(workspace=workspace) as meter:
+        assert step() == expected
+    assert expected == (2 if way in (plainly, under_hooks) else 4)
+    if workspace:
+        # A NumPy copy is not the allocator's, so only the meter has it; without one the two agree.
+        assert way is under_hooks or abs(peak(events_of(meter.timeline)) - unmetered) <= 64
+    meter.timeline.alive(meter.timeline.peak_event)
+
+
+def test_reading_what_autograd_saved_would_have_run_the_forward_again():
+    layer = Counted()
+    out = checkpoint(layer, torch.ones(4, 16, requires_grad=True), use_reentrant=False)
+    node = out.grad_fn
+    assert node._saved_result is not None and layer.calls == 2
+
+
+def test_no_tensor_is_kept_alive_by_the_meter():
+    run = Run("MLP")
+    meter = Meter(run.model, run.optimizer, run.inputs)
+    with meter:
+        inside = torch.ones(100)
+        watched = weakref.ref(inside), weakref.ref(inside.untyped_storage())
+        del inside
+        assert [ref() for ref in watched] == [None, None]
+        run.step()
+    watched = [weakref.ref(one) for one in (run.model, *run.model.parameters(), *run.inputs, run.optimizer)]
+    storages = [weakref.ref(p.untyped_storage()) for p in run.model.parameters()]
+    del run
+    gc.collect()
+    assert [ref() for ref in (*watched, *storages)] == [None] * (len(watched) + len(storages))
+
+
+# ---- where watching shows: torch computes some gradients by another formula while any mode is on
+
+
+@pytest.mark.parametrize(
+    ("name", "f"),
+    [
+        ("gather", lambda x: x.gather(0, torch.zeros(1, 1000, dtype=torch.int64))),
+        ("indexing", lambda x: x[torch.zeros(1, dtype=torch.int64)]),
+        ("max", lambda x: x.max(0).values),
+    ],
+)
+def test_a_gradient_scattered_into_zeros_takes_them_twice_while_any_mode_is_on(name, f):
+    def backward():
+        x = torch.ones(100, 1000, requires_grad=True)
+        f(x).sum().backward()
+
+    def idle():
+        with Idle():
+            backward()
+
+    backward()
+    with Meter(workspace=True) as meter:
+        backward()
+    unwatched = peak(blocks(allocations(event_tree(backward))))
+    watched = peak(blocks(allocations(event_tree(idle))))
+    assert watched - unwatched == pytest.approx(400_000, abs=64), name
+    assert peak(events_of(meter.timeline)) == pytest.approx(watched, abs=64)
