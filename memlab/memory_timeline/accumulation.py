@@ -9,6 +9,9 @@ therefore does the engine's in-place addition in the engine's stead, under the e
 One condition is a reference count, which reads higher from Python by a constant that depends on the version of torch.
 It is not assumed but measured, once, on a gradient known to have one owner. Python's own count is asked as well: a
 tensor that a hook keeps in a list is one more reference to the Python object, and none to the tensor behind it.
+
+One footprint stays: torch computes a gradient that it scatters into zeros (of indexing, gather, max) by a formula that
+holds the zeros twice while any mode is on. A test says how large that is.
 """
 
 from __future__ import annotations
