@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from memlab.book.workloads import GPT, LSTM, MLP, ConvNet, text_batch
+from memlab.memory_timeline import Meter
 
 ALLOCATION = torch._C._profiler._EventType.Allocation
 
@@ -184,3 +185,10 @@ def events_of(timeline) -> list[tuple[int, int]]:
     """The timeline's events in the same form as `blocks`."""
     before = {event.storage for event in timeline._before}
     return canonical([(e.storage, e.delta) for e in timeline.events if e.storage not in before])
+
+
+def metered_run(run: Run, **options) -> Meter:
+    """One step of a workload under a meter that knows everything about it."""
+    with Meter(run.model, run.optimizer, run.inputs, **options) as meter:
+        run.step()
+    return meter

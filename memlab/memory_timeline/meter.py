@@ -22,6 +22,7 @@ from types import FrameType
 import torch
 from torch import Tensor, UntypedStorage
 from torch.nn.modules import module as nn_module
+from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -158,16 +159,13 @@ class Meter(TorchDispatchMode):
         self._adopt(owned_inputs(self._inputs))
         stack.callback(self._recognise_model)
 
-        for hook in (
-            register_optimizer_step_pre_hook(self._before_step),
-            register_optimizer_step_post_hook(self._after_step),
-            nn_module.register_module_forward_pre_hook(self._enter_module),
-            nn_module.register_module_forward_hook(self._leave_module, always_call=True),
-        ):
-            stack.callback(hook.remove)
+        stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
+        stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
+        stack.callback(nn_module.register_module_forward_pre_hook(self._enter_module).remove)
+        stack.callback(nn_module.register_module_forward_hook(self._leave_module, always_call=True).remove)
         for root in self._modules:
             for parameter in root.parameters():
-                if parameter.requires_grad and parameter.is_leaf:
+                if parameter.requires_grad and parameter.is_leaf and not is_lazy(parameter):
                     stack.callback(parameter.register_post_accumulate_grad_hook(self._accumulated).remove)
         self._watch_resizing(stack)
         for context in (levels, self._log):
@@ -307,7 +305,7 @@ class Meter(TorchDispatchMode):
         number = self._live.get(address)
         nbytes = storage.nbytes()
         if number is None:
-            if storage.device.type == "meta" or tensor._is_zerotensor():
+            if storage.device.type == "meta" or is_lazy(tensor) or tensor._is_zerotensor():
                 return -1  # a shape, and no bytes
             number = self._live[address] = self._history.born(tensor, nbytes, op, phase, line)
             self._deaths[number] = death = _Death(storage, self._died)

@@ -25,7 +25,9 @@ def storages_of(tensor: Tensor) -> Iterator[UntypedStorage]:
     """
     if is_traceable_wrapper_subclass(tensor):
         for attribute in tensor.__tensor_flatten__()[0]:
-            yield from storages_of(getattr(tensor, attribute))
+            part = getattr(tensor, attribute)
+            if isinstance(part, Tensor):  # a DTensor also names its mesh here
+                yield from storages_of(part)
     elif tensor.layout is torch.strided:
         yield tensor.untyped_storage()
     elif tensor.layout in _PARTS:

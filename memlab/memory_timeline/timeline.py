@@ -13,9 +13,10 @@ import functools
 import itertools
 import json
 import os
-import tempfile
+import secrets
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
+from dataclasses import fields as dataclass_fields
 from pathlib import Path
 from typing import NamedTuple
 
@@ -237,13 +238,13 @@ class Timeline:
         }
         document["lines"] = [list(line) for line in lines]
         path = Path(path)
-        handle, scratch = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
+        scratch = path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")
         try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
+            with open(scratch, "x", encoding="utf-8") as file:
                 json.dump(document, file)
             os.replace(scratch, path)
         except BaseException:
-            os.unlink(scratch)
+            scratch.unlink(missing_ok=True)
             raise
 
     @classmethod
@@ -251,27 +252,32 @@ class Timeline:
         """Read a saved timeline. Raises ValueError, in one sentence, for anything this version did not write."""
         try:
             document = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(
                 f"{path}: expected a timeline saved by memlab, found a truncated or foreign file ({error})"
             ) from None
         if not isinstance(document, dict) or document.get("format") != FORMAT:
             raise ValueError(f"{path}: expected a timeline saved by memlab (format {FORMAT!r}), found something else")
         version = document.get("version")
-        if not isinstance(version, int) or version > VERSION:
+        if type(version) is not int or not 1 <= version <= VERSION:
             raise ValueError(f"{path}: expected format version {VERSION} or older, found {version!r}; update memlab")
         try:
-            lines = [Line(str(function), str(source)) for function, source in document["lines"]]
-            storages = [
-                Storage(**row | {"shape": tuple(row["shape"]), "line": lines[row["line"]]})
-                for row in document["storages"]
-            ]
-            events = [Event(int(s), int(d), str(op), str(ph), lines[ln]) for s, d, op, ph, ln in document["events"]]
+            lines = [Line(*_typed((str, str), row)) for row in _rows(document["lines"])]
+            storages = [_storage(row, lines) for row in _rows(document["storages"])]
+            events = []
+            for row in _rows(document["events"]):
+                storage, delta, op, phase, line = _typed((int, int, str, str, int), row)
+                events.append(Event(storage, delta, op, phase, lines[_at_least_0(line)]))
+            levels = document["levels"]
+            for name, level in _typed((dict,), [levels])[0].items():
+                _typed((str, dict, *[int] * len(level)), [name, level, *level.values()])
+            device, workspace = _typed((str, bool), [document["device"], document["workspace"]])
             _check(storages, events)
-            return cls(
-                storages, events, device=document["device"], workspace=document["workspace"], levels=document["levels"]
-            )
-        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+            timeline = cls(storages, events, device=device, workspace=workspace, levels=levels)
+            if device not in timeline.devices:
+                raise ValueError(f"no storage is on {device!r}")
+            return timeline
+        except (KeyError, TypeError, ValueError, IndexError) as error:
             raise ValueError(f"{path}: expected a complete timeline, found one that is damaged ({error!r})") from None
 
 
@@ -279,13 +285,42 @@ def _peak(deltas: Iterable[int]) -> int:
     return max(itertools.accumulate(deltas), default=0)
 
 
+def _typed(kinds: tuple[type, ...], row: list) -> list:
+    """The row, when its values are of exactly these types; a bool is no int here."""
+    if type(row) is not list or tuple(map(type, row)) != kinds:
+        raise TypeError(f"expected {', '.join(kind.__name__ for kind in kinds)}, found {str(row)[:60]}")
+    return row
+
+
+def _rows(table: list) -> list:
+    return _typed((list,), [table])[0]
+
+
+def _at_least_0(number: int) -> int:
+    if number < 0:
+        raise ValueError(f"expected a number from 0 on, found {number}")
+    return number
+
+
+def _storage(row: dict, lines: list[Line]) -> Storage:
+    kinds = {"id": int, "nbytes": int, "shape": list, "line": int}
+    fields = {field.name: kinds.get(field.name, str) for field in dataclass_fields(Storage)}
+    if type(row) is not dict or row.keys() != fields.keys():
+        raise TypeError(f"expected a storage with {', '.join(fields)}, found {str(row)[:60]}")
+    _typed(tuple(fields.values()), [row[name] for name in fields])
+    shape = _typed((int,) * len(row["shape"]), row["shape"])
+    for number in (row["nbytes"], row["line"], *shape):
+        _at_least_0(number)
+    return Storage(**row | {"shape": tuple(shape), "line": lines[row["line"]]})
+
+
 def _check(storages: list[Storage], events: list[Event]) -> None:
     known = {s.id for s in storages}
     if len(known) != len(storages):
         raise ValueError("two storages with one id")
     for storage in storages:
-        if storage.category not in CATEGORIES:
-            raise ValueError(f"unknown category {storage.category!r}")
+        if storage.category not in CATEGORIES or storage.phase not in PHASES:
+            raise ValueError(f"unknown category or phase {storage.category!r}, {storage.phase!r}")
     held = dict.fromkeys(known, 0)
     for event in events:
         if event.phase not in PHASES:

@@ -1,0 +1,826 @@
+"""The meter sees every op and every byte, says whose line it was and why, and leaves nothing behind."""
+
+import gc
+import importlib
+import threading
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+optimizers = importlib.import_module("torch.optim.optimizer")  # torch.optim itself hides it
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from memlab.book.workloads import GPT, MLP
+from memlab.memory_timeline import CATEGORIES, Meter, Timeline
+from tests.memory_timeline_helpers import SIZES, WORKLOADS, Checkpointed, Run
+
+def step(model, optimizer, inputs, **options) -> Meter:
+    with Meter(model, optimizer, inputs, **options) as meter:
+        loss = model(*inputs)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return meter
+
+
+def metered(workload: str, **options) -> Meter:
+    if workload in ("GPT2", "Llama", "T5", "Mamba"):
+        pytest.importorskip("transformers")
+    run = Run(workload)
+    with Meter(run.model, run.optimizer, run.inputs, **options) as meter:
+        run.step()
+    return meter
+
+
+def shape_of(timeline: Timeline) -> list[tuple]:
+    return [(e.delta, e.op, e.phase, timeline.storages[e.storage].category) for e in timeline.events]
+
+
+def without_scratch(timeline: Timeline) -> list[tuple]:
+    return [row for row in shape_of(timeline) if row[-1] != "workspace"]
+
+
+def of(timeline: Timeline, category: str) -> list:
+    return [s for s in timeline.storages.values() if s.category == category]
+
+
+# ---- every op
+
+
+class Ops(TorchDispatchMode):
+    """Torch's own way to list ops: a mode that notes names."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("workload", WORKLOADS)
+def test_every_op_of_a_step_is_seen_in_order(workload):
+    meter = metered(workload)
+    run = Run(workload)
+    with Ops() as ops:
+        run.step()
+    place = torch.ops.aten.add_.Tensor  # the engine's sums, which the meter makes in place
+    seen = [torch.ops.aten.add.Tensor if op.func is place else op.func for op in meter._history.ops]
+    assert seen == [torch.ops.aten.add.Tensor if func is place else func for func in ops.names]
+
+
+@pytest.mark.parametrize("workload", WORKLOADS)
+def test_every_byte_has_a_birth_line_in_the_models_code_and_a_reason(workload):
+    timeline = metered(workload).timeline
+    for storage in timeline.storages.values():
+        assert storage.reason and storage.category in CATEGORIES
+        if storage.phase == "before":
+            continue
+        assert storage.line.source, storage
+    ours = {"MLP.forward", "GPT.forward", "Attention.forward", "Run.step", "FeedForward.forward", "Block.forward"}
+    if workload.startswith("GPT") and workload != "GPT2":
+        assert {s.line.function for s in timeline.storages.values() if s.line.function} <= ours | {
+            "Checkpointed.forward"
+        }
+
+
+def test_a_gradients_line_is_the_forward_line_that_it_is_the_gradient_of():
+    def forward(x):
+        a = torch.sin(x)
+        b = torch.exp(a)
+        return b.sum()
+
+    x = torch.randn(100, requires_grad=True)
+    with Meter() as meter:
+        forward(x).backward()
+    backward = [s for s in meter.timeline.storages.values() if s.phase == "backward"]
+    lines = {(s.op, s.line.source) for s in backward if s.op in ("cos", "mul")}
+    assert lines == {
+        ("mul", "b = torch.exp(a)"),
+        ("cos", "a = torch.sin(x)"),
+        ("mul", "a = torch.sin(x)"),
+    }
+    assert all(s.line.function.endswith("forward") for s in backward if s.op != "ones_like")
+
+
+@pytest.mark.parametrize("attention", ["fused", "by hand"])
+def test_lines_of_attention_are_the_models_own_and_backward_follows_forward(attention):
+    run = Run("GPT")
+    run.model = GPT(**SIZES, attention=attention)
+    run.optimizer = torch.optim.AdamW(run.model.parameters())
+    with Meter(run.model, run.optimizer, run.inputs) as meter:
+        run.step()
+    source = "scaled_dot_product_attention" if attention == "fused" else "softmax(-1)"
+    phases = {s.phase for s in meter.timeline.storages.values() if source in s.line.source}
+    assert phases == {"forward", "backward"}
+    assert {s.module for s in meter.timeline.storages.values() if source in s.line.source} == {
+        f"blocks.{n}.attention" for n in range(2)
+    }
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_recomputed_activations_are_said_to_be_recomputed_and_keep_their_line(use_reentrant):
+    workload = "GPT checkpointed, re-entrant" if use_reentrant else "GPT checkpointed"
+    timeline = metered(workload).timeline
+    recomputed = [s for s in timeline.storages.values() if s.phase == "recompute"]
+    assert [s for s in recomputed if s.reason.startswith("recomputed: saved by")]
+    assert {span.phase for span in timeline.phases} == {"forward", "backward", "recompute", "optimizer"}
+    inside = {"Attention.forward", "FeedForward.forward", "Block.forward"}
+    assert {s.line.function for s in recomputed if s.category == "activation"} <= inside
+
+
+class Squared(torch.autograd.Function):
+    """x², with a temporary in its backward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        doubled = x * 2
+        return doubled * gradient
+
+
+def test_a_functions_backward_is_told_by_its_own_line():
+    x = torch.randn(10, requires_grad=True)
+    with Meter() as meter:
+        Squared.apply(x).sum().backward()
+    lines = {s.line.source for s in meter.timeline.storages.values() if s.phase == "backward"}
+    assert {"doubled = x * 2", "return doubled * gradient"} <= lines
+    assert "Squared.apply(x).sum().backward()" in lines
+
+
+def test_a_double_backward_is_seen_with_lines():
+    x = torch.randn(10, requires_grad=True)
+    with Meter() as meter:
+        y = (x.sin() * x).sum()
+        (first,) = torch.autograd.grad(y, x, create_graph=True)
+        first.pow(2).sum().backward()
+    timeline = meter.timeline
+    assert {span.phase for span in timeline.phases} >= {"forward", "backward"}
+    assert [s for s in timeline.storages.values() if s.phase != "before" and not s.line.source] == []
+    assert min(map(min, timeline.curves.values())) >= 0
+
+
+def test_a_saved_tensor_hooks_copies_are_seen_at_the_hooks_line():
+    def pack(tensor):
+        return tensor.double()
+
+    def unpack(packed):
+        return packed.float()
+
+    x = torch.randn(50, requires_grad=True)
+    with Meter() as meter, torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        x.sin().sum().backward()
+    lines = {(s.line.source, s.phase, s.nbytes) for s in meter.timeline.storages.values()}
+    assert ("return tensor.double()", "forward", 400) in lines
+    assert any(source == "return packed.float()" and nbytes == 200 for source, _, nbytes in lines)
+
+
+class Lion(torch.optim.Optimizer):
+    """An optimizer that is not torch's: sign of a momentum."""
+
+    def __init__(self, parameters, lr=1e-3):
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                if not state:
+                    state["momentum"] = torch.zeros_like(parameter)
+                state["momentum"].mul_(0.9).add_(parameter.grad)
+                direction = state["momentum"].sign()
+                parameter.sub_(direction, alpha=group["lr"])
+
+
+OPTIMIZERS = {
+    "AdamW for-loop": lambda ps: torch.optim.AdamW(ps, foreach=False),
+    "AdamW foreach": lambda ps: torch.optim.AdamW(ps, foreach=True),
+    "AdamW fused": lambda ps: torch.optim.AdamW(ps, fused=True),
+    "SGD momentum": lambda ps: torch.optim.SGD(ps, 0.1, momentum=0.9),
+    "Lion": Lion,
+}
+
+
+@pytest.mark.parametrize("given", [True, False], ids=["given", "not given"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizers_states_are_exactly_what_it_keeps(name, given):
+    model, inputs = MLP(32, 64, 8), (torch.randn(4, 32), torch.randint(8, (4,)))
+    optimizer = OPTIMIZERS[name](model.parameters())
+    with Meter(model, optimizer if given else None, inputs) as meter:
+        model(*inputs).backward()
+        optimizer.step()
+    timeline = meter.timeline
+    kept = [v for states in optimizer.state.values() for v in states.values() if isinstance(v, torch.Tensor)]
+    assert timeline.bytes_by_category(len(timeline))["optimizer_state"] == sum(t.nbytes for t in kept) > 0
+    stepping = [s for s in timeline.storages.values() if s.phase == "optimizer"]
+    assert {s.category for s in stepping} <= {"optimizer_state", "temporary"}
+    names = {n for n, _ in model.named_parameters()}
+    assert {s.name.rpartition(" of ")[2] for s in of(timeline, "optimizer_state")} == names
+    if name == "Lion":
+        assert {s.line.source for s in stepping} == {
+            'state["momentum"] = torch.zeros_like(parameter)',
+            'direction = state["momentum"].sign()',
+        }
+    else:
+        assert {s.line.source for s in stepping} == {"optimizer.step()"}
+
+
+def test_a_closure_inside_an_optimizers_step_is_forward_and_backward():
+    weight = torch.randn(4, requires_grad=True)
+    optimizer = torch.optim.LBFGS([weight], max_iter=2)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = (weight * weight).sum()
+        loss.backward()
+        return loss
+
+    with Meter() as meter:
+        optimizer.step(closure)
+    ops = [(op.name, op.phase, meter._history.lines[op.line].source) for op in meter._history.ops]
+    assert {phase for name, phase, source in ops if source.startswith("loss = ") and name in ("mul", "sum")} == {
+        "forward",
+        "backward",
+    }
+    assert {source for _, phase, source in ops if phase == "optimizer"} >= {"optimizer.step(closure)"}
+
+
+def test_an_optimizer_that_steps_another_is_one_step():
+    class Averaged(torch.optim.Optimizer):
+        def __init__(self, parameters):
+            parameters = list(parameters)
+            super().__init__(parameters, {})
+            self.inner = torch.optim.SGD(parameters, 0.1, momentum=0.9)
+
+        @torch.no_grad()
+        def step(self):
+            self.inner.step()
+            for parameter in self.param_groups[0]["params"]:
+                self.state[parameter]["average"] = parameter.clone()
+
+    run = Run("MLP", optimizer=Averaged)
+    with Meter(run.model, run.optimizer, run.inputs) as meter:
+        run.step()
+    clones = [op for op in meter._history.ops if op.name == "clone"]
+    assert clones and {op.phase for op in clones} == {"optimizer"}
+
+
+# ---- storages are counted once
+
+
+def test_a_storage_is_counted_once_however_many_tensors_share_it():
+    with Meter() as meter:
+        x = torch.ones(1000)
+        views = [x[::2], x.view(10, 100).t(), x.detach(), x.expand(5, 1000), x.unsqueeze(0), *x.chunk(4)]
+        assert len(views) == 9
+    assert meter.timeline.peak_bytes == 4000
+    assert len(meter.timeline.storages) == 1
+
+
+def test_a_view_pins_the_whole_storage():
+    with Meter() as meter:
+        x = torch.ones(1000)
+        corner = x[:1]
+        del x
+        held = len(meter.timeline)
+        del corner
+    assert meter.timeline.bytes_at(held) == 4000 and meter.timeline.totals[-1] == 0
+
+
+def test_a_tensor_saved_twice_is_counted_once():
+    x = torch.ones(1000, requires_grad=True)
+    with Meter() as meter:
+        y = x * 1
+        z = (y * y).sum()
+        saved = meter.timeline.bytes_at(len(meter.timeline))
+        z.backward()
+    assert saved == 4000 + 4000 + 4  # x, y and the sum; y * y itself is gone
+
+
+def test_tied_weights_are_one_parameter_with_one_gradient():
+    model = nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 50, bias=False))
+    model[1].weight = model[0].weight
+    with Meter(model) as meter:
+        model(torch.arange(10)).sum().backward()
+    timeline = meter.timeline
+    last = timeline.bytes_by_category(len(timeline))
+    assert last["parameter"] == last["gradient"] == 50 * 8 * 4
+    assert [s.name for s in of(timeline, "parameter")] == ["0.weight"]
+
+
+def test_resizing_is_seen_by_every_way_to_resize():
+    with Meter() as meter:
+        x = torch.ones(100)
+        x.resize_(200)
+        x.untyped_storage().resize_(0)
+        x.untyped_storage().resize_(4000)
+        out = torch.empty(0)
+        torch.add(torch.ones(50), 1, out=out)
+    deltas = [e.delta for e in meter.timeline.events if e.storage == 0]
+    assert deltas == [400, 400, -800, 4000]
+    (grown,) = [s for s in meter.timeline.storages.values() if s.op in ("empty", "add")]
+    held = sum(e.delta for e in meter.timeline.events if e.storage == grown.id)
+    assert held == 200 == out.untyped_storage().nbytes()
+
+
+@pytest.mark.parametrize("workspace", [False, True])
+def test_resizing_to_nothing_and_back_keeps_the_total_right(workspace):
+    with Meter(workspace=workspace) as meter:
+        x = torch.ones(1 << 16)
+        for _ in range(3):
+            x.untyped_storage().resize_(0)
+            x.untyped_storage().resize_(1 << 18)
+        del x
+    timeline = meter.timeline
+    assert timeline.peak_bytes == 1 << 18 and timeline.totals[-1] == 0
+    assert min(map(min, timeline.curves.values())) >= 0
+
+
+def test_sparse_gradients_and_csr_count_indices_and_values():
+    model = nn.Embedding(1000, 16, sparse=True)
+    optimizer = torch.optim.SparseAdam(model.parameters())
+    with Meter(model, optimizer) as meter:
+        model(torch.tensor([1, 5, 7])).sum().backward()
+        optimizer.step()
+    gradient = sum(s.nbytes for s in of(meter.timeline, "gradient"))
+    assert gradient >= 3 * 8 + 3 * 16 * 4
+    assert sum(s.nbytes for s in of(meter.timeline, "optimizer_state")) >= 2 * 1000 * 16 * 4
+    csr = torch.eye(10).to_sparse_csr()
+    with Meter(inputs=csr) as meter:
+        csr @ torch.ones(10, 2)
+    assert meter.timeline.bytes_at(0) == sum(
+        t.untyped_storage().nbytes() for t in (csr.crow_indices(), csr.col_indices(), csr.values())
+    )
+
+
+def test_mkldnn_tensors_are_refused_with_what_to_do():
+    if not torch.backends.mkldnn.is_available():
+        pytest.skip("this torch has no oneDNN")
+    hidden = torch.ones(4, 4).to_mkldnn()
+    with pytest.raises(NotImplementedError, match="to_dense"), Meter(inputs=hidden):
+        pass
+    with pytest.raises(NotImplementedError, match="to_dense"), Meter():
+        hidden + hidden
+
+
+def test_distributed_tensors_are_counted_by_what_is_inside(tmp_path):
+    distributed = pytest.importorskip("torch.distributed")
+    if not distributed.is_available():
+        pytest.skip("this torch has no distributed package")
+    from torch.distributed.tensor import Replicate, distribute_tensor, init_device_mesh
+
+    store = distributed.FileStore(str(tmp_path / "store"), 1)
+    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        model = nn.Linear(64, 64, bias=False)
+        model.weight = nn.Parameter(distribute_tensor(model.weight.data, mesh, [Replicate()]))
+        x = distribute_tensor(torch.ones(8, 64), mesh, [Replicate()])
+        with Meter(model, inputs=x) as meter:
+            model(x).sum().backward()
+    finally:
+        distributed.destroy_process_group()
+    timeline = meter.timeline
+    assert timeline.bytes_by_category(0) == dict.fromkeys(CATEGORIES, 0) | {"parameter": 16384, "input": 2048}
+    assert timeline.bytes_by_category(len(timeline))["gradient"] == 16384
+
+
+# ---- categories
+
+
+def test_categories_of_a_linear_layer_are_the_closed_form():
+    model, x = nn.Linear(100, 50), torch.ones(20, 100)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    with Meter(model, optimizer, x) as meter:
+        for _ in range(3):
+            model(x).pow(2).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    timeline = meter.timeline
+    parameters = (100 * 50 + 50) * 4
+    assert timeline.bytes_by_category(0) == dict.fromkeys(CATEGORIES, 0) | {"parameter": parameters, "input": 8000}
+    curves = timeline.curves
+    assert set(curves["parameter"]) == {parameters} and set(curves["input"]) == {8000}
+    assert max(curves["gradient"]) == max(curves["optimizer_state"]) == parameters
+    assert curves["gradient"][-1] == 0 and curves["optimizer_state"][-1] == parameters
+    # pow saves the layer's output; the pow's result nobody saves; the loss waits for its backward as a Python object.
+    assert [s.nbytes for s in of(timeline, "activation")] == [20 * 50 * 4, 4] * 3
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_gradients_live_as_long_as_zero_grad_lets_them(to_none):
+    model, x = nn.Linear(10, 10), torch.ones(2, 10)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with Meter(model, optimizer, x) as meter:
+        for _ in range(3):
+            model(x).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=to_none)
+    timeline = meter.timeline
+    assert timeline.curves["gradient"][-1] == (0 if to_none else 440)
+    assert len(of(timeline, "gradient")) == (6 if to_none else 2)
+
+
+def test_accumulating_over_micro_batches_keeps_one_gradient_and_passing_ones():
+    model, x = nn.Linear(10, 10), torch.ones(2, 10)
+    with Meter(model, inputs=x) as meter:
+        for _ in range(4):
+            model(x).sum().backward()
+    assert len(of(meter.timeline, "gradient")) == 2
+    assert max(meter.timeline.curves["gradient"]) == 440
+
+
+def test_gradients_that_existed_before_are_gradients_from_the_start():
+    model = nn.Linear(10, 10)
+    model(torch.ones(2, 10)).sum().backward()
+    with Meter(model) as meter:
+        pass
+    assert meter.timeline.bytes_by_category(0)["gradient"] == 440
+
+
+def test_frozen_parameters_have_no_gradient_and_buffers_are_buffers():
+    model = nn.Sequential(nn.Linear(10, 10), nn.BatchNorm1d(10))
+    model[0].requires_grad_(False)
+    with Meter(model) as meter:
+        model(torch.ones(4, 10)).sum().backward()
+    timeline = meter.timeline
+    assert sorted(s.name for s in of(timeline, "gradient")) == ["1.bias", "1.weight"]
+    assert timeline.bytes_by_category(0)["buffer"] == 2 * 40 + 8
+
+
+def test_a_batch_that_was_not_named_is_an_input_from_its_first_use():
+    numpy = pytest.importorskip("numpy")
+    model, outside = nn.Linear(10, 10), torch.from_numpy(numpy.ones((4, 10), dtype="float32"))
+    with Meter(model) as meter:
+        model(outside)
+    assert [(s.nbytes, s.reason) for s in of(meter.timeline, "input")] == [
+        (160, "a tensor from outside the meter, made outside")
+    ] or [s.nbytes for s in of(meter.timeline, "input")] == [160]
+    with Meter(model) as meter:
+        inside = torch.from_numpy(numpy.ones((4, 10), dtype="float32"))
+        model(inside)
+    (found,) = [s for s in meter.timeline.storages.values() if "from_numpy" in s.line.source]
+    assert found.nbytes == 160
+
+
+def test_a_tensor_made_from_python_numbers_inside_is_not_an_input():
+    with Meter() as meter:
+        torch.tensor([1.0, 2.0]) * 2
+    assert of(meter.timeline, "input") == []
+
+
+def test_a_variable_kept_across_backward_is_called_by_its_name():
+    model = nn.Linear(10, 10)
+    history = []
+    with Meter(model) as meter:
+        for _ in range(3):
+            kept = model(torch.ones(2, 10)).relu()
+            loss = (kept * 2).sum()
+            history.append(loss)
+            loss.backward()
+    reasons = {s.op: s.reason for s in of(meter.timeline, "activation")}
+    assert "held by a variable" in reasons["sum"]
+    losses = [s for s in meter.timeline.alive(len(meter.timeline)) if "(kept * 2).sum()" in s.line.source]
+    assert [s.nbytes for s in losses] == [4, 4, 4]
+
+
+def test_a_leaked_loss_history_shows_as_bytes_that_grow_with_every_iteration():
+    def leaked(keep):
+        model, history = MLP(32, 64, 8), []
+        with Meter(model) as meter:
+            for _ in range(3):
+                loss = model(torch.ones(4, 32)).pow(2).sum()
+                history.append(keep(loss))
+        return meter.timeline.totals[-1]
+
+    assert leaked(lambda loss: loss) - leaked(lambda loss: loss.item()) > 2 * 4 * 64 * 4
+
+
+@pytest.mark.parametrize("workspace", [False, True])
+@pytest.mark.parametrize("workload", ["MLP", "GPT checkpointed", "ConvNet"])
+def test_the_categories_sum_to_the_total_at_every_event_over_several_iterations(workload, workspace):
+    run = Run(workload)
+    with Meter(run.model, run.optimizer, run.inputs, workspace=workspace) as meter:
+        for _ in range(3):
+            run.step()
+    timeline = meter.timeline
+    assert [sum(moment) for moment in zip(*timeline.curves.values(), strict=True)] == timeline.totals
+    assert min(map(min, timeline.curves.values())) >= 0
+    for event in range(0, len(timeline) + 1, 97):
+        assert sum(s.nbytes for s in timeline.alive(event)) == timeline.bytes_at(event)
+    first, last = (timeline.bytes_by_category(e)["parameter"] for e in (0, len(timeline)))
+    assert first == last == sum(p.nbytes for p in run.model.parameters())
+
+
+def test_the_storages_peak_is_that_of_torchs_memtracker():
+    tracker_module = pytest.importorskip("torch.distributed._tools.mem_tracker")
+    run = Run("GPT")
+    tracker = tracker_module.MemTracker()
+    tracker.track_external(run.model, run.optimizer, *run.inputs)
+    with tracker:
+        run.step()
+    del torch.UntypedStorage.resize_  # the tracker's patch, which it leaves in place of the inherited method
+    expected = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
+    assert metered("GPT").timeline.peak_bytes == expected
+
+
+# ---- what is left behind
+
+
+HOOKS = (
+    optimizers._global_optimizer_pre_hooks,
+    optimizers._global_optimizer_post_hooks,
+    nn.modules.module._global_forward_pre_hooks,
+    nn.modules.module._global_forward_hooks,
+)
+
+
+def installed(model: nn.Module | None = None) -> tuple[int, int, bool, bool]:
+    """What is installed globally and on a model: hooks, modes, a patched resize_, a running profiler."""
+    hooks = sum(map(len, HOOKS))
+    hooks += sum(len(p._post_accumulate_grad_hooks or ()) for p in (model.parameters() if model else ()))
+    modes = len(torch.utils._python_dispatch._get_current_dispatch_mode_stack())
+    return hooks, modes, "resize_" in vars(torch.UntypedStorage), torch.autograd._profiler_enabled()
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind():
+    before = installed()
+    yield
+    assert installed() == before
+
+
+def test_a_running_meter_is_noticed_by_the_check_for_what_is_left_behind():
+    model = nn.Linear(2, 2)
+    before = installed(model)
+    with Meter(model, workspace=True):
+        during = installed(model)
+    assert all(a != b for a, b in zip(before, during, strict=True)) and installed(model) == before
+
+
+class Failing(nn.Module):
+    """Fails in forward, in backward, or not at all; `error` is what it raises."""
+
+    def __init__(self, where: str, error: type[BaseException]):
+        super().__init__()
+        self.linear, self.where, self.error = nn.Linear(10, 10), where, error
+
+    def forward(self, x):
+        x = self.linear(x)
+        if self.where == "forward":
+            raise self.error("forward")
+        if self.where == "backward":
+            x.register_hook(self.fail)
+        return x
+
+    def fail(self, _):
+        raise self.error("backward")
+
+
+@pytest.mark.parametrize("workspace", [False, True])
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+@pytest.mark.parametrize("where", ["forward", "backward", "optimizer"])
+def test_code_that_raises_leaves_nothing_behind_and_keeps_the_timeline_so_far(where, error, workspace):
+    model = Failing(where, error)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    if where == "optimizer":
+        optimizer.register_step_pre_hook(lambda *_: model.fail(None))
+    before = installed(model)
+    with pytest.raises(error), Meter(model, optimizer, workspace=workspace) as meter:
+        model(torch.ones(2, 10)).sum().backward()
+        optimizer.step()
+    assert installed(model) == before
+    assert meter.timeline.peak_bytes >= 440 + 80
+    assert meter.timeline.phases[0].phase == "forward"
+    # and the next step of everything is as if nothing had been
+    model.where = ""
+    model(torch.ones(2, 10)).sum().backward()
+
+
+def test_a_step_that_raised_does_not_colour_what_follows():
+    model = nn.Linear(10, 10)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer.step = torch.optim.Optimizer.profile_hook_step(lambda self, closure=None: 1 / 0).__get__(optimizer)
+    with Meter(model, optimizer) as meter:
+        with pytest.raises(ZeroDivisionError):
+            optimizer.step()
+        model(torch.ones(2, 10))
+    assert [op.phase for op in meter._history.ops if op.name == "addmm"] == ["forward"]
+
+
+@pytest.mark.parametrize("stage", ["register_optimizer_step_post_hook", "_watch_resizing", "super"])
+def test_an_exception_while_entering_takes_everything_off_again(monkeypatch, stage):
+    def fails(*_, **__):
+        raise RuntimeError("no")
+
+    model = nn.Linear(10, 10)
+    before = installed(model)
+    meter = Meter(model)
+    with monkeypatch.context() as patch:
+        if stage == "super":
+            patch.setattr(TorchDispatchMode, "__enter__", fails)
+        elif stage == "_watch_resizing":
+            patch.setattr(Meter, stage, fails)
+        else:
+            patch.setattr(f"memlab.memory_timeline.meter.{stage}", fails)
+        with pytest.raises(RuntimeError, match="no"):
+            meter.__enter__()
+    assert installed(model) == before
+    with meter:
+        model(torch.ones(2, 10))
+    assert meter.timeline.bytes_at(0) == 440
+
+
+def test_after_leaving_nothing_is_recorded_any_more():
+    with Meter() as meter:
+        x = torch.ones(1000)
+    events = len(meter.timeline)
+    del x
+    torch.ones(10)
+    gc.collect()
+    assert len(meter.timeline) == events
+    assert meter.timeline.totals[-1] == 4000
+
+
+def test_a_meter_records_once():
+    meter = Meter()
+    with meter:
+        torch.ones(3)
+    with pytest.raises(RuntimeError, match="records once"), meter:
+        pass
+    assert len(meter.timeline) == 2
+
+
+@pytest.mark.parametrize(("outer_scratch", "inner_scratch"), [(False, False), (True, False), (False, True)])
+def test_nested_meters_see_what_each_alone_would_see(outer_scratch, inner_scratch):
+    workload = "GPT checkpointed, re-entrant"
+    run = Run(workload)
+    with (
+        Meter(run.model, run.optimizer, run.inputs, workspace=outer_scratch) as outer,
+        Meter(run.model, run.optimizer, run.inputs, workspace=inner_scratch) as inner,
+    ):
+        run.step()
+    for meter, scratch in ((outer, outer_scratch), (inner, inner_scratch)):
+        alone = metered(workload, workspace=scratch).timeline
+        assert without_scratch(meter.timeline) == without_scratch(alone)
+        # One mode more around a kernel, and the number that it was given is wrapped once more, in 4 or 8 bytes.
+        assert abs(meter.timeline.peak_bytes - alone.peak_bytes) <= 16
+
+
+def test_an_inner_meter_that_ends_early_leaves_the_outer_one_whole():
+    with Meter() as outer:
+        x = torch.ones(100)
+        with Meter(inputs=x) as inner:
+            x.untyped_storage().resize_(800)
+        x.untyped_storage().resize_(4000)
+    assert [e.delta for e in outer.timeline.events] == [400, 400, 3200]
+    assert [e.delta for e in inner.timeline.events] == [400]
+
+
+# ---- threads
+
+
+def test_a_backward_driven_from_another_thread_is_not_seen_and_one_on_the_meters_thread_is():
+    run = Run("MLP")
+    with Meter(run.model, run.optimizer, run.inputs) as meter:
+        loss = run.model(*run.inputs)
+        before = len(meter._history.ops)
+        thread = threading.Thread(target=loss.backward)
+        thread.start()
+        thread.join()
+        unseen = len(meter._history.ops)
+    assert unseen == before
+    timeline = meter.timeline
+    assert all(p.grad is not None for p in run.model.parameters())
+    assert min(map(min, timeline.curves.values())) >= 0
+
+
+def test_two_threads_each_with_their_own_meter_see_what_one_alone_sees():
+    alone = shape_of(metered("GPT").timeline)
+    runs, found, barrier = [Run("GPT") for _ in range(2)], {}, threading.Barrier(2, timeout=60)
+
+    def work(number):
+        run = runs[number]
+        with Meter(run.model, run.optimizer, run.inputs) as meter:
+            barrier.wait()
+            run.step()
+            barrier.wait()
+        found[number] = shape_of(meter.timeline)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found[0] == found[1] == alone
+
+
+# ---- what a meter is given, and what is asked of a timeline
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "match"),
+    [
+        ({"model": 3}, TypeError, "expected a model .* found int"),
+        ({"model": [nn.Linear(1, 1), "x"]}, TypeError, "found str"),
+        ({"model": nn.Linear(2, 2, device="meta")}, ValueError, "to_empty"),
+        ({"optimizer": nn.Linear(1, 1)}, TypeError, "expected an optimizer .* found Linear"),
+        ({"inputs": {1, 2}}, TypeError, "expected inputs as a tensor"),
+        ({"inputs": [object()]}, TypeError, "expected inputs as a tensor"),
+    ],
+)
+def test_what_is_no_model_optimizer_or_batch_is_refused(arguments, error, match):
+    with pytest.raises(error, match=match):
+        Meter(**arguments)
+
+
+def test_a_meter_without_a_model_meters_bare_code_and_an_empty_step_is_empty():
+    with Meter() as meter:
+        pass
+    timeline = meter.timeline
+    assert (len(timeline), timeline.peak_bytes, timeline.peak_event, timeline.alive(0)) == (0, 0, 0, [])
+    assert timeline.bytes_by_category(0) == dict.fromkeys(CATEGORIES, 0) and timeline.phases == []
+    assert Timeline().peak_bytes == 0
+
+
+def test_a_timeline_read_before_the_meter_ran_is_refused():
+    with pytest.raises(RuntimeError, match="expected a Meter that has run"):
+        _ = Meter().timeline
+
+
+def test_a_timeline_can_be_read_while_the_meter_runs():
+    with Meter() as meter:
+        torch.ones(10)
+        before = meter.timeline
+        torch.ones(10)
+    assert len(before) == 2 and len(meter.timeline) == 4
+
+
+@pytest.mark.parametrize("event", [-1, 3, 1.0, "1", None])
+def test_an_event_that_is_none_is_refused(event):
+    with Meter() as meter:
+        torch.ones(10)
+    for question in (meter.timeline.bytes_at, meter.timeline.bytes_by_category, meter.timeline.alive):
+        with pytest.raises(IndexError, match="expected an event from 0 .* to 2"):
+            question(event)
+
+
+def test_a_storage_or_a_device_that_is_not_there_is_refused():
+    with Meter() as meter:
+        torch.ones(10)
+    with pytest.raises(KeyError, match="expected the id of a storage"):
+        meter.timeline.lifetime(99)
+    with pytest.raises(ValueError, match="expected one of the devices"):
+        meter.timeline.on("cuda:7")
+    assert meter.timeline.on("cpu").events == meter.timeline.events
+
+
+def test_several_modules_are_one_model():
+    generator, critic = nn.Linear(4, 8), nn.Linear(8, 1)
+    with Meter([generator, critic]) as meter:
+        critic(generator(torch.ones(2, 4))).sum().backward()
+    timeline = meter.timeline
+    assert timeline.bytes_by_category(0)["parameter"] == (4 * 8 + 8 + 8 + 1) * 4
+    assert timeline.bytes_by_category(len(timeline))["gradient"] == (4 * 8 + 8 + 8 + 1) * 4
+
+
+def test_lazy_parameters_count_from_the_moment_they_have_a_size():
+    model = nn.Sequential(nn.LazyLinear(8), nn.Linear(8, 2))
+    with Meter(model) as meter:
+        model(torch.ones(3, 4)).sum().backward()
+    last = meter.timeline.bytes_by_category(len(meter.timeline))
+    assert last["parameter"] == last["gradient"] == sum(p.nbytes for p in model.parameters())
+
+
+def test_gradients_of_a_checkpointed_gpt_are_the_same_bits_under_the_meter():
+    torch.manual_seed(0)
+    for use_reentrant in (False, True):
+        plain, run = (Run("GPT") for _ in range(2))
+        for each in (plain, run):
+            torch.manual_seed(0)
+            each.model = Checkpointed(use_reentrant, **SIZES)
+        with Meter(run.model, inputs=run.inputs):
+            run.model(*run.inputs).backward()
+        plain.model(*plain.inputs).backward()
+        pairs = zip(run.model.parameters(), plain.model.parameters(), strict=True)
+        assert all(torch.equal(a.grad, b.grad) for a, b in pairs)
+
+
+def test_a_model_is_let_go_when_the_meter_has_left():
+    model = nn.Linear(4, 4)
+    with Meter(model) as meter:
+        checkpoint(model, torch.ones(1, 4, requires_grad=True), use_reentrant=False).sum().backward()
+    watch = weakref.ref(model.weight)
+    del model
+    gc.collect()
+    assert watch() is None and meter.timeline.peak_bytes > 0
