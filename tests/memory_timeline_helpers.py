@@ -7,13 +7,14 @@ import gc
 import itertools
 from collections.abc import Callable
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from memlab.book.workloads import GPT, LSTM, MLP, ConvNet, text_batch
-from memlab.memory_timeline import Meter
+from memlab.memory_timeline import Meter, Timeline
 
 ALLOCATION = torch._C._profiler._EventType.Allocation
 
@@ -82,6 +83,8 @@ WORKLOADS: dict[str, Callable[[], nn.Module]] = {
     "Mamba": lambda: Transformers("Mamba"),
 }
 
+TRANSFORMERS = {"GPT2", "Llama", "T5", "Mamba"}
+
 
 def batch_for(workload: str) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
@@ -90,6 +93,13 @@ def batch_for(workload: str) -> tuple[torch.Tensor, torch.Tensor]:
     if workload == "ConvNet":
         return torch.randn(4, 3, 32, 32, generator=generator), torch.randint(10, (4,), generator=generator)
     return text_batch(2, 32, nbytes=100_000)
+
+
+def fresh(workload: str, **options) -> Run:
+    """A run of a workload; skips the test where the package that it needs is missing."""
+    if workload in TRANSFORMERS:
+        pytest.importorskip("transformers")
+    return Run(workload, **options)
 
 
 class Run:
@@ -192,3 +202,20 @@ def metered_run(run: Run, **options) -> Meter:
     with Meter(run.model, run.optimizer, run.inputs, **options) as meter:
         run.step()
     return meter
+
+
+def metered(workload: str, **options) -> Meter:
+    """One step of a workload, with torch's default AdamW, under a meter."""
+    return metered_run(fresh(workload), **options)
+
+
+def shape_of(timeline: Timeline) -> list[tuple]:
+    return [(e.delta, e.op, e.phase, timeline.storages[e.storage].category) for e in timeline.events]
+
+
+def without_scratch(timeline: Timeline) -> list[tuple]:
+    return [row for row in shape_of(timeline) if row[-1] != "workspace"]
+
+
+def of(timeline: Timeline, category: str) -> list:
+    return [s for s in timeline.storages.values() if s.category == category]

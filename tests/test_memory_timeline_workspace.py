@@ -15,24 +15,13 @@ from tests.memory_timeline_helpers import (
     blocks,
     event_tree,
     events_of,
+    fresh,
     kernels,
+    metered_run,
     peak,
 )
 
 ALL = sorted(WORKLOADS)
-NEEDS = {"GPT2", "Llama", "T5", "Mamba"}
-
-
-def fresh(workload: str, **options) -> Run:
-    if workload in NEEDS:
-        pytest.importorskip("transformers")
-    return Run(workload, **options)
-
-
-def metered(run: Run, **options) -> Meter:
-    with Meter(run.model, run.optimizer, run.inputs, **options) as meter:
-        run.step()
-    return meter
 
 
 @pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}], ids=["foreach", "fused"])
@@ -42,7 +31,7 @@ def test_storage_events_are_the_log_of_an_unmetered_run_without_the_kernels_scra
     tree = event_tree(fresh(workload, **options).step)
     expected = blocks(allocations(tree), without_scratch=True)
     assert len(expected) > 50
-    assert events_of(metered(fresh(workload, **options)).timeline) == expected
+    assert events_of(metered_run(fresh(workload, **options)).timeline) == expected
 
 
 def test_a_kernel_is_an_op_that_is_not_composed_of_others():
@@ -52,7 +41,7 @@ def test_a_kernel_is_an_op_that_is_not_composed_of_others():
 
 @pytest.mark.parametrize("workload", ALL)
 def test_with_workspace_the_timeline_is_the_allocators_log_to_the_byte(workload):
-    meter = metered(fresh(workload), workspace=True)
+    meter = metered_run(fresh(workload), workspace=True)
     timeline = meter.timeline
     log = blocks(allocations(meter._log._profile.profiler.kineto_results.experimental_event_tree()))
     assert events_of(timeline) == log
@@ -66,7 +55,7 @@ def test_the_peak_is_that_of_an_unmetered_run_and_the_step_gives_the_same_bits(w
     plain = fresh(workload)
     unmetered = peak(blocks(allocations(event_tree(plain.step))))
     run = fresh(workload)
-    timeline = metered(run, workspace=True).timeline
+    timeline = metered_run(run, workspace=True).timeline
     assert abs(peak(events_of(timeline)) - unmetered) <= max(64, unmetered // 1000)
     assert all(map(torch.equal, run.values(), plain.values()))
 
@@ -74,7 +63,7 @@ def test_the_peak_is_that_of_an_unmetered_run_and_the_step_gives_the_same_bits(w
 @pytest.mark.parametrize("workload", ALL)
 def test_every_byte_of_scratch_lies_inside_the_op_that_took_it(workload):
     run = fresh(workload)
-    meter = metered(run, workspace=True)
+    meter = metered_run(run, workspace=True)
     timeline = meter.timeline
     scratch = [s for s in timeline.storages.values() if s.category == "workspace"]
     assert scratch
@@ -224,4 +213,4 @@ def test_on_a_cpu_no_function_of_cuda_is_ever_called(monkeypatch):
     for workspace in (False, True):
         run = Run("MLP")
         run.optimizer = torch.optim.SGD(run.model.parameters(), 0.1)  # AdamW itself asks whether CUDA is capturing
-        assert metered(run, workspace=workspace).timeline.peak_bytes > 0
+        assert metered_run(run, workspace=workspace).timeline.peak_bytes > 0

@@ -419,11 +419,10 @@ class Meter(TorchDispatchMode):
 
     def _watch_resizing(self, stack: ExitStack) -> None:
         """`UntypedStorage.resize_`, with which FSDP frees and refills parameters, passes by every dispatch mode."""
-        original = UntypedStorage.__dict__.get("resize_")  # another meter's, or none: then it is inherited
-        resize = UntypedStorage.resize_
+        resize = UntypedStorage.resize_  # another meter's, or the one that is inherited
 
         def resize_(storage, *args):
-            number = self._live.get(storage._cdata)
+            number = self._live.get(storage._cdata) if resize_.watching else None
             if number is None:
                 return resize(storage, *args)
             phase, line = self._place(sys._getframe().f_back)
@@ -433,8 +432,21 @@ class Meter(TorchDispatchMode):
             self._note_storage(storage, None, op, phase, line)
             return result
 
-        UntypedStorage.resize_ = resize_
-        if original is None:
-            stack.callback(delattr, UntypedStorage, "resize_")
-        else:
-            stack.callback(setattr, UntypedStorage, "resize_", original)
+        with _RESIZING:
+            resize_.watching, resize_.below = True, vars(UntypedStorage).get("resize_")
+            UntypedStorage.resize_ = resize_
+        stack.callback(_stop_watching_resizing, resize_)
+
+
+_RESIZING = threading.Lock()
+
+
+def _stop_watching_resizing(resize_) -> None:
+    """Take the patch off, and those under it that have waited for it: meters of two threads end in any order."""
+    with _RESIZING:
+        resize_.watching = False
+        while (top := vars(UntypedStorage).get("resize_")) is not None and not getattr(top, "watching", True):
+            if top.below is None:
+                del UntypedStorage.resize_
+            else:
+                UntypedStorage.resize_ = top.below

@@ -268,10 +268,12 @@ class Timeline:
             for row in _rows(document["events"]):
                 storage, delta, op, phase, line = _typed((int, int, str, str, int), row)
                 events.append(Event(storage, delta, op, phase, lines[_at_least_0(line)]))
-            levels = document["levels"]
-            for name, level in _typed((dict,), [levels])[0].items():
-                _typed((str, dict, *[int] * len(level)), [name, level, *level.values()])
-            device, workspace = _typed((str, bool), [document["device"], document["workspace"]])
+            device, workspace, levels = _typed(
+                (str, bool, dict), [document[k] for k in ("device", "workspace", "levels")]
+            )
+            for level in _typed((dict,) * len(levels), list(levels.values())):
+                for figure in _typed((int,) * len(level), list(level.values())):
+                    _at_least_0(figure)
             _check(storages, events)
             timeline = cls(storages, events, device=device, workspace=workspace, levels=levels)
             if device not in timeline.devices:

@@ -1,0 +1,330 @@
+"""A meter leaves nothing behind, keeps to its own thread, and says what is wrong with what it is given."""
+
+import gc
+import importlib
+import threading
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from memlab.memory_timeline import CATEGORIES, Meter, Timeline
+from tests.memory_timeline_helpers import SIZES, Checkpointed, Run, metered, shape_of, without_scratch
+
+optimizers = importlib.import_module("torch.optim.optimizer")  # torch.optim itself hides it
+
+
+# ---- what is left behind
+
+
+HOOKS = (
+    optimizers._global_optimizer_pre_hooks,
+    optimizers._global_optimizer_post_hooks,
+    nn.modules.module._global_forward_pre_hooks,
+    nn.modules.module._global_forward_hooks,
+)
+
+
+def installed(model: nn.Module | None = None) -> tuple[int, int, bool, bool]:
+    """What is installed globally and on a model: hooks, modes, a patched resize_, a running profiler."""
+    hooks = sum(map(len, HOOKS))
+    hooks += sum(len(p._post_accumulate_grad_hooks or ()) for p in (model.parameters() if model else ()))
+    modes = len(torch.utils._python_dispatch._get_current_dispatch_mode_stack())
+    return hooks, modes, "resize_" in vars(torch.UntypedStorage), torch.autograd._profiler_enabled()
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind():
+    before = installed()
+    yield
+    assert installed() == before
+
+
+def test_a_running_meter_is_noticed_by_the_check_for_what_is_left_behind():
+    model = nn.Linear(2, 2)
+    before = installed(model)
+    with Meter(model, workspace=True):
+        during = installed(model)
+    assert all(a != b for a, b in zip(before, during, strict=True)) and installed(model) == before
+
+
+class Failing(nn.Module):
+    """Fails in forward, in backward, or not at all; `error` is what it raises."""
+
+    def __init__(self, where: str, error: type[BaseException]):
+        super().__init__()
+        self.linear, self.where, self.error = nn.Linear(10, 10), where, error
+
+    def forward(self, x):
+        x = self.linear(x)
+        if self.where == "forward":
+            raise self.error("forward")
+        if self.where == "backward":
+            x.register_hook(self.fail)
+        return x
+
+    def fail(self, _):
+        raise self.error("backward")
+
+
+@pytest.mark.parametrize("workspace", [False, True])
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+@pytest.mark.parametrize("where", ["forward", "backward", "optimizer"])
+def test_code_that_raises_leaves_nothing_behind_and_keeps_the_timeline_so_far(where, error, workspace):
+    model = Failing(where, error)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    if where == "optimizer":
+        optimizer.register_step_pre_hook(lambda *_: model.fail(None))
+    before = installed(model)
+    with pytest.raises(error), Meter(model, optimizer, workspace=workspace) as meter:
+        model(torch.ones(2, 10)).sum().backward()
+        optimizer.step()
+    assert installed(model) == before
+    assert meter.timeline.peak_bytes >= 440 + 80
+    assert meter.timeline.phases[0].phase == "forward"
+    # and the next step of everything is as if nothing had been
+    model.where = ""
+    model(torch.ones(2, 10)).sum().backward()
+
+
+def test_a_step_that_raised_does_not_colour_what_follows():
+    model = nn.Linear(10, 10)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer.step = torch.optim.Optimizer.profile_hook_step(lambda self, closure=None: 1 / 0).__get__(optimizer)
+    with Meter(model, optimizer) as meter:
+        with pytest.raises(ZeroDivisionError):
+            optimizer.step()
+        model(torch.ones(2, 10))
+    assert [op.phase for op in meter._history.ops if op.name == "addmm"] == ["forward"]
+
+
+@pytest.mark.parametrize("stage", ["register_optimizer_step_post_hook", "_watch_resizing", "super"])
+def test_an_exception_while_entering_takes_everything_off_again(monkeypatch, stage):
+    def fails(*_, **__):
+        raise RuntimeError("no")
+
+    model = nn.Linear(10, 10)
+    before = installed(model)
+    meter = Meter(model)
+    with monkeypatch.context() as patch:
+        if stage == "super":
+            patch.setattr(TorchDispatchMode, "__enter__", fails)
+        elif stage == "_watch_resizing":
+            patch.setattr(Meter, stage, fails)
+        else:
+            patch.setattr(f"memlab.memory_timeline.meter.{stage}", fails)
+        with pytest.raises(RuntimeError, match="no"):
+            meter.__enter__()
+    assert installed(model) == before
+    with meter:
+        model(torch.ones(2, 10))
+    assert meter.timeline.bytes_at(0) == 440
+
+
+def test_after_leaving_nothing_is_recorded_any_more():
+    with Meter() as meter:
+        x = torch.ones(1000)
+    events = len(meter.timeline)
+    del x
+    torch.ones(10)
+    gc.collect()
+    assert len(meter.timeline) == events
+    assert meter.timeline.totals[-1] == 4000
+
+
+def test_a_meter_records_once():
+    meter = Meter()
+    with meter:
+        torch.ones(3)
+    with pytest.raises(RuntimeError, match="records once"), meter:
+        pass
+    assert len(meter.timeline) == 2
+
+
+@pytest.mark.parametrize(("outer_scratch", "inner_scratch"), [(False, False), (True, False), (False, True)])
+def test_nested_meters_see_what_each_alone_would_see(outer_scratch, inner_scratch):
+    workload = "GPT checkpointed, re-entrant"
+    run = Run(workload)
+    with (
+        Meter(run.model, run.optimizer, run.inputs, workspace=outer_scratch) as outer,
+        Meter(run.model, run.optimizer, run.inputs, workspace=inner_scratch) as inner,
+    ):
+        run.step()
+    for meter, scratch in ((outer, outer_scratch), (inner, inner_scratch)):
+        alone = metered(workload, workspace=scratch).timeline
+        assert without_scratch(meter.timeline) == without_scratch(alone)
+        # One mode more around a kernel, and the number that it was given is wrapped once more, in 4 or 8 bytes.
+        assert abs(meter.timeline.peak_bytes - alone.peak_bytes) <= 16
+
+
+def test_an_inner_meter_that_ends_early_leaves_the_outer_one_whole():
+    with Meter() as outer:
+        x = torch.ones(100)
+        with Meter(inputs=x) as inner:
+            x.untyped_storage().resize_(800)
+        x.untyped_storage().resize_(4000)
+    assert [e.delta for e in outer.timeline.events] == [400, 400, 3200]
+    assert [e.delta for e in inner.timeline.events] == [400]
+
+
+# ---- threads
+
+
+def test_a_backward_driven_from_another_thread_is_not_seen_and_one_on_the_meters_thread_is():
+    run = Run("MLP")
+    with Meter(run.model, run.optimizer, run.inputs) as meter:
+        loss = run.model(*run.inputs)
+        before = len(meter._history.ops)
+        thread = threading.Thread(target=loss.backward)
+        thread.start()
+        thread.join()
+        unseen = len(meter._history.ops)
+    assert unseen == before
+    timeline = meter.timeline
+    assert all(p.grad is not None for p in run.model.parameters())
+    assert min(map(min, timeline.curves.values())) >= 0
+
+
+def test_meters_that_end_in_any_order_take_every_patch_off():
+    first, second, third = Meter(), Meter(), Meter()
+    entered = [threading.Event() for _ in range(3)]
+    leave = [threading.Event() for _ in range(3)]
+
+    def work(number, meter):
+        with meter:
+            entered[number].set()
+            assert leave[number].wait(60)
+
+    threads = [threading.Thread(target=work, args=each) for each in enumerate((first, second, third))]
+    for thread, event in zip(threads, entered, strict=True):
+        thread.start()
+        assert event.wait(60)
+    for number in (1, 0, 2):
+        assert "resize_" in vars(torch.UntypedStorage)
+        leave[number].set()
+        threads[number].join()
+    assert "resize_" not in vars(torch.UntypedStorage)
+
+
+def test_two_threads_each_with_their_own_meter_see_what_one_alone_sees():
+    alone = shape_of(metered("GPT").timeline)
+    runs, found, barrier = [Run("GPT") for _ in range(2)], {}, threading.Barrier(2, timeout=60)
+
+    def work(number):
+        run = runs[number]
+        with Meter(run.model, run.optimizer, run.inputs) as meter:
+            barrier.wait()
+            run.step()
+            barrier.wait()
+        found[number] = shape_of(meter.timeline)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found[0] == found[1] == alone
+
+
+# ---- what a meter is given, and what is asked of a timeline
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "match"),
+    [
+        ({"model": 3}, TypeError, "expected a model .* found int"),
+        ({"model": [nn.Linear(1, 1), "x"]}, TypeError, "found str"),
+        ({"model": nn.Linear(2, 2, device="meta")}, ValueError, "to_empty"),
+        ({"optimizer": nn.Linear(1, 1)}, TypeError, "expected an optimizer .* found Linear"),
+        ({"inputs": {1, 2}}, TypeError, "expected inputs as a tensor"),
+        ({"inputs": [object()]}, TypeError, "expected inputs as a tensor"),
+    ],
+)
+def test_what_is_no_model_optimizer_or_batch_is_refused(arguments, error, match):
+    with pytest.raises(error, match=match):
+        Meter(**arguments)
+
+
+def test_a_meter_without_a_model_meters_bare_code_and_an_empty_step_is_empty():
+    with Meter() as meter:
+        pass
+    timeline = meter.timeline
+    assert (len(timeline), timeline.peak_bytes, timeline.peak_event, timeline.alive(0)) == (0, 0, 0, [])
+    assert timeline.bytes_by_category(0) == dict.fromkeys(CATEGORIES, 0) and timeline.phases == []
+    assert Timeline().peak_bytes == 0
+
+
+def test_a_timeline_read_before_the_meter_ran_is_refused():
+    with pytest.raises(RuntimeError, match="expected a Meter that has run"):
+        _ = Meter().timeline
+
+
+def test_a_timeline_can_be_read_while_the_meter_runs():
+    with Meter() as meter:
+        torch.ones(10)
+        before = meter.timeline
+        torch.ones(10)
+    assert len(before) == 2 and len(meter.timeline) == 4
+
+
+@pytest.mark.parametrize("event", [-1, 3, 1.0, "1", None])
+def test_an_event_that_is_none_is_refused(event):
+    with Meter() as meter:
+        torch.ones(10)
+    for question in (meter.timeline.bytes_at, meter.timeline.bytes_by_category, meter.timeline.alive):
+        with pytest.raises(IndexError, match="expected an event from 0 .* to 2"):
+            question(event)
+
+
+def test_a_storage_or_a_device_that_is_not_there_is_refused():
+    with Meter() as meter:
+        torch.ones(10)
+    with pytest.raises(KeyError, match="expected the id of a storage"):
+        meter.timeline.lifetime(99)
+    with pytest.raises(ValueError, match="expected one of the devices"):
+        meter.timeline.on("cuda:7")
+    assert meter.timeline.on("cpu").events == meter.timeline.events
+
+
+def test_several_modules_are_one_model():
+    generator, critic = nn.Linear(4, 8), nn.Linear(8, 1)
+    with Meter([generator, critic]) as meter:
+        critic(generator(torch.ones(2, 4))).sum().backward()
+    timeline = meter.timeline
+    assert timeline.bytes_by_category(0)["parameter"] == (4 * 8 + 8 + 8 + 1) * 4
+    assert timeline.bytes_by_category(len(timeline))["gradient"] == (4 * 8 + 8 + 8 + 1) * 4
+
+
+def test_lazy_parameters_count_from_the_moment_they_have_a_size():
+    model = nn.Sequential(nn.LazyLinear(8), nn.Linear(8, 2))
+    with Meter(model) as meter:
+        model(torch.ones(3, 4)).sum().backward()
+    last = meter.timeline.bytes_by_category(len(meter.timeline))
+    assert last["parameter"] == last["gradient"] == sum(p.nbytes for p in model.parameters())
+
+
+def test_gradients_of_a_checkpointed_gpt_are_the_same_bits_under_the_meter():
+    torch.manual_seed(0)
+    for use_reentrant in (False, True):
+        plain, run = (Run("GPT") for _ in range(2))
+        for each in (plain, run):
+            torch.manual_seed(0)
+            each.model = Checkpointed(use_reentrant, **SIZES)
+        with Meter(run.model, inputs=run.inputs):
+            run.model(*run.inputs).backward()
+        plain.model(*plain.inputs).backward()
+        pairs = zip(run.model.parameters(), plain.model.parameters(), strict=True)
+        assert all(torch.equal(a.grad, b.grad) for a, b in pairs)
+
+
+def test_a_model_is_let_go_when_the_meter_has_left():
+    model = nn.Linear(4, 4)
+    with Meter(model) as meter:
+        checkpoint(model, torch.ones(1, 4, requires_grad=True), use_reentrant=False).sum().backward()
+    watch = weakref.ref(model.weight)
+    del model
+    gc.collect()
+    assert watch() is None and meter.timeline.peak_bytes > 0

@@ -1,0 +1,143 @@
+"""The models every chapter runs, against torch's own layers, and the data, the same on every machine."""
+
+import math
+import sysconfig
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from memlab.book import workloads
+from memlab.book.workloads import GPT, LSTM, MLP, Attention, ConvNet, GPTConfig, lengths, text, text_batch
+
+SMALL = {"layers": 2, "width": 32, "heads": 4, "context": 16, "vocabulary": 64}
+
+
+def test_fused_attention_and_attention_by_hand_are_the_same_function():
+    torch.manual_seed(0)
+    fused, by_hand = (Attention(GPTConfig(**SMALL, attention=way)).double() for way in ("fused", "by hand"))
+    by_hand.load_state_dict(fused.state_dict())
+    x = torch.randn(2, 16, 32, dtype=torch.float64)
+    torch.testing.assert_close(fused(x), by_hand(x), rtol=1e-12, atol=1e-14)
+
+
+def test_a_block_is_torchs_own_transformer_layer():
+    torch.manual_seed(0)
+    block = workloads.Block(GPTConfig(**SMALL)).double()
+    theirs = nn.TransformerEncoderLayer(32, 4, 128, 0.0, "gelu", batch_first=True, norm_first=True).double()
+    theirs.load_state_dict(
+        {
+            "self_attn.in_proj_weight": block.attention.qkv.weight,
+            "self_attn.in_proj_bias": block.attention.qkv.bias,
+            "self_attn.out_proj.weight": block.attention.out.weight,
+            "self_attn.out_proj.bias": block.attention.out.bias,
+            "linear1.weight": block.feed_forward.up.weight,
+            "linear1.bias": block.feed_forward.up.bias,
+            "linear2.weight": block.feed_forward.down.weight,
+            "linear2.bias": block.feed_forward.down.bias,
+            **{
+                f"{name}.{part}": getattr(getattr(block, name), part)
+                for name in ("norm1", "norm2")
+                for part in ("weight", "bias")
+            },
+        }
+    )
+    x = torch.randn(2, 16, 32, dtype=torch.float64)
+    mask = nn.Transformer.generate_square_subsequent_mask(16, dtype=torch.float64)
+    torch.testing.assert_close(block(x), theirs(x, src_mask=mask, is_causal=True), rtol=1e-10, atol=1e-12)
+
+
+def test_a_gpt_does_not_look_ahead():
+    model = GPT(**SMALL)
+    x = torch.randint(64, (1, 16))
+    changed = x.clone()
+    changed[0, 10:] = (changed[0, 10:] + 1) % 64
+    same = model(x)[0, :10] - model(changed)[0, :10]
+    assert same.abs().max() < 1e-5 < (model(x)[0, 10:] - model(changed)[0, 10:]).abs().max()
+
+
+def test_a_gpt_has_the_parameters_that_the_closed_form_counts():
+    c = GPTConfig(**SMALL)
+    per_layer = 12 * c.width**2 + 13 * c.width
+    expected = c.layers * per_layer + (2 * c.vocabulary + c.context) * c.width + 2 * c.width
+    assert sum(p.numel() for p in GPT(c).parameters()) == expected
+
+
+@pytest.mark.parametrize(
+    ("model", "x", "y", "classes"),
+    [
+        (GPT(**SMALL), torch.randint(64, (3, 16)), torch.randint(64, (3, 16)), 64),
+        (LSTM(64, 16), torch.randint(64, (3, 16)), torch.randint(64, (3, 16)), 64),
+        (MLP(8, 16, 5), torch.randn(3, 8), torch.randint(5, (3,)), 5),
+        (ConvNet(8, 5), torch.randn(3, 3, 16, 16), torch.randint(5, (3,)), 5),
+    ],
+    ids=["GPT", "LSTM", "MLP", "ConvNet"],
+)
+def test_every_model_gives_predictions_or_the_mean_cross_entropy(model, x, y, classes):
+    predictions = model(x)
+    assert predictions.shape == (*y.shape, classes)
+    torch.testing.assert_close(model(x, y), F.cross_entropy(predictions.flatten(0, -2), y.flatten()))
+    assert abs(model(x, y).item() - math.log(classes)) < 2
+
+
+def test_a_gpt_learns_the_text():
+    torch.manual_seed(0)
+    model, (x, y) = GPT(layers=1, width=64, context=32), text_batch(8, 32, nbytes=100_000)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    first = model(x, y).item()
+    for _ in range(30):
+        optimizer.zero_grad()
+        model(x, y).backward()
+        optimizer.step()
+    assert model(x, y).item() < first / 2
+
+
+@pytest.mark.parametrize(
+    ("sizes", "match"),
+    [({"width": 30}, "4 heads cannot share a width of 30"), ({"attention": "flash"}, "expected attention=")],
+)
+def test_sizes_that_cannot_be_built_are_refused(sizes, match):
+    with pytest.raises(ValueError, match=match):
+        GPT(**sizes)
+
+
+def test_more_tokens_than_the_context_are_refused():
+    with pytest.raises(ValueError, match="at most 16 tokens"):
+        GPT(**SMALL)(torch.zeros(1, 17, dtype=torch.long))
+
+
+def test_text_is_the_standard_librarys_own_bytes():
+    first = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[0].read_bytes()
+    assert bytes(text(len(first)).tolist()) == first
+    changed = text(100)
+    changed.fill_(0)
+    assert bytes(text(100).tolist()) == first[:100], "a reader who changes the text changes only a copy"
+
+
+def test_more_text_than_there_is_is_refused():
+    with pytest.raises(ValueError, match=r"holds [\d,]+ bytes"):
+        text(10**9)
+
+
+def test_a_batch_is_windows_of_the_text_with_targets_one_byte_later():
+    x, y = text_batch(4, 32, seed=3, nbytes=50_000)
+    assert x.shape == y.shape == (4, 32) and x.dtype == y.dtype == torch.int64
+    assert torch.equal(x[:, 1:], y[:, :-1])
+    whole = bytes(text(50_000).tolist())
+    assert all(bytes(row.tolist()) in whole for row in x)
+    assert torch.equal(x, text_batch(4, 32, seed=3, nbytes=50_000)[0])
+    assert not torch.equal(x, text_batch(4, 32, seed=4, nbytes=50_000)[0])
+
+
+def test_asking_for_a_batch_leaves_torchs_random_numbers_alone():
+    before = torch.get_rng_state()
+    text_batch(2, 8, nbytes=10_000)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_lengths_are_a_committed_list_of_positive_whole_numbers():
+    assert len(lengths()) == 1024
+    assert all(type(length) is int and length > 0 for length in lengths())
+    assert len(set(lengths())) > 100
