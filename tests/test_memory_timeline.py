@@ -7,7 +7,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memlab.book.workloads import GPT, MLP
 from memlab.memory_timeline import CATEGORIES, Meter
-from tests.memory_timeline_helpers import SIZES, WORKLOADS, Run, fresh, metered, of
+from tests.memory_timeline_helpers import (
+    SIZES,
+    WORKLOADS,
+    Run,
+    fresh,
+    metered,
+    of,
+    one_thread,  # noqa: F401
+)
 
 # ---- every op
 

@@ -10,7 +10,11 @@ from hypothesis import strategies as st
 
 from memlab.memory_timeline import CATEGORIES, Event, Line, Storage, Timeline
 from memlab.memory_timeline.timeline import PHASES
-from tests.memory_timeline_helpers import Run, metered_run
+from tests.memory_timeline_helpers import (
+    Run,
+    metered_run,
+    one_thread,  # noqa: F401
+)
 
 QUESTIONS = ("devices", "device", "workspace", "levels", "storages", "events", "totals", "curves", "phases")
 

@@ -12,7 +12,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from memlab.memory_timeline import CATEGORIES, Meter, Timeline
-from tests.memory_timeline_helpers import SIZES, Checkpointed, Run, metered, shape_of, without_scratch
+from tests.memory_timeline_helpers import (
+    SIZES,
+    Checkpointed,
+    Run,
+    metered,
+    one_thread,  # noqa: F401
+    shape_of,
+    without_scratch,
+)
 
 optimizers = importlib.import_module("torch.optim.optimizer")  # torch.optim itself hides it
 

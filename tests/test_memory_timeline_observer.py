@@ -12,7 +12,15 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from memlab.memory_timeline import Meter
-from tests.memory_timeline_helpers import Run, allocations, blocks, event_tree, events_of, peak
+from tests.memory_timeline_helpers import (
+    Run,
+    allocations,
+    blocks,
+    event_tree,
+    events_of,
+    one_thread,  # noqa: F401
+    peak,
+)
 
 WEIGHTS = torch.arange(5, dtype=torch.float64)
 
@@ -306,16 +314,8 @@ def ops_of_torch():
     return [op for number, op in enumerate(ops) if number % 8 == 0 or op.name in wanted | REFORMULATED]
 
 
-@pytest.fixture
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.mark.filterwarnings("ignore")
-def test_gradients_of_torchs_own_list_of_ops_keep_every_bit_under_the_meter(one_thread):
+def test_gradients_of_torchs_own_list_of_ops_keep_every_bit_under_the_meter():
     compared, changed = 0, []
     for op in ops_of_torch():
         for sample in itertools.islice(op.sample_inputs("cpu", torch.float64, requires_grad=True), 2):

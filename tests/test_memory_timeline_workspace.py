@@ -18,10 +18,9 @@ from tests.memory_timeline_helpers import (
     fresh,
     kernels,
     metered_run,
+    one_thread,  # noqa: F401
     peak,
 )
-
-ALL = sorted(WORKLOADS)
 
 
 @pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}], ids=["foreach", "fused"])
@@ -39,41 +38,46 @@ def test_a_kernel_is_an_op_that_is_not_composed_of_others():
     assert {"aten::linear", "aten::layer_norm", "aten::scaled_dot_product_attention"}.isdisjoint(kernels())
 
 
-@pytest.mark.parametrize("workload", ALL)
-def test_with_workspace_the_timeline_is_the_allocators_log_to_the_byte(workload):
-    meter = metered_run(fresh(workload), workspace=True)
-    timeline = meter.timeline
-    log = blocks(allocations(meter._log._profile.profiler.kineto_results.experimental_event_tree()))
-    assert events_of(timeline) == log
+class Watched:
+    """One step of a workload under a meter with workspace, and the allocator's log of that very run."""
+
+    def __init__(self, workload: str):
+        self.workload = workload
+        run = fresh(workload)
+        self.meter = metered_run(run, workspace=True)
+        self.timeline, self.values = self.meter.timeline, run.values()
+        self.tree = self.meter._log._profile.profiler.kineto_results.experimental_event_tree()
+
+
+@pytest.fixture(scope="module", params=sorted(WORKLOADS))
+def watched(request):
+    return Watched(request.param)
+
+
+def test_with_workspace_the_timeline_is_the_allocators_log_to_the_byte(watched):
+    timeline = watched.timeline
+    assert events_of(timeline) == blocks(allocations(watched.tree))
     assert [sum(moment) for moment in zip(*timeline.curves.values(), strict=True)] == timeline.totals
     assert min(map(min, timeline.curves.values())) >= 0
 
 
-@pytest.mark.parametrize("workload", ALL)
-def test_the_peak_is_that_of_an_unmetered_run_and_the_step_gives_the_same_bits(workload):
-    fresh(workload).step()
-    plain = fresh(workload)
+def test_the_peak_is_that_of_an_unmetered_run_and_the_step_gives_the_same_bits(watched):
+    plain = fresh(watched.workload)
     unmetered = peak(blocks(allocations(event_tree(plain.step))))
-    run = fresh(workload)
-    timeline = metered_run(run, workspace=True).timeline
-    assert abs(peak(events_of(timeline)) - unmetered) <= max(64, unmetered // 1000)
-    assert all(map(torch.equal, run.values(), plain.values()))
+    assert abs(peak(events_of(watched.timeline)) - unmetered) <= max(64, unmetered // 1000)
+    assert all(map(torch.equal, watched.values, plain.values()))
 
 
-@pytest.mark.parametrize("workload", ALL)
-def test_every_byte_of_scratch_lies_inside_the_op_that_took_it(workload):
-    run = fresh(workload)
-    meter = metered_run(run, workspace=True)
-    timeline = meter.timeline
-    scratch = [s for s in timeline.storages.values() if s.category == "workspace"]
+def test_every_byte_of_scratch_lies_inside_the_op_that_took_it(watched):
+    scratch = [s for s in watched.timeline.storages.values() if s.category == "workspace"]
     assert scratch
     assert [s for s in scratch if not s.op or s.phase == "before" or not s.line.source] == []
-    ops = meter._history.ops
-    marked = kernel_spans(meter._log._profile.profiler.kineto_results.experimental_event_tree())
-    assert set(marked) == set(range(len(ops)))
+    history = watched.meter._history
+    marked = kernel_spans(watched.tree)
+    assert set(marked) == set(range(len(history.ops)))
     for storage in scratch:
-        birth = meter._history.births[storage.id]
-        assert storage.op == ops[birth.op].name
+        birth = history.births[storage.id]
+        assert storage.op == history.ops[birth.op].name
         assert birth.nbytes in marked[birth.op], f"{storage.nbytes} B in {storage.op}"
 
 

@@ -89,7 +89,8 @@ class Meter(TorchDispatchMode):
         return False
 
     @classmethod
-    def ignore_compile_internals(cls) -> bool:  # let torch.compile compile, and watch what its result allocates
+    def ignore_compile_internals(cls) -> bool:
+        """Whether torch.compile may compile meanwhile: yes, and the meter watches what the result allocates."""
         return True
 
     def __init__(self, model=None, optimizer=None, inputs=(), *, workspace: bool = False):
