@@ -7,6 +7,8 @@ max of the rounds are printed. Bytes are exact. `--quick` runs few rounds, to se
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
 import statistics
 import subprocess
 import sys
@@ -102,22 +104,30 @@ def meter_cost_per_op(device: str, rounds: int) -> list[tuple]:
     batch = tuple(tensor.to(device) for tensor in text_batch(1, 8))
     model, optimizer, step = trainer(GPT(layers=4, width=16, heads=2, context=8).to(device), batch)
 
-    def empty():
-        with Empty():
-            step()
+    def tracker():
+        found = MemTracker()
+        found.track_external(model, optimizer, *batch)
+        return found
 
-    def mem_tracker():
-        tracker = MemTracker()
-        tracker.track_external(model, optimizer, *batch)
-        with tracker:
-            step()
-
-    runs = {"off": step, "empty": empty, "meter": metered(model, optimizer, batch, step), "tracker": mem_tracker}
-    times = interleaved(runs, rounds)
-    Empty.ops = 0
-    empty()
+    contexts = {
+        "off": contextlib.nullcontext,
+        "empty": Empty,
+        "meter": lambda: Meter(model, optimizer, inputs=batch),
+        "tracker": tracker,
+    }
+    step()
+    inside: dict[str, list[float]] = {name: [] for name in contexts}
+    around: dict[str, list[float]] = {name: [] for name in contexts}
+    for _ in range(rounds):
+        for name, context in contexts.items():
+            Empty.ops = 0 if name == "empty" else Empty.ops
+            start = time.perf_counter()
+            with context():
+                inside[name].append(seconds(step))
+            around[name].append(time.perf_counter() - start - inside[name][-1])
     cost = {
-        name: [(on - off) / Empty.ops * 1e6 for on, off in zip(times[name], times["off"], strict=True)] for name in runs
+        name: [(on - off) / Empty.ops * 1e6 for on, off in zip(inside[name], inside["off"], strict=True)]
+        for name in contexts
     }
     ratios = [a / b for a, b in zip(cost["tracker"], cost["meter"], strict=True)]
     return [
@@ -125,6 +135,7 @@ def meter_cost_per_op(device: str, rounds: int) -> list[tuple]:
         ("of which an empty dispatch mode, µs an op", spread(cost["empty"], "{:.1f}"), ""),
         ("MemTracker, µs an op", spread(cost["tracker"], "{:.1f}"), ""),
         ("MemTracker / meter", spread(ratios, "{:.1f}") + "×", "≥ 5×"),
+        ("putting the meter on and off, ms", spread([1e3 * s for s in around["meter"]], "{:.1f}"), ""),
     ]
 
 
@@ -227,6 +238,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="few rounds: to see that it works, not to quote")
     rounds = 3 if parser.parse_args().quick else 25
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's notes of itself
     torch.set_num_threads(1)
     name = torch.cuda.get_device_name() if device == "cuda" else "CPU, one thread"
     print(f"torch {torch.__version__}, {name}, {rounds} rounds; min – median – max\n")
