@@ -105,7 +105,8 @@ def test_a_step_that_raised_does_not_colour_what_follows():
     with Meter(model, optimizer) as meter:
         with pytest.raises(ZeroDivisionError):
             optimizer.step()
-        model(torch.ones(2, 10))
+        with torch.no_grad():
+            model(torch.ones(2, 10))
     assert [op.phase for op in meter._history.ops if op.name == "addmm"] == ["forward"]
 
 

@@ -209,6 +209,24 @@ def test_a_gradient_that_nobody_holds_is_added_to_in_place_as_the_engine_does():
     assert peak(events_of(meter.timeline)) - peak(blocks(allocations(event_tree(joined)))) in range(-64, 65)
 
 
+def backward_sums(f) -> list[str]:
+    x = torch.ones(100, requires_grad=True)
+    with Meter() as meter:
+        f(x * 2).backward()
+    return [op.name for op in meter._history.ops if op.phase == "backward" and op.name in ("add", "add_")]
+
+
+def test_a_sum_inside_a_nodes_own_formula_is_left_as_it_is():
+    # The gradient of atan2 divides by x² + y²: a sum of two tensors that the same node made and that nobody else holds.
+    assert backward_sums(lambda x: torch.atan2(x, torch.ones(100)).sum()) == ["add"]
+
+
+def test_a_sum_whose_first_operand_the_node_has_read_is_left_out_of_place_for_safety():
+    # The engine would add in place here too. But a formula could look the same, and could read that operand again.
+    assert backward_sums(lambda x: (x + x.relu()).sin().sum()) == ["add"]
+    assert backward_sums(lambda x: (x + x.relu().exp()).sin().sum()) == ["add_"]
+
+
 # ---- torch's own list of ops
 
 
