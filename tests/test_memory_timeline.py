@@ -245,6 +245,42 @@ def test_an_optimizer_that_steps_another_is_one_step():
     assert clones and {op.phase for op in clones} == {"optimizer"}
 
 
+@pytest.mark.parametrize("order", ["before the meter", "inside the meter"])
+def test_an_optimizer_that_steps_inside_backward_frees_each_gradient_at_once(order):
+    model, x = MLP(32, 64, 8), torch.randn(4, 32)
+    optimizers = {p: torch.optim.AdamW([p], foreach=False) for p in model.parameters()}
+
+    def step_and_free(parameter):
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    def register():
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(step_and_free)
+
+    if order == "before the meter":
+        register()
+    with Meter(model, inputs=x) as meter:
+        if order == "inside the meter":
+            register()
+        model(x).pow(2).sum().backward()
+    timeline = meter.timeline
+    sizes = sorted(p.nbytes for p in model.parameters())
+    assert sorted(s.nbytes for s in of(timeline, "gradient")) == sizes
+    assert timeline.curves["gradient"][-1] == 0
+    assert max(timeline.curves["gradient"]) < sum(sizes)
+    assert {s.phase for s in of(timeline, "optimizer_state")} == {"optimizer"}
+    assert {s.line.source for s in of(timeline, "optimizer_state")} == {"optimizers[parameter].step()"}
+
+
+def test_a_hook_that_throws_a_gradient_away_does_not_trip_the_meter():
+    model = nn.Linear(4, 4)
+    model.weight.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
+    with Meter(model) as meter:
+        model(torch.ones(2, 4)).sum().backward()
+    assert meter.timeline.bytes_by_category(len(meter.timeline))["gradient"] == model.bias.nbytes
+
+
 # ---- storages are counted once
 
 

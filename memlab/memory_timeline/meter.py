@@ -32,6 +32,7 @@ from memlab.memory_timeline.lines import AUTOGRAD, ENGINE, Owners
 from memlab.memory_timeline.lines import OPTIMIZER as OPTIMIZER_CODE
 from memlab.memory_timeline.ownership import (
     Owned,
+    gradients_of,
     modules_of,
     owned_by_model,
     owned_by_optimizer,
@@ -272,10 +273,12 @@ class Meter(TorchDispatchMode):
 
     def _phase(self, caller: FrameType | None, passed: int) -> str:
         """What the code is doing, from the frames that were passed on the way up to the reader's own."""
+        if passed & OPTIMIZER_CODE:  # also when a hook steps it inside backward
+            return OPTIMIZER
         if _current_task() != -1:
             in_formula = caller is None or caller.f_code is ENGINE
             return RECOMPUTE if _grad_enabled() and not in_formula else BACKWARD
-        if self._stepping or passed & OPTIMIZER_CODE:
+        if self._stepping:
             return OPTIMIZER
         return BACKWARD if passed & AUTOGRAD else FORWARD
 
@@ -380,11 +383,13 @@ class Meter(TorchDispatchMode):
         self._recognise(owned_by_model(self._modules))
 
     def _accumulated(self, parameter: Tensor) -> None:
-        name = self._parameter_names.get(id(parameter), "a parameter")
-        self._recognise([Owned(parameter.grad, "gradient", name)])
+        self._recognise(gradients_of([parameter], self._parameter_names))
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_) -> None:
-        if threading.get_ident() != self._thread:  # another thread's step, and another meter's business
+        # An optimizer that steps inside backward frees a gradient before the meter's own hook comes to see it.
+        for group in optimizer.param_groups:
+            self._recognise(gradients_of(group["params"], self._parameter_names))
+        if threading.get_ident() != self._thread:  # another meter's step, or one inside a GPU's backward
             return
         if self._is_torchs(optimizer):  # one line answers for all its ops
             self._step_line = self._lines.number(self._owners.climb(sys._getframe())[0])
@@ -392,13 +397,13 @@ class Meter(TorchDispatchMode):
             self._stepping = True
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_) -> None:
+        self._recognise(owned_by_optimizer(optimizer, self._parameter_names))
         if threading.get_ident() != self._thread:
             return
         if self._is_torchs(optimizer):
             self._step_line = None
         else:
             self._stepping = False
-        self._recognise(owned_by_optimizer(optimizer, self._parameter_names))
 
     def _is_torchs(self, optimizer: torch.optim.Optimizer) -> bool:
         return bool(self._owners[inspect.unwrap(type(optimizer).step).__code__.co_filename])

@@ -83,6 +83,13 @@ def owned_by_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, str
                     yield Owned(value, "optimizer_state", f"{state} of {names.get(id(parameter), 'a parameter')}")
 
 
+def gradients_of(parameters: Iterable[Tensor], names: Mapping[int, str]) -> Iterator[Owned]:
+    """The gradients that parameters have at present. `names`: id(parameter) → its name."""
+    for parameter in parameters:
+        if parameter.grad is not None:
+            yield Owned(parameter.grad, "gradient", names.get(id(parameter), "a parameter"))
+
+
 def owned_inputs(inputs: object, name: str = "input") -> Iterator[Owned]:
     """The tensors in `inputs`: a tensor, or tuples, lists and dicts of them. Raises TypeError for anything else."""
     if isinstance(inputs, Tensor):
