@@ -43,8 +43,8 @@ CHAPTERS = (
     "frontier",
 )
 COMMANDS = ("record", "benchmark", "__main__")
-# These two exist to drive Jupyter and matplotlib; importing them may do what those do.
-DRIVERS = ("memlab.book.notebooks", "memlab.book.figures")
+# These exist to drive Jupyter and matplotlib; importing them may do what those do.
+DRIVERS = tuple(f"memlab.book.{name}" for name in ("notebooks", "style", "figures", "explorer", "interactive"))
 
 
 def write(root: Path, files: dict[str, str]) -> Path:

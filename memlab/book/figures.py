@@ -1,61 +1,28 @@
-"""The book's figures: one look, units on every axis, and a sentence that says what is in the picture.
-
-Drawn without pyplot, so a figure leaves nothing behind. Colours are Okabe and Ito's, which colour-blind readers can
-tell apart; each is also named in the legend, and areas are outlined so that they part in black and white.
-"""
+"""The book's figures of timelines: one step by category, several on one axis, and bars against a card's capacity."""
 
 from __future__ import annotations
 
-import base64
-import io
 from collections.abc import Mapping, Sequence
 
-from matplotlib.figure import Figure
-
+from memlab.book.style import (
+    COLOURS,
+    HATCHES,
+    LABEL_SIZE,
+    LINE_COLOURS,
+    LINE_STYLES,
+    SMALL_SIZE,
+    Picture,
+    budget_bytes,
+    budget_words,
+    byte_unit,
+    canvas,
+    draw_budget,
+    finish,
+)
 from memlab.memory_timeline import Timeline
-from memlab.units import GiB, KiB, MiB, format_bytes, parse_bytes
+from memlab.units import format_bytes
 
-COLOURS = {
-    "parameter": "#0072B2",
-    "optimizer_state": "#009E73",
-    "gradient": "#D55E00",
-    "buffer": "#999999",
-    "input": "#56B4E9",
-    "activation": "#E69F00",
-    "temporary": "#F0E442",
-    "workspace": "#CC79A7",
-}
-LINE_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-LINE_STYLES = ("-", "--", "-.", ":")
 MOST_POINTS = 2000
-
-
-class Picture:
-    """A drawn figure and the sentence that describes it. Shown in a notebook as an image with that alt text."""
-
-    def __init__(self, figure: Figure, alt: str):
-        self.figure, self.alt = figure, alt
-
-    def png(self) -> bytes:
-        """The picture as PNG."""
-        file = io.BytesIO()
-        self.figure.savefig(file, format="png", dpi=90)
-        return file.getvalue()
-
-    def _repr_mimebundle_(self, include=None, exclude=None):
-        image = base64.b64encode(self.png()).decode()
-        return {"image/png": image, "text/plain": self.alt}, {"image/png": {"alt": self.alt}}
-
-    def _ipython_display_(self) -> None:
-        from IPython.display import display
-
-        data, metadata = self._repr_mimebundle_()
-        display(data, metadata=metadata, raw=True)
-        # JupyterLab keeps an image's alt text to itself, so the sentence is shown as well.
-        display({"text/markdown": f"*{self.alt}*", "text/plain": self.alt}, raw=True)
-
-    def __repr__(self) -> str:
-        return self.alt
 
 
 def plot(timeline: Timeline, budget: int | str | None = None, title: str = "") -> Picture:
@@ -63,13 +30,13 @@ def plot(timeline: Timeline, budget: int | str | None = None, title: str = "") -
 
     budget: bytes, or text such as "16 GiB"; drawn as a line. Raises ValueError for a budget of 0.
     """
-    limit = _budget(budget)
-    figure, axes = _axes(8, 4)
+    limit = budget_bytes(budget)
+    figure, axes = canvas(8, 4)
     events = _sample(timeline)
-    unit, scale = _unit(max(timeline.peak_bytes, limit or 0))
+    unit, scale = byte_unit(max(timeline.peak_bytes, limit or 0))
     shown = [category for category in COLOURS if any(timeline.curves[category])]
     if shown:
-        axes.stackplot(
+        areas = axes.stackplot(
             events,
             [[timeline.curves[category][i] / scale for i in events] for category in shown],
             labels=[
@@ -81,15 +48,16 @@ def plot(timeline: Timeline, budget: int | str | None = None, title: str = "") -
             edgecolor="black",
             linewidth=0.3,
         )
+        for category, area in zip(shown, areas, strict=True):
+            area.set_hatch(HATCHES.get(category))
     top = max(timeline.peak_bytes, limit or 0) / scale * 1.34 or 1
     axes.set_ylim(0, top)
     axes.set_xlim(0, max(len(timeline), 1))
     phases = _main_phases(timeline)
     for span in phases:
         axes.axvline(span.start - 1, color="black", linewidth=0.6, linestyle=":")
-        axes.text(
-            span.start, 1.01, span.phase, transform=axes.get_xaxis_transform(), va="bottom", fontsize=9, style="italic"
-        )
+        place = {"transform": axes.get_xaxis_transform(), "va": "bottom"}
+        axes.text(span.start, 1.01, span.phase, fontsize=LABEL_SIZE, style="italic", **place)
     peak = timeline.peak_event
     axes.plot(peak, timeline.peak_bytes / scale, "v", color="black", markersize=7)
     on_left = peak > len(timeline) * 0.55
@@ -100,13 +68,13 @@ def plot(timeline: Timeline, budget: int | str | None = None, title: str = "") -
         textcoords="offset points",
         ha="right" if on_left else "left",
         va="bottom",
-        fontsize=8,
+        fontsize=SMALL_SIZE,
         bbox={"boxstyle": "round,pad=0.2", "facecolor": "white", "alpha": 0.75, "linewidth": 0},
     )
-    _draw_budget(axes, limit, scale, vertical=False)
-    _finish(axes, "event (an allocation or a free)", f"bytes held, {_level(timeline)} ({unit})", title)
+    draw_budget(axes, limit, scale)
+    finish(axes, "event (an allocation or a free)", f"bytes held, {_level(timeline)} ({unit})", title)
     handles, labels = axes.get_legend_handles_labels()
-    beside = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5), "frameon": False, "fontsize": 8}
+    beside = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5), "frameon": False, "fontsize": SMALL_SIZE}
     axes.legend(handles[::-1], labels[::-1], title="at the peak", **beside)
     figure.tight_layout()
     return Picture(figure, _plot_alt(timeline, limit))
@@ -116,10 +84,10 @@ def compare(timelines: Mapping[str, Timeline], budget: int | str | None = None, 
     """Several timelines as lines on one axis, each with its peak. Raises ValueError for none, or for a budget of 0."""
     if not timelines:
         raise ValueError("expected at least one timeline to compare, as {'name': timeline}; found none")
-    limit = _budget(budget)
-    figure, axes = _axes(8, 3.6)
+    limit = budget_bytes(budget)
+    figure, axes = canvas(8, 3.6)
     highest = max(max(t.peak_bytes for t in timelines.values()), limit or 0)
-    unit, scale = _unit(highest)
+    unit, scale = byte_unit(highest)
     for number, (name, timeline) in enumerate(timelines.items()):
         colour = LINE_COLOURS[number % len(LINE_COLOURS)]
         events = _sample(timeline)
@@ -135,13 +103,13 @@ def compare(timelines: Mapping[str, Timeline], budget: int | str | None = None, 
         axes.plot(timeline.peak_event, timeline.peak_bytes / scale, "v", color=colour, markersize=7)
     axes.set_ylim(0, highest / scale * 1.1 or 1)
     axes.set_xlim(left=0)
-    _draw_budget(axes, limit, scale, vertical=False)
-    _finish(axes, "event (an allocation or a free)", f"bytes held, {_level(*timelines.values())} ({unit})", title)
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.18), frameon=False, fontsize=9, ncols=2)
+    draw_budget(axes, limit, scale)
+    finish(axes, "event (an allocation or a free)", f"bytes held, {_level(*timelines.values())} ({unit})", title)
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.18), frameon=False, fontsize=LABEL_SIZE, ncols=2)
     figure.tight_layout()
     peaks = "; ".join(f"{name} peaks at {format_bytes(t.peak_bytes)}" for name, t in timelines.items())
     return Picture(
-        figure, f"Lines of bytes held over the events of {len(timelines)} runs: {peaks}.{_budget_words(limit)}"
+        figure, f"Lines of bytes held over the events of {len(timelines)} runs: {peaks}.{budget_words(limit)}"
     )
 
 
@@ -157,10 +125,10 @@ def bars(rows: Mapping[str, Mapping[str, int]], budget: int | str | None = None,
             raise ValueError(
                 f"{name}: expected categories among {', '.join(COLOURS)}; found {', '.join(sorted(unknown))}"
             )
-    limit = _budget(budget)
+    limit = budget_bytes(budget)
     highest = max(max(sum(parts.values()) for parts in rows.values()), limit or 0)
-    unit, scale = _unit(highest)
-    figure, axes = _axes(8, 1.4 + 0.55 * len(rows))
+    unit, scale = byte_unit(highest)
+    figure, axes = canvas(8, 1.4 + 0.55 * len(rows))
     names = list(rows)
     left = [0.0] * len(names)
     for category, colour in COLOURS.items():
@@ -171,22 +139,28 @@ def bars(rows: Mapping[str, Mapping[str, int]], budget: int | str | None = None,
                 widths,
                 left=left,
                 color=colour,
+                hatch=HATCHES.get(category),
                 edgecolor="black",
                 linewidth=0.4,
                 label=category.replace("_", " "),
             )
             for y, (start, width) in enumerate(zip(left, widths, strict=True)):
                 if width * scale > 0.07 * highest:
-                    text_colour = "white" if category in ("parameter", "optimizer_state") else "black"
                     axes.text(
-                        start + width / 2, y, f"{width:.1f}", ha="center", va="center", fontsize=8, color=text_colour
+                        start + width / 2,
+                        y,
+                        f"{width:.1f}",
+                        ha="center",
+                        va="center",
+                        fontsize=SMALL_SIZE,
+                        bbox={"boxstyle": "round,pad=0.15", "facecolor": "white", "alpha": 0.8, "linewidth": 0},
                     )
             left = [a + b for a, b in zip(left, widths, strict=True)]
     axes.invert_yaxis()
     axes.set_xlim(0, highest / scale * 1.08 or 1)
-    _draw_budget(axes, limit, scale, vertical=True)
-    _finish(axes, f"bytes ({unit})", "", title)
-    figure.legend(loc="lower center", frameon=False, fontsize=8, ncols=len(COLOURS))
+    draw_budget(axes, limit, scale, vertical=True)
+    finish(axes, f"bytes ({unit})", "", title)
+    figure.legend(loc="lower center", frameon=False, fontsize=SMALL_SIZE, ncols=len(COLOURS))
     figure.tight_layout(rect=(0, 0.35 / figure.get_figheight(), 1, 1))
     words = "; ".join(
         f"{name}: {format_bytes(sum(parts.values()))} ("
@@ -194,52 +168,10 @@ def bars(rows: Mapping[str, Mapping[str, int]], budget: int | str | None = None,
         + ")"
         for name, parts in rows.items()
     )
-    return Picture(figure, f"Stacked bars of bytes by category. {words}.{_budget_words(limit)}")
+    return Picture(figure, f"Stacked bars of bytes by category. {words}.{budget_words(limit)}")
 
 
 # ---- what the figures share
-
-
-def _axes(width: float, height: float):
-    figure = Figure(figsize=(width, height))
-    return figure, figure.subplots()
-
-
-def _finish(axes, x_label: str, y_label: str, title: str) -> None:
-    axes.set_xlabel(x_label, fontsize=9)
-    axes.set_ylabel(y_label, fontsize=9)
-    axes.set_title(title, fontsize=10, loc="left", pad=18)
-    axes.tick_params(labelsize=8)
-    axes.spines[["top", "right"]].set_visible(False)
-
-
-def _budget(budget: int | str | None) -> int | None:
-    if budget is None:
-        return None
-    nbytes = parse_bytes(budget)
-    if nbytes == 0:
-        raise ValueError("expected a budget of more than 0 bytes, such as '16 GiB', or None for no line; found 0")
-    return nbytes
-
-
-def _draw_budget(axes, limit: int | None, scale: int, *, vertical: bool) -> None:
-    if limit is None:
-        return
-    line = axes.axvline if vertical else axes.axhline
-    line(limit / scale, color="black", linestyle="--", linewidth=1.4)
-    if vertical:
-        place = {"transform": axes.get_xaxis_transform(), "ha": "center", "va": "bottom"}
-        axes.text(limit / scale, 1.01, f"budget {format_bytes(limit)}", fontsize=8, **place)
-    else:
-        place = {"transform": axes.get_yaxis_transform(), "ha": "right", "va": "bottom"}
-        axes.text(0.99, limit / scale, f"budget {format_bytes(limit)}", fontsize=8, **place)
-
-
-def _unit(nbytes: int) -> tuple[str, int]:
-    for unit, scale in (("GiB", GiB), ("MiB", MiB), ("KiB", KiB)):
-        if nbytes >= scale:
-            return unit, scale
-    return "B", 1
 
 
 def _level(*timelines: Timeline) -> str:
@@ -287,9 +219,5 @@ def _plot_alt(timeline: Timeline, limit: int | None) -> str:
         f"Stacked area of bytes held over {len(timeline)} events (phases: {phases}): "
         f"{format_bytes(timeline.totals[0])} before the first op, "
         f"a peak of {format_bytes(timeline.peak_bytes)} in {phase} ({parts or 'nothing'}), "
-        f"{format_bytes(timeline.totals[-1])} at the end.{_budget_words(limit)}"
+        f"{format_bytes(timeline.totals[-1])} at the end.{budget_words(limit)}"
     )
-
-
-def _budget_words(limit: int | None) -> str:
-    return "" if limit is None else f" A dashed line marks the budget of {format_bytes(limit)}."

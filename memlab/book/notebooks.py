@@ -27,11 +27,14 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 from nbformat import NotebookNode
 
+from memlab.book.style import is_sentence
+
 MAX_CELLS = 40
 MAX_CELL_LINES = 25
 MAX_FILE_BYTES = 500 * 1024
 
 _KERNEL = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
+_WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 _CHURN = ("execution", "ExecuteTime", "collapsed", "scrolled", "trusted", "vscode")
 
 
@@ -92,6 +95,9 @@ def execute(path: str | Path, timeout: float = 180) -> NotebookNode:
 def clean(notebook: NotebookNode) -> None:
     """Remove, in place, what differs between two runs of the same notebook, and name cells by their content.
 
+    A widget lives only while its kernel does: opened later, it would read "model not found". So where a picture stands
+    beside it, the picture alone is kept.
+
     A cell's id is a hash of its source, so executing again, or on another machine, changes no id, and
     editing one cell changes only that cell's.
     """
@@ -103,6 +109,9 @@ def clean(notebook: NotebookNode) -> None:
     for cell in notebook.cells:
         for key in _CHURN:
             cell.metadata.pop(key, None)
+        for output in cell.get("outputs", ()):
+            if any(kind.startswith("image/") for kind in output.get("data", {})):
+                output.data.pop(_WIDGET_VIEW, None)
         digest = hashlib.sha256(f"{cell.cell_type}\n{cell.source}".encode()).hexdigest()[:8]
         seen[digest] += 1
         cell.id = digest if seen[digest] == 1 else f"{digest}-{seen[digest]}"
@@ -173,6 +182,8 @@ def _cell_problems(notebook: NotebookNode) -> Iterator[str]:
         if _has_image(cell) and not _has_alt_text(cell):
             yield f"cell {index} shows an image without alt text: print a sentence beside it, or set the output's alt"
         for output in cell.outputs:
+            if _WIDGET_VIEW in output.get("data", {}):
+                yield f"cell {index} shows a widget without a picture: give its mimebundle an image/png"
             if output.output_type == "error":
                 yield f"cell {index} ends in an error: {output.ename}: {output.evalue}"
             for text in _texts(output):
@@ -201,12 +212,6 @@ def _has_image(cell: NotebookNode) -> bool:
     return any(kind.startswith("image/") for output in cell.outputs for kind in output.get("data", {}))
 
 
-def _has_sentence(text: str) -> bool:
-    """True if some four words or more end in a full stop; the repr of an object is no sentence."""
-    parts = [] if text.startswith("<") else re.split(r"(?<=[.!?])\s", text)
-    return any(len(part.split()) >= 4 and part.rstrip().endswith((".", "!", "?")) for part in parts)
-
-
 def _has_alt_text(cell: NotebookNode) -> bool:
     """True if every image of the cell carries alt metadata, or the cell's text contains a sentence."""
     images = [output for output in cell.outputs if any(kind.startswith("image/") for kind in output.get("data", {}))]
@@ -217,7 +222,7 @@ def _has_alt_text(cell: NotebookNode) -> bool:
         data = output.get("data", {})
         texts += [output.text] if output.output_type == "stream" else []
         texts += [data[kind] for kind in ("text/plain", "text/markdown") if kind in data]
-    return any(map(_has_sentence, texts))
+    return any(map(is_sentence, texts))
 
 
 def _alt(output: NotebookNode) -> str:
