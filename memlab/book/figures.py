@@ -31,7 +31,7 @@ def plot(timeline: Timeline, budget: int | str | None = None, title: str = "") -
     budget: bytes, or text such as "16 GiB"; drawn as a line. Raises ValueError for a budget of 0.
     """
     limit = budget_bytes(budget)
-    figure, axes = canvas(8, 4)
+    figure, axes = canvas(8, 4, right=2.2)
     events = _sample(timeline)
     unit, scale = byte_unit(max(timeline.peak_bytes, limit or 0))
     shown = [category for category in COLOURS if any(timeline.curves[category])]
@@ -76,7 +76,6 @@ def plot(timeline: Timeline, budget: int | str | None = None, title: str = "") -
     handles, labels = axes.get_legend_handles_labels()
     beside = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5), "frameon": False, "fontsize": SMALL_SIZE}
     axes.legend(handles[::-1], labels[::-1], title="at the peak", **beside)
-    figure.tight_layout()
     return Picture(figure, _plot_alt(timeline, limit))
 
 
@@ -85,7 +84,8 @@ def compare(timelines: Mapping[str, Timeline], budget: int | str | None = None, 
     if not timelines:
         raise ValueError("expected at least one timeline to compare, as {'name': timeline}; found none")
     limit = budget_bytes(budget)
-    figure, axes = canvas(8, 3.6)
+    rows = (len(timelines) + 1) // 2
+    figure, axes = canvas(8, 3.2 + 0.2 * rows, bottom=0.65 + 0.2 * rows)
     highest = max(max(t.peak_bytes for t in timelines.values()), limit or 0)
     unit, scale = byte_unit(highest)
     for number, (name, timeline) in enumerate(timelines.items()):
@@ -105,8 +105,7 @@ def compare(timelines: Mapping[str, Timeline], budget: int | str | None = None, 
     axes.set_xlim(left=0)
     draw_budget(axes, limit, scale)
     finish(axes, "event (an allocation or a free)", f"bytes held, {_level(*timelines.values())} ({unit})", title)
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.18), frameon=False, fontsize=LABEL_SIZE, ncols=2)
-    figure.tight_layout()
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), frameon=False, fontsize=LABEL_SIZE, ncols=2)
     peaks = "; ".join(f"{name} peaks at {format_bytes(t.peak_bytes)}" for name, t in timelines.items())
     return Picture(
         figure, f"Lines of bytes held over the events of {len(timelines)} runs: {peaks}.{budget_words(limit)}"
@@ -128,7 +127,7 @@ def bars(rows: Mapping[str, Mapping[str, int]], budget: int | str | None = None,
     limit = budget_bytes(budget)
     highest = max(max(sum(parts.values()) for parts in rows.values()), limit or 0)
     unit, scale = byte_unit(highest)
-    figure, axes = canvas(8, 1.4 + 0.55 * len(rows))
+    figure, axes = canvas(8, 1.5 + 0.55 * len(rows), left=0.3 + 0.07 * max(map(len, rows)), bottom=0.85)
     names = list(rows)
     left = [0.0] * len(names)
     for category, colour in COLOURS.items():
@@ -161,7 +160,6 @@ def bars(rows: Mapping[str, Mapping[str, int]], budget: int | str | None = None,
     draw_budget(axes, limit, scale, vertical=True)
     finish(axes, f"bytes ({unit})", "", title)
     figure.legend(loc="lower center", frameon=False, fontsize=SMALL_SIZE, ncols=len(COLOURS))
-    figure.tight_layout(rect=(0, 0.35 / figure.get_figheight(), 1, 1))
     words = "; ".join(
         f"{name}: {format_bytes(sum(parts.values()))} ("
         + ", ".join(f"{category.replace('_', ' ')} {format_bytes(n)}" for category, n in parts.items())

@@ -1,0 +1,189 @@
+"""A real JupyterLab in a real browser, without a screen: to see a notebook as its reader will.
+
+    python -m memlab.book.browser chapters/01_memory_timeline.ipynb page.png [--run]
+
+Needs Chromium or Chrome on the machine, and Playwright, which comes with memlab[test].
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+START_SECONDS = 60
+RUN_SECONDS = 180
+SETTINGS = {
+    # Every cell is in the page, also those far below the screen.
+    "notebook-extension/tracker": {"windowingMode": "none"},
+    "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},
+    "docmanager-extension/plugin": {"autosave": False},
+}
+
+
+def chromium() -> str | None:
+    """Where Chromium or Chrome is, or None."""
+    names = ("chromium", "chromium-browser", "google-chrome", "chrome", "msedge")
+    places = ("/Applications/Chromium.app/Contents/MacOS/Chromium",
+              "/Applications/Google Chrome.app/Contents/MacOS/Google Chrome")  # fmt: skip
+    return next(filter(None, map(shutil.which, (*names, *places))), None)
+
+
+@contextlib.contextmanager
+def jupyterlab(folder: str | Path) -> Iterator[str]:
+    """Serve `folder` with JupyterLab, with settings of its own, and give its address; all of it is gone afterwards.
+
+    The folder itself is served, and a notebook saved in the browser is saved there: hand in a copy.
+    Raises RuntimeError, with what JupyterLab printed, if it does not start.
+    """
+    with tempfile.TemporaryDirectory(prefix="memlab-lab-", ignore_cleanup_errors=True) as home:
+        for name, values in SETTINGS.items():
+            path = Path(home, "settings", "@jupyterlab", f"{name}.jupyterlab-settings")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(values), encoding="utf-8")
+        inside = {
+            "JUPYTER_RUNTIME_DIR": "run",
+            "JUPYTER_CONFIG_DIR": "config",
+            "JUPYTERLAB_SETTINGS_DIR": "settings",
+            "JUPYTERLAB_WORKSPACES_DIR": "workspaces",
+            "IPYTHONDIR": "ipython",
+        }
+        env = os.environ | {name: str(Path(home, place)) for name, place in inside.items()}
+        env.pop("MPLBACKEND", None)  # with it, ipykernel leaves the backend alone
+        command = [sys.executable, "-m", "jupyterlab", "--allow-root", "--no-browser", "--port=0"]
+        command += ["--LabApp.expose_app_in_browser=True", "--IdentityProvider.token=", str(Path(folder).resolve())]
+        with open(Path(home, "log"), "w+", encoding="utf-8") as log:
+            server = subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)
+            try:
+                yield _address(server, Path(home, "run"), log.name)
+            finally:
+                _end(server)
+
+
+def _address(server: subprocess.Popen, runtime: Path, log: str) -> str:
+    deadline = time.monotonic() + START_SECONDS
+    while server.poll() is None and time.monotonic() < deadline:
+        for path in runtime.glob("jpserver-*.json"):
+            with contextlib.suppress(ValueError):  # the file is still being written
+                return json.loads(path.read_text(encoding="utf-8"))["url"]
+        time.sleep(0.05)
+    raise RuntimeError(f"expected JupyterLab to start within {START_SECONDS} s; it printed\n{Path(log).read_text()}")
+
+
+def _end(server: subprocess.Popen) -> None:
+    server.terminate()  # JupyterLab ends its kernels
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        server.wait(15)
+    if hasattr(os, "killpg"):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(server.pid, signal.SIGKILL)
+    server.kill()
+    server.wait()
+
+
+@contextlib.contextmanager
+def browser() -> Iterator:
+    """A headless browser (Playwright's `Browser`). Raises RuntimeError where there is no Chromium or no Playwright."""
+    if (path := chromium()) is None:
+        raise RuntimeError("expected Chromium or Chrome, found neither; install one (apt install chromium)")
+    try:
+        from playwright.sync_api import sync_playwright
+    except ImportError:
+        raise RuntimeError("expected Playwright, found none; pip install 'memlab[test]'") from None
+    # Chromium keeps to itself neither as root nor in a container's small /dev/shm.
+    arguments = ["--no-sandbox", "--disable-dev-shm-usage"]
+    with sync_playwright() as driver:
+        opened = driver.chromium.launch(executable_path=path, args=arguments)
+        try:
+            yield opened
+        finally:
+            opened.close()
+
+
+class Page:
+    """A notebook opened in JupyterLab. `page` is Playwright's own, `complaints` what the browser's console reported."""
+
+    def __init__(self, browser, address: str, name: str, width: int = 1100, height: int = 1000):
+        self.page = browser.new_page(viewport={"width": width, "height": height})
+        self.page.set_default_timeout(1000 * RUN_SECONDS)
+        self.complaints: list[str] = []
+        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        self.page.on("console", lambda line: line.type == "error" and self.complaints.append(line.text))
+        self.page.goto(f"{address}doc/tree/{name}?reset")
+        self.page.wait_for_selector(".jp-Notebook .jp-Cell")
+        self.page.evaluate(f"async () => {{ {_PANEL} await panel.context.ready; await panel.revealed; }}")
+
+    def run_all(self) -> None:
+        """Run every cell, and wait until the last has finished."""
+        self.page.evaluate(
+            f"""async () => {{ {_PANEL} await panel.sessionContext.ready;
+            await window.jupyterapp.commands.execute("notebook:run-all-cells"); }}"""
+        )
+
+    def outputs(self) -> list[dict]:
+        """Every output of every cell, as nbformat has them."""
+        return self.page.evaluate(
+            f"() => {{ {_PANEL} return [...panel.content.model.cells].flatMap(c => c.outputs ? c.outputs.toJSON() : []); }}"
+        )
+
+    def errors(self) -> list[str]:
+        """What is broken: cells that raised, widgets that do not show, pictures that did not load."""
+        raised = [f"{o['ename']}: {o['evalue']}" for o in self.outputs() if o["output_type"] == "error"]
+        return raised + self.page.evaluate(
+            """() => [
+              ...[...document.querySelectorAll(".jp-OutputArea-output")]
+                .map(e => (e.innerText.match(/(Error displaying widget|Loading widget|Failed to load model)[^\\n]*/) || [])[0])
+                .filter(Boolean),
+              ...[...document.querySelectorAll(".memlab-failed")].map(e => e.innerText),
+              ...[...document.querySelectorAll(".jp-Notebook img")]
+                .filter(i => !(i.complete && i.naturalWidth)).map(i => "a picture did not load: " + i.alt),
+            ]"""
+        )
+
+    def screenshot(self, path: str | Path) -> None:
+        """The whole notebook as one PNG, however long it is."""
+        height = self.page.evaluate(
+            """() => { const n = document.querySelector(".jp-WindowedPanel-outer, .jp-Notebook"); return n.scrollHeight; }"""
+        )
+        self.page.set_viewport_size({"width": self.page.viewport_size["width"], "height": min(height + 150, 16_000)})
+        self.page.wait_for_timeout(500)
+        self.page.screenshot(path=str(path))
+
+    def close(self) -> None:
+        """Close the page and end its kernel."""
+        self.page.evaluate(f"async () => {{ {_PANEL} await panel.sessionContext.shutdown(); }}")
+        self.page.close()
+
+
+_PANEL = "const panel = window.jupyterapp.shell.currentWidget;"
+
+
+def main() -> None:
+    """Take a picture of a notebook in JupyterLab."""
+    parser = argparse.ArgumentParser(prog="python -m memlab.book.browser", description=__doc__.splitlines()[0])
+    parser.add_argument("notebook", type=Path)
+    parser.add_argument("picture", type=Path)
+    parser.add_argument("--run", action="store_true", help="run all cells first; the file is not changed")
+    parser.add_argument("--width", type=int, default=1100, help="of the window, in pixels (default 1100)")
+    options = parser.parse_args()
+    with jupyterlab(options.notebook.parent) as address, browser() as opened:
+        page = Page(opened, address, options.notebook.name, options.width)
+        if options.run:
+            page.run_all()
+        page.page.wait_for_timeout(1000)
+        page.screenshot(options.picture)
+        print("\n".join(page.errors()) or "nothing is broken")
+        page.close()
+
+
+if __name__ == "__main__":
+    main()
