@@ -17,31 +17,10 @@ import pytest
 from packaging.requirements import Requirement
 
 import memlab
+from memlab.book.map import CHAPTERS
 
 ROOT = Path(__file__).parents[1]
 
-# A module may use what an earlier chapter has opened: the order of the chapters, from 01.
-CHAPTERS = (
-    "memory_timeline",
-    "memory_arithmetic",
-    "memory_hierarchy",
-    "caching_allocator",
-    "memory_monitoring",
-    "mixed_precision",
-    "gradient_accumulation",
-    "gradient_checkpointing",
-    "offloading",
-    "data_loading",
-    "lean_optimizers",
-    "lean_architectures",
-    "data_parallelism",
-    "tensor_parallelism",
-    "pipeline_parallelism",
-    "compilers",
-    "inference_memory",
-    "memory_planning",
-    "frontier",
-)
 COMMANDS = ("record", "benchmark", "__main__")
 # These exist to drive Jupyter and matplotlib; importing them may do what those do.
 DRIVERS = tuple(f"memlab.book.{name}" for name in ("notebooks", "style", "figures", "explorer", "interactive"))

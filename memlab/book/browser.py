@@ -132,7 +132,8 @@ class Page:
     def outputs(self) -> list[dict]:
         """Every output of every cell, as nbformat has them."""
         return self.page.evaluate(
-            f"() => {{ {_PANEL} return [...panel.content.model.cells].flatMap(c => c.outputs ? c.outputs.toJSON() : []); }}"
+            f"""() => {{ {_PANEL} const cells = [...panel.content.model.cells];
+            return cells.flatMap(cell => cell.outputs ? cell.outputs.toJSON() : []); }}"""
         )
 
     def errors(self) -> list[str]:
@@ -140,9 +141,8 @@ class Page:
         raised = [f"{o['ename']}: {o['evalue']}" for o in self.outputs() if o["output_type"] == "error"]
         return raised + self.page.evaluate(
             """() => [
-              ...[...document.querySelectorAll(".jp-OutputArea-output")]
-                .map(e => (e.innerText.match(/(Error displaying widget|Loading widget|Failed to load model)[^\\n]*/) || [])[0])
-                .filter(Boolean),
+              ...[...document.querySelectorAll(".jp-OutputArea-output")].map(e => e.innerText)
+                .filter(text => /^(Error displaying widget|Loading widget|Failed to load model)/.test(text)),
               ...[...document.querySelectorAll(".memlab-failed")].map(e => e.innerText),
               ...[...document.querySelectorAll(".jp-Notebook img")]
                 .filter(i => !(i.complete && i.naturalWidth)).map(i => "a picture did not load: " + i.alt),
@@ -152,7 +152,7 @@ class Page:
     def screenshot(self, path: str | Path) -> None:
         """The whole notebook as one PNG, however long it is."""
         height = self.page.evaluate(
-            """() => { const n = document.querySelector(".jp-WindowedPanel-outer, .jp-Notebook"); return n.scrollHeight; }"""
+            """() => Math.max(...[...document.querySelectorAll(".jp-NotebookPanel-notebook *")].map(e => e.scrollHeight))"""
         )
         self.page.set_viewport_size({"width": self.page.viewport_size["width"], "height": min(height + 150, 16_000)})
         self.page.wait_for_timeout(500)

@@ -1,7 +1,8 @@
 """The memory explorer: hover over a step, pin a moment, and read who holds its bytes, where they were born, and why.
 
-The browser is sent each timeline once, as columns of numbers, and computes every moment itself (`explorer.js`): a hover
-asks nothing of the kernel. Where there are no widgets, and in a saved notebook, the static picture and a table stand in.
+The browser is sent each timeline once, as columns of numbers, and computes every moment itself (`explorer.js`): a
+hover asks nothing of the kernel. Where there are no widgets, and in a saved notebook, a static picture and a table
+stand in.
 """
 
 from __future__ import annotations
@@ -99,7 +100,9 @@ def explore(
         raise ValueError("expected a timeline, or {'name': timeline, …} to compare; found none")
     for name, timeline in named.items():
         if not isinstance(timeline, Timeline):
-            raise TypeError(f"expected a Timeline, such as meter.timeline; found {type(timeline).__name__} for {name!r}")
+            raise TypeError(
+                f"expected a Timeline, such as meter.timeline; found {type(timeline).__name__} for {name!r}"
+            )
     return Explorer(named, budget_bytes(budget), title)
 
 

@@ -1,0 +1,114 @@
+"""The map of the book: what is there is read from the chapters' own headers, so it cannot go stale.
+
+A chapter's first cell is its header: a title `# 01 · The memory timeline`, a promise `**In one sentence:** …`, and a
+table of four rows (what you need to know, minutes, peak memory, GPU).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+from memlab.book.tables import Table
+
+CHAPTERS = (
+    "memory_timeline",
+    "memory_arithmetic",
+    "memory_hierarchy",
+    "caching_allocator",
+    "memory_monitoring",
+    "mixed_precision",
+    "gradient_accumulation",
+    "gradient_checkpointing",
+    "offloading",
+    "data_loading",
+    "lean_optimizers",
+    "lean_architectures",
+    "data_parallelism",
+    "tensor_parallelism",
+    "pipeline_parallelism",
+    "compilers",
+    "inference_memory",
+    "memory_planning",
+    "frontier",
+)
+"""The chapters in order, from 01; each is also the name of its module."""
+
+PATHS = {
+    "the whole book": tuple(range(1, 20)),
+    "“I have an OOM right now”": (1, 7, 6, 8, 18),
+    "an instructor's term": (1, 2, 4, 6, 7, 8, 9, 11, 13, 14, 15, 17, 18),
+}
+"""Three ways through the book, as chapters' numbers."""
+
+ROWS = {"needs": "You need to know", "minutes": "Minutes on two CPU cores", "peak": "Peak memory", "gpu": "GPU"}
+
+
+class Header(NamedTuple):
+    """What a chapter's first cell promises, in its own words."""
+
+    path: Path
+    title: str
+    promise: str
+    needs: str
+    minutes: str
+    peak: str
+    gpu: str
+
+    @property
+    def link(self) -> str:
+        """The title as a Markdown link that works beside the chapters."""
+        return f"[{self.title}]({self.path.name})"
+
+
+def read_header(path: str | Path) -> Header:
+    """A chapter's header. Raises ValueError that names what is missing."""
+    path = Path(path)
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    text = "".join(cells[0]["source"]) if cells and cells[0]["cell_type"] == "markdown" else ""
+    found = {
+        "title": re.search(r"^# (\d\d · .+)$", text, re.MULTILINE),
+        "promise": re.search(r"^\*\*In one sentence:\*\* (.+)$", text, re.MULTILINE),
+    }
+    for field, words in ROWS.items():
+        found[field] = re.search(rf"^\| {words} \| (.+) \|$", text, re.MULTILINE)
+    if missing := [field for field, match in found.items() if match is None]:
+        raise ValueError(f"{path.name}: expected a header with {', '.join(found)}; found none of {', '.join(missing)}")
+    return Header(path, **{field: match[1].strip() for field, match in found.items()})
+
+
+def headers(folder: str | Path = ".") -> dict[int, Header]:
+    """The header of each chapter in a folder (this one, unless given), by its number."""
+    return {int(path.name[:2]): read_header(path) for path in sorted(Path(folder).glob("[0-9][0-9]_*.ipynb"))}
+
+
+def the_map(folder: str | Path = ".") -> Table:
+    """A row for each chapter that is there: its promise, what it asks of reader and machine, and who recorded it."""
+    rows = [
+        (chapter.link, chapter.promise, chapter.needs, chapter.minutes, chapter.peak, chapter.gpu, _recorded(chapter))
+        for chapter in headers(folder).values()
+    ]
+    columns = ["chapter", "in one sentence", "you need", "minutes", "peak memory", "GPU", "recorded on"]
+    return Table(columns, rows)
+
+
+def paths(folder: str | Path = ".") -> Table:
+    """The three ways through the book, each chapter a link where it is there and named where it is still to come."""
+    here = headers(folder)
+    rows = []
+    for name, numbers in PATHS.items():
+        steps = [here[n].link if n in here else f"{n:02} {CHAPTERS[n - 1].replace('_', ' ')}" for n in numbers]
+        rows.append((name, " → ".join(steps)))
+    return Table(["path", "chapters, in order (those without a link are still to come)"], rows)
+
+
+def _recorded(chapter: Header) -> str:
+    """The GPUs whose file in results/ has this chapter."""
+    devices = []
+    for path in sorted((chapter.path.parent / "results").glob("*.json")):
+        document = json.loads(path.read_text(encoding="utf-8"))
+        if chapter.path.stem in document.get("chapters", {}):
+            devices.append(document["device"])
+    return ", ".join(devices) or "not recorded yet"
