@@ -151,11 +151,11 @@ class Page:
 
     def screenshot(self, path: str | Path) -> None:
         """The whole notebook as one PNG, however long it is."""
-        height = self.page.evaluate(
-            """() => Math.max(...[...document.querySelectorAll(".jp-NotebookPanel-notebook *")].map(e => e.scrollHeight))"""
-        )
+        inside = '[...document.querySelectorAll(".jp-NotebookPanel-notebook *")]'
+        height = self.page.evaluate(f"() => Math.max(...{inside}.map(element => element.scrollHeight))")
         self.page.set_viewport_size({"width": self.page.viewport_size["width"], "height": min(height + 150, 16_000)})
-        self.page.wait_for_timeout(500)
+        self.page.evaluate(f"() => {inside}.forEach(element => element.scrollTop = 0)")
+        self.page.wait_for_timeout(1000)
         self.page.screenshot(path=str(path))
 
     def close(self) -> None:
