@@ -495,6 +495,9 @@ class Explorer {
     const label = (this.steps.length > 1 ? `${step.name}: ` : "peak ") + formatBytes(step.totals[step.peak]);
     const room = x + 10 + pen.measureText(label).width < MARGIN.left + this.width;
     pen.textAlign = room ? "left" : "right";
+    pen.lineWidth = 4;
+    pen.strokeStyle = getComputedStyle(this.root).backgroundColor;
+    pen.strokeText(label, room ? x + 9 : x - 9, y - 3);
     pen.fillText(label, room ? x + 9 : x - 9, y - 3);
   }
 

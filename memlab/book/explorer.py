@@ -142,12 +142,8 @@ def columns(name: str, timeline: Timeline) -> dict:
 
 
 def _peaks(timelines: Mapping[str, Timeline]) -> Table:
-    rows = []
-    for name, timeline in timelines.items():
-        peak = timeline.peak_event
-        phase = timeline.events[peak - 1].phase if peak else "before the first op"
-        rows.append((name, format_bytes(timeline.peak_bytes), peak, len(timeline), phase))
-    return Table(["timeline", "peak", "at event", "of", "in"], rows)
+    rows = [(name, format_bytes(t.peak_bytes), t.peak_event, len(t)) for name, t in timelines.items()]
+    return Table(["timeline", "peak", "at event", "of"], rows)
 
 
 @functools.cache

@@ -98,7 +98,7 @@ def compare(timelines: Mapping[str, Timeline], budget: int | str | None = None, 
             color=colour,
             linestyle=LINE_STYLES[number % len(LINE_STYLES)],
             linewidth=1.4,
-            label=f"{name}: peak {format_bytes(timeline.peak_bytes)}",
+            label=f"{name}: peak {format_bytes(timeline.peak_bytes)} {_peak_phase(timeline)}",
         )
         axes.plot(timeline.peak_event, timeline.peak_bytes / scale, "v", color=colour, markersize=7)
     axes.set_ylim(0, highest / scale * 1.1 or 1)
@@ -106,7 +106,7 @@ def compare(timelines: Mapping[str, Timeline], budget: int | str | None = None, 
     draw_budget(axes, limit, scale)
     finish(axes, "event (an allocation or a free)", f"bytes held, {_level(*timelines.values())} ({unit})", title)
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), frameon=False, fontsize=LABEL_SIZE, ncols=2)
-    peaks = "; ".join(f"{name} peaks at {format_bytes(t.peak_bytes)}" for name, t in timelines.items())
+    peaks = "; ".join(f"{name} peaks at {format_bytes(t.peak_bytes)} {_peak_phase(t)}" for name, t in timelines.items())
     return Picture(
         figure, f"Lines of bytes held over the events of {len(timelines)} runs: {peaks}.{budget_words(limit)}"
     )
@@ -195,6 +195,11 @@ def _main_phases(timeline: Timeline) -> Sequence:
     return spans
 
 
+def _peak_phase(timeline: Timeline) -> str:
+    peak = timeline.peak_event
+    return f"in {timeline.events[peak - 1].phase}" if peak else "before the first op"
+
+
 def _peak_words(timeline: Timeline) -> str:
     groups: dict[str, int] = {}
     for storage in timeline.alive(timeline.peak_event):
@@ -211,11 +216,10 @@ def _plot_alt(timeline: Timeline, limit: int | None) -> str:
     parts = ", ".join(
         f"{c.replace('_', ' ')} {format_bytes(n)}" for c, n in sorted(held.items(), key=lambda item: -item[1]) if n
     )
-    phase = timeline.events[timeline.peak_event - 1].phase if timeline.peak_event else "before the first op"
     phases = ", ".join(span.phase for span in _main_phases(timeline)) or "none"
     return (
         f"Stacked area of bytes held over {len(timeline)} events (phases: {phases}): "
         f"{format_bytes(timeline.totals[0])} before the first op, "
-        f"a peak of {format_bytes(timeline.peak_bytes)} in {phase} ({parts or 'nothing'}), "
+        f"a peak of {format_bytes(timeline.peak_bytes)} {_peak_phase(timeline)} ({parts or 'nothing'}), "
         f"{format_bytes(timeline.totals[-1])} at the end.{budget_words(limit)}"
     )
