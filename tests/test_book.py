@@ -137,7 +137,7 @@ def test_every_category_has_a_colour_of_its_own_and_in_black_and_white_a_grey_or
 @pytest.mark.parametrize("alt", ["", "a plot", "<Figure size 640x480 with 1 Axes>"])
 def test_a_picture_without_a_sentence_is_refused(alt):
     with pytest.raises(ValueError, match="expected a sentence that says what is in the picture"):
-        Picture(canvas(2, 1)[0], alt)
+        Picture(canvas(3, 2)[0], alt)
     assert is_sentence("A line rises from 0 B to 4 KiB.")
 
 

@@ -308,7 +308,10 @@ def test_a_named_machine_is_noticed(tmp_path, text):
 
 
 def undocumented(root: Path) -> list[str]:
-    """Modules, public functions, classes and their methods without a docstring; `forward` is told by its class."""
+    """Modules, public functions, classes and their methods without a docstring.
+
+    `forward` is told by its class, a setter by its getter.
+    """
     found = []
 
     def visit(node: ast.AST, name: str) -> None:
@@ -317,7 +320,9 @@ def undocumented(root: Path) -> list[str]:
         if isinstance(node, ast.Module | ast.ClassDef):
             for child in node.body:
                 public = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
-                if public and not child.name.startswith("_") and child.name != "forward":
+                decorators = getattr(child, "decorator_list", ())
+                setter = any(getattr(decorator, "attr", "") == "setter" for decorator in decorators)
+                if public and not setter and not child.name.startswith("_") and child.name != "forward":
                     visit(child, f"{name}.{child.name}")
 
     for name, path in module_files(root).items():

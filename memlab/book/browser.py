@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 START_SECONDS = 60
-RUN_SECONDS = 180
+WAIT_SECONDS = 30
 SETTINGS = {
     # Every cell is in the page, also those far below the screen.
     "notebook-extension/tracker": {"windowingMode": "none"},
@@ -114,7 +114,7 @@ class Page:
 
     def __init__(self, browser, address: str, name: str, width: int = 1100, height: int = 1000):
         self.page = browser.new_page(viewport={"width": width, "height": height})
-        self.page.set_default_timeout(1000 * RUN_SECONDS)
+        self.page.set_default_timeout(1000 * WAIT_SECONDS)
         self.complaints: list[str] = []
         self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
         self.page.on("console", lambda line: line.type == "error" and self.complaints.append(line.text))
@@ -134,6 +134,21 @@ class Page:
         return self.page.evaluate(
             f"""() => {{ {_PANEL} const cells = [...panel.content.model.cells];
             return cells.flatMap(cell => cell.outputs ? cell.outputs.toJSON() : []); }}"""
+        )
+
+    def ask(self, code: str) -> str:
+        """What `code` prints in the notebook's kernel. Raises Playwright's Error if it raises there."""
+        return self.page.evaluate(
+            f"""async (code) => {{ {_PANEL} let printed = "";
+            const run = panel.sessionContext.session.kernel.requestExecute({{ code, store_history: false }});
+            run.onIOPub = ({{ header, content }}) => {{
+              if (header.msg_type === "stream") printed += content.text;
+              if (header.msg_type === "error") printed = new Error(content.evalue);
+            }};
+            await run.done;
+            if (printed instanceof Error) throw printed;
+            return printed; }}""",
+            code,
         )
 
     def errors(self) -> list[str]:

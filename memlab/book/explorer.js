@@ -461,7 +461,8 @@ class Explorer {
       }
       lower = upper;
     });
-    this.steps.forEach((step, i) => this.drawOutline(pen, ink, step, i));
+    this.steps.forEach((step, i) => step !== this.step && this.drawOutline(pen, ink, step, i));
+    this.steps.forEach((step) => this.drawPeak(pen, ink, step));
     if (this.budget) this.drawBudget(pen, ink);
   }
 
@@ -473,20 +474,21 @@ class Explorer {
     for (const [x, y] of back ? corners.reverse() : corners) pen.lineTo(x, y);
   }
 
-  // The other steps as lines, the shown one by its peak only.
   drawOutline(pen, ink, step, i) {
-    pen.strokeStyle = pen.fillStyle = ink;
-    if (step !== this.step) {
-      const { points, end } = this.columns(step);
-      pen.setLineDash([[6, 3], [2, 2], [8, 3, 2, 3]][i % 3]);
-      pen.lineWidth = 1.5;
-      pen.beginPath();
-      this.trace(pen, points, end, step.totals, false);
-      pen.stroke();
-      pen.setLineDash([]);
-    }
+    const { points, end } = this.columns(step);
+    pen.strokeStyle = ink;
+    pen.setLineDash([[6, 3], [2, 2], [8, 3, 2, 3]][i % 3]);
+    pen.lineWidth = 1.5;
+    pen.beginPath();
+    this.trace(pen, points, end, step.totals, false);
+    pen.stroke();
+    pen.setLineDash([]);
+  }
+
+  drawPeak(pen, ink, step) {
     if (step.peak < this.view[0] || step.peak > this.view[1]) return;
     const [x, y] = [this.x(step.peak), this.y(step.totals[step.peak])];
+    pen.fillStyle = ink;
     pen.beginPath();
     pen.moveTo(x, y - 1);
     pen.lineTo(x - 5, y - 9);

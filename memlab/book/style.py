@@ -34,7 +34,7 @@ COLOURS = {
 HATCHES = {"optimizer_state": "\\\\\\", "gradient": "///", "buffer": "++", "input": "...", "workspace": "xxx"}
 LINE_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 LINE_STYLES = ("-", "--", "-.", ":")
-RENDERING = {"hatch.linewidth": 0.4, "text.hinting": "no_hinting", "text.hinting_factor": 1}
+RENDERING = {"hatch.linewidth": 0.4, "text.hinting": "no_hinting"}
 TITLE_SIZE, LABEL_SIZE, SMALL_SIZE = 10, 9, 8
 
 

@@ -1,0 +1,357 @@
+"""The chapters in a real JupyterLab in a real browser: they open, they run, and what moves moves.
+
+Skipped without Chromium, unless MEMLAB_BROWSER=required says that there must be one.
+"""
+
+import os
+import shutil
+from pathlib import Path
+
+import nbformat
+import pytest
+import torch
+from nbformat.v4 import new_code_cell, new_notebook
+
+from memlab.book.workloads import GPT, text_batch
+from memlab.memory_timeline import Meter
+from memlab.units import KiB, MiB, format_bytes
+
+BOOK = Path(__file__).parents[1] / "chapters"
+CHAPTERS = sorted(path.name for path in BOOK.glob("*.ipynb"))
+RUN = CHAPTERS[:3]
+
+if os.environ.get("MEMLAB_BROWSER") != "required":
+    pytest.importorskip("playwright", reason="Playwright is not installed")
+    pytest.importorskip("jupyterlab", reason="JupyterLab is not installed")
+    if shutil.which("chromium") is None:
+        from memlab.book.browser import chromium
+
+        if chromium() is None:
+            pytest.skip("there is no Chromium on this machine", allow_module_level=True)
+
+from memlab.book.browser import Page, browser, jupyterlab  # noqa: E402
+
+KERNEL = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
+EXPLORE = """
+from memlab.book.explorer import explore
+from memlab.memory_timeline import Timeline
+explorer = explore({name: Timeline.load(f"{name}.json") for name in ("first", "second")}, budget="2 MiB")
+explorer
+"""
+SLIDE = """
+from memlab.book.interactive import Interactive
+from memlab.book.style import Picture, canvas
+def draw(height=2):
+    if height == 4:
+        raise ValueError("four is too many")
+    figure, axes = canvas(4, 3)
+    axes.plot([0, height])
+    return Picture(figure, f"A line rises to a height of {height}.")
+Interactive(draw, height=[1, 2, 3, 4])
+"""
+
+
+@pytest.fixture(scope="session")
+def steps():
+    """A GPT's first and second step."""
+    torch.manual_seed(0)
+    model = GPT(layers=2, width=32, context=16)
+    x, y = text_batch(4, 16)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    found = {}
+    for name in ("first", "second"):
+        with Meter(model, optimizer, inputs=(x, y)) as meter:
+            model(x, y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found[name] = meter.timeline
+    return found
+
+
+@pytest.fixture(scope="session")
+def lab(tmp_path_factory, steps):
+    """A function that opens a notebook: a copy of a chapter, or one of the small ones above."""
+    folder = tmp_path_factory.mktemp("lab")
+    for name in CHAPTERS:
+        shutil.copy(BOOK / name, folder)
+    for name, timeline in steps.items():
+        timeline.save(folder / f"{name}.json")
+    broken = ["1 / 0", 'from IPython.display import HTML\nHTML(\'<img src="nowhere.png" alt="nothing">\')']
+    for name, sources in {"explore": [EXPLORE], "slide": [SLIDE], "broken": broken}.items():
+        cells = [new_code_cell(source.strip(), metadata={"tags": ["raises-exception"]}) for source in sources]
+        nbformat.write(new_notebook(cells=cells, metadata={"kernelspec": KERNEL}), folder / f"{name}.ipynb")
+    with jupyterlab(folder) as address, browser() as opened:
+        yield lambda name: Page(opened, address, name)
+
+
+@pytest.fixture(scope="module")
+def explorer(lab):
+    """The explorer of both steps, run and waiting."""
+    page = lab("explore.ipynb")
+    page.run_all()
+    page.page.wait_for_selector(".memlab-explorer tbody tr")
+    yield page
+    assert page.errors() == [] and page.complaints == []
+    page.close()
+
+
+@pytest.fixture
+def surface(explorer):
+    """Its picture, as on the first day: the whole first step, nothing pinned, searched or left out."""
+    explorer.ask("explorer.shown = 'first'; explorer.event = None")
+    found = explorer.page.locator(".memlab-canvas canvas[tabindex]")
+    found.focus()
+    explorer.page.keyboard.press("0")
+    explorer.page.keyboard.press("p")
+    settle(explorer)
+    return found
+
+
+def settle(page):
+    """Wait until all that the explorer had to draw is drawn."""
+    page.page.evaluate("() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
+
+
+def readout(page):
+    return page.page.locator(".memlab-readout").inner_text()
+
+
+def foot(page):
+    return page.page.locator(".memlab-foot").inner_text()
+
+
+def table(page):
+    """The rows of the explorer's table as text."""
+    return page.page.evaluate(
+        """() => [...document.querySelectorAll(".memlab-explorer tbody tr:not([hidden])")]
+          .map(row => [...row.cells].map(cell => cell.textContent))"""
+    )
+
+
+def pixels(page, index=0):
+    """What is drawn on the explorer's lower (0) or upper (1) canvas."""
+    return page.page.evaluate("(i) => document.querySelectorAll('.memlab-canvas canvas')[i].toDataURL()", index)
+
+
+def expected(timeline, event):
+    """The same rows from the timeline itself."""
+    return [
+        [
+            format_bytes(s.nbytes),
+            s.category.replace("_", " "),
+            f"{'×'.join(map(str, s.shape)) or 'scalar'} {s.dtype}",
+            s.module or s.name.rpartition(".")[0],
+            str(s.line),
+            s.reason,
+        ]
+        for s in timeline.alive(event)
+    ]
+
+
+def press(page, *keys):
+    for key in keys:
+        page.page.keyboard.press(key)
+    settle(page)
+
+
+# ---- chapters
+
+
+@pytest.mark.parametrize("name", CHAPTERS)
+def test_a_chapter_opens_whole(lab, name):
+    page = lab(name)
+    count = len(nbformat.read(BOOK / name, as_version=4).cells)
+    assert page.page.locator(".jp-Notebook .jp-Cell").count() == count
+    assert page.errors() == [] and page.complaints == []
+    page.close()
+
+
+@pytest.mark.parametrize("name", RUN)
+def test_a_chapter_runs_from_top_to_bottom_and_its_widgets_live(lab, name):
+    page = lab(name)
+    page.run_all()
+    settle(page)
+    assert page.errors() == []
+    views = [o for o in page.outputs() if "application/vnd.jupyter.widget-view+json" in o.get("data", {})]
+    shown = page.page.locator(".jp-OutputArea-output .memlab-explorer, .jp-OutputArea-output .widget-vbox").count()
+    assert shown == len(views) > 0
+    before = page.page.locator(".memlab-readout").first.inner_text()
+    page.page.locator(".memlab-canvas canvas[tabindex]").first.focus()
+    press(page, "ArrowRight")
+    assert page.page.locator(".memlab-readout").first.inner_text() != before
+    if page.page.locator(".widget-slider").count():
+        assert slid(page)
+    page.close()
+
+
+def slid(page, key="ArrowRight"):
+    """Press a key on the first slider, and wait for another picture; its alt text, or what stands in its place."""
+    html = page.page.locator(".widget-vbox .widget-html-content").first
+    before = html.inner_html()
+    page.page.locator(".widget-slider .noUi-handle").first.focus()
+    page.page.keyboard.press(key)
+    page.page.wait_for_function(
+        "(before) => document.querySelector('.widget-vbox .widget-html-content').innerHTML !== before", arg=before
+    )
+    return html.evaluate("e => { const image = e.querySelector('img'); return image ? image.alt : e.innerText; }")
+
+
+def test_what_is_broken_is_told(lab):
+    page = lab("broken.ipynb")
+    page.run_all()
+    page.page.wait_for_selector(".jp-OutputArea-output img", state="attached")
+    page.page.wait_for_timeout(500)
+    assert page.errors() == ["ZeroDivisionError: division by zero", "a picture did not load: nothing"]
+    page.close()
+
+
+def test_a_slider_draws_again_and_a_failing_callback_is_seen(lab):
+    page = lab("slide.ipynb")
+    page.run_all()
+    page.page.wait_for_selector(".widget-slider")
+    assert slid(page) == "A line rises to a height of 3." and page.errors() == []
+    told = "draw(height=4) raised ValueError: four is too many"
+    assert slid(page) == told and page.errors() == [told]
+    assert slid(page, "ArrowLeft") == "A line rises to a height of 3." and page.errors() == []
+    page.close()
+
+
+# ---- the explorer
+
+
+def test_it_opens_at_the_peak_with_the_table_of_what_is_alive(explorer, surface, steps):
+    first = steps["first"]
+    assert f"event {first.peak_event} of {len(first)}" in readout(explorer)
+    assert format_bytes(first.peak_bytes) in readout(explorer)
+    assert table(explorer) == expected(first, first.peak_event)
+
+
+def test_hovering_moves_the_cursor_and_the_table(explorer, surface, steps):
+    before = pixels(explorer, 1), readout(explorer), table(explorer)
+    surface.hover(position={"x": 150, "y": 150})
+    settle(explorer)
+    after = pixels(explorer, 1), readout(explorer), table(explorer)
+    assert all(old != new for old, new in zip(before, after, strict=True))
+    event = int(readout(explorer).split("event ")[1].split(" of")[0])
+    assert table(explorer) == expected(steps["first"], event)
+
+
+def test_a_click_pins_the_moment_for_table_and_kernel_until_it_is_let_go(explorer, surface, steps):
+    surface.click(position={"x": 300, "y": 150})
+    settle(explorer)
+    event = int(explorer.ask("print(explorer.event)"))
+    pinned = table(explorer)
+    assert pinned == expected(steps["first"], event) and f"pinned event {event}" in foot(explorer)
+    surface.hover(position={"x": 500, "y": 150})
+    settle(explorer)
+    assert table(explorer) == pinned and f"from the pin at {event}" in readout(explorer)
+    press(explorer, "Escape")
+    assert explorer.ask("print(explorer.event)") == "None\n" and "pinned" not in foot(explorer)
+    assert table(explorer) != pinned
+
+
+def test_a_pin_set_in_python_is_shown(explorer, surface, steps):
+    explorer.ask("explorer.event = 17")
+    explorer.page.wait_for_function(
+        "() => document.querySelector('.memlab-foot').innerText.includes('pinned event 17')"
+    )
+    assert table(explorer) == expected(steps["first"], 17)
+
+
+def test_the_keyboard_reaches_every_moment_and_jupyterlab_hears_none_of_it(explorer, surface, steps):
+    first = steps["first"]
+    cells = explorer.page.locator(".jp-Notebook .jp-Cell").count()
+
+    def at():
+        return int(surface.get_attribute("aria-valuenow"))
+
+    backward = next(span for span in first.phases if span.phase == "backward")
+    for keys, event in [
+        (["Home"], 0),
+        (["ArrowRight"], 1),
+        (["Shift+ArrowRight"], 11),
+        (["ArrowLeft"], 10),
+        (["PageDown"], backward.start - 1),
+        (["End"], len(first)),
+        (["p"], first.peak_event),
+        (["a", "b", "d", "d", "x", "m"], first.peak_event),
+    ]:
+        press(explorer, *keys)
+        assert at() == event, keys
+    assert explorer.page.locator(".jp-Notebook .jp-Cell").count() == cells
+    press(explorer, "Enter")
+    assert explorer.ask("print(explorer.event)") == f"{first.peak_event}\n"
+    assert format_bytes(first.peak_bytes) in surface.get_attribute("aria-valuetext")
+
+
+def test_sorting_filtering_and_searching_keep_what_they_should(explorer, surface, steps):
+    page = explorer.page
+    rows = expected(steps["first"], steps["first"].peak_event)
+    page.get_by_role("button", name="size").click()
+    settle(explorer)
+    assert table(explorer) == rows[::-1]
+    page.get_by_role("button", name="line", exact=True).click()
+    settle(explorer)
+    lines = [row[4] for row in table(explorer)]
+    assert sorted(lines, key=str.lower) != [row[4] for row in rows] and sorted(lines) == sorted(row[4] for row in rows)
+    assert all(lines.index(line) + lines.count(line) > i for i, line in enumerate(lines))
+    page.get_by_role("button", name="size").click()
+    page.locator(".memlab-chips button", has_text="activation").click()
+    settle(explorer)
+    assert table(explorer) == [row for row in rows if row[1] != "activation"]
+    page.locator(".memlab-chips button", has_text="activation").click()
+    page.locator(".memlab-explorer input").fill("blocks.1.")
+    settle(explorer)
+    assert table(explorer) == [row for row in rows if "blocks.1." in "\n".join(row[3:])] != []
+    assert f"of {len(rows)} alive" in foot(explorer)
+    page.locator(".memlab-explorer input").fill("")
+
+
+def test_zooming_and_panning_draw_another_stretch_and_the_whole_step_comes_back(explorer, surface):
+    whole = pixels(explorer)
+    press(explorer, "+", "+")
+    zoomed = pixels(explorer)
+    assert zoomed != whole
+    box = surface.bounding_box()
+    explorer.page.mouse.move(box["x"] + 400, box["y"] + 150)
+    explorer.page.mouse.down()
+    explorer.page.mouse.move(box["x"] + 500, box["y"] + 150, steps=4)
+    explorer.page.mouse.up()
+    settle(explorer)
+    assert pixels(explorer) not in (whole, zoomed) and explorer.ask("print(explorer.event)") == "None\n"
+    press(explorer, "0")
+    assert pixels(explorer) == whole
+    explorer.page.keyboard.down("Control")
+    explorer.page.mouse.wheel(0, -200)
+    explorer.page.keyboard.up("Control")
+    settle(explorer)
+    assert pixels(explorer) != whole
+
+
+def test_a_row_shows_its_storages_life(explorer, surface):
+    before = pixels(explorer, 1)
+    explorer.page.locator(".memlab-explorer tbody tr").nth(1).click()
+    settle(explorer)
+    assert pixels(explorer, 1) != before
+    assert explorer.page.locator(".memlab-explorer tr[aria-selected='true']").count() == 1
+    press(explorer, "ArrowDown", "Enter")
+    assert explorer.page.locator(".memlab-explorer tbody tr").nth(2).get_attribute("aria-selected") == "true"
+
+
+def test_the_other_timeline_is_a_choice_away(explorer, surface, steps):
+    before = pixels(explorer)
+    explorer.page.locator(".memlab-explorer select").select_option("second")
+    settle(explorer)
+    assert pixels(explorer) != before
+    assert table(explorer) == expected(steps["second"], steps["second"].peak_event)
+    assert "first: " in readout(explorer) and explorer.ask("print(explorer.shown)") == "second\n"
+
+
+def test_sizes_read_as_in_python(explorer):
+    sizes = [0, 1, 1023, 1024, 1024 * KiB - 1, 1536 * KiB, 1023 * MiB, 5 * 2**30, 3 * 2**40]
+    source = (Path(__file__).parents[1] / "memlab" / "book" / "explorer.js").read_text(encoding="utf-8")
+    function = source[source.index("function formatBytes") : source.index("const signed")]
+    shown = explorer.page.evaluate(
+        f"(sizes) => {{ {function.replace('MINUS', '`-`')} return sizes.map(formatBytes); }}", sizes
+    )
+    assert shown == [format_bytes(size) for size in sizes]
