@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import os
 import statistics
 import subprocess
@@ -232,6 +233,25 @@ def import_time(device: str, rounds: int) -> list[tuple]:
     return rows
 
 
+def pictures_that_move(device: str, rounds: int) -> list[tuple]:
+    """In a real browser: from a slider's key to new pixels, from the pointer to the explorer's table; opening it."""
+    from memlab.book.browser import chromium
+    from memlab.book.responsiveness import response_times
+
+    if chromium() is None or any(importlib.util.find_spec(name) is None for name in ("playwright", "jupyterlab")):
+        return [("pictures that move", "not measured: needs Chromium and the test extra", "")]
+    batch = tuple(tensor.to(device) for tensor in text_batch(1, 8))
+    model, optimizer, step = trainer(GPT(layers=24, width=16, heads=2, context=8).to(device), batch, foreach=True)
+    steps = [metered(model, optimizer, batch, step)().timeline for _ in range(12)]
+    many = metered(model, optimizer, batch, lambda: [step() for _ in range(8)])().timeline
+    times = response_times(steps, many, rounds)
+    return [
+        ("slider to new pixels, ms", spread(times["slide"], "{:.0f}"), "≤ 150"),
+        (f"explorer hover, {len(many):,} events, ms", spread(times["hover"], "{:.0f}"), "≤ 50"),
+        (f"opening explore, {len(many):,} events, s", spread([ms / 1e3 for ms in times["open"]]), "≤ 1"),
+    ]
+
+
 def main() -> None:
     """Print every measure with its figure and what it must reach."""
     parser = argparse.ArgumentParser(prog="python -m memlab.benchmark", description=__doc__.splitlines()[0])
@@ -243,7 +263,7 @@ def main() -> None:
     name = torch.cuda.get_device_name() if device == "cuda" else "CPU, one thread"
     print(f"torch {torch.__version__}, {name}, {rounds} rounds; min – median – max\n")
     rows = []
-    for measure in (meter_time, meter_cost_per_op, meter_exactness, import_time):
+    for measure in (meter_time, meter_cost_per_op, meter_exactness, import_time, pictures_that_move):
         rows += measure(device, rounds)
     print(Table(["measure", "figure", "must reach"], rows))
 

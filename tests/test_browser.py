@@ -30,6 +30,7 @@ if os.environ.get("MEMLAB_BROWSER") != "required":
             pytest.skip("there is no Chromium on this machine", allow_module_level=True)
 
 from memlab.book.browser import Page, browser, jupyterlab  # noqa: E402
+from memlab.book.responsiveness import measure, prepare  # noqa: E402
 
 KERNEL = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
 EXPLORE = """
@@ -80,6 +81,7 @@ def lab(tmp_path_factory, steps):
     for name, sources in {"explore": [EXPLORE], "slide": [SLIDE], "broken": broken}.items():
         cells = [new_code_cell(source.strip(), metadata={"tags": ["raises-exception"]}) for source in sources]
         nbformat.write(new_notebook(cells=cells, metadata={"kernelspec": KERNEL}), folder / f"{name}.ipynb")
+    prepare(folder, list(steps.values()), steps["first"])
     with jupyterlab(folder) as address, browser() as opened:
         yield lambda name: Page(opened, address, name)
 
@@ -214,6 +216,12 @@ def test_a_slider_draws_again_and_a_failing_callback_is_seen(lab):
     assert slid(page) == told and page.errors() == [told]
     assert slid(page, "ArrowLeft") == "A line rises to a height of 3." and page.errors() == []
     page.close()
+
+
+def test_the_benchmark_times_a_slide_a_hover_and_an_opening(lab):
+    times = measure(lab("timed.ipynb"), slides=1, rounds=1)
+    assert {name: len(found) for name, found in times.items()} == {"slide": 1, "hover": 4, "open": 2}
+    assert all(ms > 0 for found in times.values() for ms in found)
 
 
 # ---- the explorer
