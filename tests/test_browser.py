@@ -142,8 +142,8 @@ def expected(timeline, event):
             format_bytes(s.nbytes),
             s.category.replace("_", " "),
             f"{'×'.join(map(str, s.shape)) or 'scalar'} {s.dtype}",
-            s.module or s.name.rpartition(".")[0],
-            str(s.line),
+            s.module or s.name.rpartition(" of ")[2].rpartition(".")[0],
+            "(there before)" if s.phase == "before" else str(s.line),
             s.reason,
         ]
         for s in timeline.alive(event)
@@ -279,8 +279,11 @@ def test_the_keyboard_reaches_every_moment_and_jupyterlab_hears_none_of_it(explo
         (["ArrowRight"], 1),
         (["Shift+ArrowRight"], 11),
         (["ArrowLeft"], 10),
-        (["PageDown"], backward.start - 1),
-        (["End"], len(first)),
+        (["PageDown"], backward.start),
+        (["PageUp"], 1),
+        (["PageUp"], 0),
+        (["PageDown", "PageDown", "PageDown", "PageDown"], len(first)),
+        (["Home", "End"], len(first)),
         (["p"], first.peak_event),
         (["a", "b", "d", "d", "x", "m"], first.peak_event),
     ]:

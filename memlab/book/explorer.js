@@ -153,9 +153,11 @@ class Explorer {
     this.chips = this.categories.map((category, i) => this.chip(category, i));
     this.heads = COLUMNS.map((name, i) => make("button", { type: "button", "data-column": i }, name));
     this.body = make("tbody");
+    this.detail = make("div", { class: "memlab-detail" });
     this.foot = make("div", { class: "memlab-foot", role: "status" });
     this.root.append(
       make("div", { class: "memlab-plot" },
+        make("div", { class: "memlab-title" }, this.model.get("title")),
         make("div", { class: "memlab-tools" }, this.chooser,
           button("peak", "p", "jump to the peak (P)"), button("+", "+", "zoom in (+)"),
           button(MINUS, "-", "zoom out (\u2212)"), button("whole step", "0", "show the whole step (0)"), this.readout),
@@ -169,7 +171,7 @@ class Explorer {
         make("div", { class: "memlab-scroll" },
           make("table", {}, make("thead", {}, make("tr", {}, ...this.heads.map((head) => make("th", { scope: "col" }, head)))),
             this.body)),
-        this.foot));
+        this.detail, this.foot));
   }
 
   chip(category, i) {
@@ -300,11 +302,11 @@ class Explorer {
     this.changed();
   }
 
+  // The first event of the next phase (1) or of the one before it (-1); at the ends, the step's last or first moment.
   boundary(direction) {
-    const { phase, length } = this.step;
-    let event = this.moment + direction;
-    while (event > 0 && event < length && phase[event - 1] === phase[event]) event += direction;
-    return event;
+    const starts = this.phases().map(([, start]) => start + 1);
+    if (direction > 0) return starts.find((start) => start > this.moment) ?? this.step.length;
+    return starts.reverse().find((start) => start < this.moment) ?? 0;
   }
 
   zoom(factor, around = this.moment) {
@@ -476,11 +478,14 @@ class Explorer {
 
   drawOutline(pen, ink, step, i) {
     const { points, end } = this.columns(step);
+    pen.beginPath();
+    this.trace(pen, points, end, step.totals, false);
+    pen.strokeStyle = getComputedStyle(this.root).backgroundColor;
+    pen.lineWidth = 4;
+    pen.stroke();
     pen.strokeStyle = ink;
     pen.setLineDash([[6, 3], [2, 2], [8, 3, 2, 3]][i % 3]);
     pen.lineWidth = 1.5;
-    pen.beginPath();
-    this.trace(pen, points, end, step.totals, false);
     pen.stroke();
     pen.setLineDash([]);
   }
@@ -626,6 +631,12 @@ class Explorer {
     });
     const sum = (rows) => formatBytes(rows.reduce((total, [, bytes]) => total + bytes, 0));
     const shown = found.length > MOST_ROWS ? `the first ${MOST_ROWS} of ` : "";
+    if (this.selected !== null) {
+      const [born, freed] = step.lifetime(this.selected);
+      const life = freed === null ? `from event ${count(born)} on` : `from event ${count(born)} to ${count(freed)}`;
+      const name = this.categories[step.category[this.selected]].name;
+      this.detail.textContent = [name, ...step.rows.map((column) => column[this.selected]), life].filter(Boolean).join(" · ");
+    } else this.detail.textContent = "";
     this.foot.textContent =
       `${shown}${count(found.length)} storages, ${sum(found)}` +
       (found.length < alive.length ? `, of ${count(alive.length)} alive, ${sum(alive)}` : " alive") +

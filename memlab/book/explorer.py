@@ -15,7 +15,7 @@ from pathlib import Path
 from memlab.book.figures import compare, plot
 from memlab.book.style import COLOURS, HATCHES, budget_bytes, caption
 from memlab.book.tables import Table, holders
-from memlab.memory_timeline import Timeline
+from memlab.memory_timeline import Storage, Timeline
 from memlab.units import format_bytes
 
 
@@ -23,7 +23,7 @@ class Explorer:
     """What `explore` shows. `event` is the pinned event (None: none is), `shown` the name of the timeline it is of."""
 
     def __init__(self, timelines: dict[str, Timeline], budget: int | None, title: str):
-        self.timelines, self.budget = timelines, budget
+        self.timelines, self.budget, self.title = timelines, budget, title
         first = next(iter(timelines.values()))
         one = len(timelines) == 1
         self.picture = plot(first, budget, title) if one else compare(timelines, budget, title)
@@ -40,6 +40,7 @@ class Explorer:
                     for name, colour in COLOURS.items()
                 ],
                 budget=self.budget,
+                title=self.title,
             )
         except ImportError:
             return None
@@ -134,11 +135,16 @@ def columns(name: str, timeline: Timeline) -> dict:
         "before": numbers("d", [before.get(storage.id, 0) for storage in storages]),
         "category": numbers("i", [categories.index(storage.category) for storage in storages]),
         "shape": words(f"{'×'.join(map(str, s.shape)) or 'scalar'} {s.dtype}" for s in storages),
-        "module": words(s.module or s.name.rpartition(".")[0] for s in storages),
-        "line": words(str(s.line) for s in storages),
+        "module": words(_module(s) for s in storages),
+        "line": words("(there before)" if s.phase == "before" else str(s.line) for s in storages),
         "reason": words(s.reason for s in storages),
         "texts": list(texts),
     }
+
+
+def _module(storage: Storage) -> str:
+    """The module a storage was born in, or whose parameter it is of: "exp_avg of blocks.0.fc.weight" → "blocks.0.fc"."""
+    return storage.module or storage.name.rpartition(" of ")[2].rpartition(".")[0]
 
 
 def _peaks(timelines: Mapping[str, Timeline]) -> Table:
@@ -159,6 +165,7 @@ def _widget_class() -> type:
         _css = here / "explorer.css"
         timelines = traitlets.List().tag(sync=True)
         categories = traitlets.List().tag(sync=True)
+        title = traitlets.Unicode().tag(sync=True)
         budget = traitlets.Int(None, allow_none=True).tag(sync=True)
         shown = traitlets.Int(0).tag(sync=True)
         event = traitlets.Int(None, allow_none=True).tag(sync=True)

@@ -79,14 +79,20 @@ def plot(timeline: Timeline, budget: int | str | None = None, title: str = "") -
     return Picture(figure, _plot_alt(timeline, limit))
 
 
-def compare(timelines: Mapping[str, Timeline], budget: int | str | None = None, title: str = "") -> Picture:
-    """Several timelines as lines on one axis, each with its peak. Raises ValueError for none, or for a budget of 0."""
+def compare(
+    timelines: Mapping[str, Timeline], budget: int | str | None = None, title: str = "", top: int | None = None
+) -> Picture:
+    """Several timelines as lines on one axis, each with its peak.
+
+    top: bytes at the top of the axis, for pictures that are to be compared with one another.
+    Raises ValueError for no timeline, or for a budget of 0.
+    """
     if not timelines:
         raise ValueError("expected at least one timeline to compare, as {'name': timeline}; found none")
     limit = budget_bytes(budget)
     rows = (len(timelines) + 1) // 2
     figure, axes = canvas(8, 3.2 + 0.2 * rows, bottom=0.65 + 0.2 * rows)
-    highest = max(max(t.peak_bytes for t in timelines.values()), limit or 0)
+    highest = max(max(t.peak_bytes for t in timelines.values()), limit or 0, top or 0)
     unit, scale = byte_unit(highest)
     for number, (name, timeline) in enumerate(timelines.items()):
         colour = LINE_COLOURS[number % len(LINE_COLOURS)]
@@ -155,8 +161,10 @@ def bars(rows: Mapping[str, Mapping[str, int]], budget: int | str | None = None,
                         bbox={"boxstyle": "round,pad=0.15", "facecolor": "white", "alpha": 0.8, "linewidth": 0},
                     )
             left = [a + b for a, b in zip(left, widths, strict=True)]
+    for y, width in enumerate(left):
+        axes.text(width, y, f"  {width:.1f}", va="center", fontsize=SMALL_SIZE, fontweight="bold")
     axes.invert_yaxis()
-    axes.set_xlim(0, highest / scale * 1.08 or 1)
+    axes.set_xlim(0, highest / scale * 1.12 or 1)
     draw_budget(axes, limit, scale, vertical=True)
     finish(axes, f"bytes ({unit})", "", title)
     figure.legend(loc="lower center", frameon=False, fontsize=SMALL_SIZE, ncols=len(COLOURS))

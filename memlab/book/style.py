@@ -12,6 +12,7 @@ import re
 
 import matplotlib
 import numpy as np
+from matplotlib import patheffects
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -147,7 +148,8 @@ def draw_budget(axes: Axes, limit: int | None, scale: int, *, vertical: bool = F
     if limit is None:
         return
     line = axes.axvline if vertical else axes.axhline
-    line(limit / scale, color="black", linestyle="--", linewidth=1.4)
+    edge = [patheffects.withStroke(linewidth=3, foreground="white")]
+    line(limit / scale, color="black", linestyle="--", linewidth=1.4, path_effects=edge)
     if vertical:
         place = {"transform": axes.get_xaxis_transform(), "ha": "center", "va": "bottom"}
         axes.text(limit / scale, 1.01, f"budget {format_bytes(limit)}", fontsize=SMALL_SIZE, **place)

@@ -25,6 +25,8 @@ _METER = os.path.dirname(__file__) + os.sep
 
 # The Python frame from which the C++ engine is called: an op straight above it is part of a node's own formula.
 ENGINE = _graph._engine_run_backward.__code__
+# The Python functions around it, which hold the gradient that backward begins with until they return.
+BACKWARD_CALLS = {f.__code__ for f in (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)}
 
 
 class Owners(dict):

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memlab.memory_timeline.accumulation import ADD, ADD_, sole_owner_counts, would_add_in_place
 from memlab.memory_timeline.history import BACKWARD, BEFORE, FORWARD, OPTIMIZER, RECOMPUTE, History
-from memlab.memory_timeline.lines import AUTOGRAD, ENGINE, Owners
+from memlab.memory_timeline.lines import AUTOGRAD, BACKWARD_CALLS, ENGINE, Owners
 from memlab.memory_timeline.lines import OPTIMIZER as OPTIMIZER_CODE
 from memlab.memory_timeline.ownership import (
     Owned,
@@ -332,6 +332,8 @@ class Meter(TorchDispatchMode):
             phase, line = BACKWARD, flat[-4]  # let go by the node that was evaluated last
         else:
             phase, line = self._place(caller)
+            if caller is not None and caller.f_code in BACKWARD_CALLS:  # the gradient that backward began with
+                phase = BACKWARD
         self._history.resized(number, 0, len(self._ops) - 1, phase, line)
 
     def _place(self, caller: FrameType | None) -> tuple[str, int]:
