@@ -143,7 +143,7 @@ def columns(name: str, timeline: Timeline) -> dict:
 
 
 def _module(storage: Storage) -> str:
-    """The module a storage was born in, or whose parameter it is of: "exp_avg of blocks.0.fc.weight" → "blocks.0.fc"."""
+    """The module a storage was born in, or that it belongs to: "exp_avg of blocks.0.fc.weight" is of "blocks.0.fc"."""
     return storage.module or storage.name.rpartition(" of ")[2].rpartition(".")[0]
 
 
