@@ -538,3 +538,16 @@ def test_the_storages_peak_is_that_of_torchs_memtracker():
     del torch.UntypedStorage.resize_  # the tracker's patch, which it leaves in place of the inherited method
     expected = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
     assert metered("GPT").timeline.peak_bytes == expected
+
+
+def test_a_plain_step_is_forward_then_backward_then_optimizer_and_nothing_between():
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    x = torch.randn(2, 4)
+    with Meter(model, optimizer, inputs=x) as meter:
+        loss = model(x).sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    # The gradient that backward begins with is let go by Python as backward returns.
+    assert [span.phase for span in meter.timeline.phases] == ["forward", "backward", "optimizer"]
