@@ -246,7 +246,7 @@ def pictures_that_move(device: str, rounds: int) -> list[tuple]:
     many = metered(model, optimizer, batch, lambda: [step() for _ in range(8)])().timeline
     times = response_times(steps, many, rounds)
     return [
-        ("slider to new pixels, ms", spread(times["slide"], "{:.0f}"), "≤ 150"),
+        ("slider to new pixels, half a second apart, ms", spread(times["slide"], "{:.0f}"), "≤ 150"),
         (f"explorer hover, {len(many):,} events, ms", spread(times["hover"], "{:.0f}"), "≤ 50"),
         (f"opening explore, {len(many):,} events, s", spread([ms / 1e3 for ms in times["open"]]), "≤ 1"),
     ]

@@ -1,9 +1,11 @@
 """Sliders call a plain function: at the start, at each move, and with a clear word where it fails."""
 
+import asyncio
 import re
 
 import pytest
 
+from memlab.book import interactive
 from memlab.book.interactive import Interactive
 from memlab.book.style import Picture, canvas
 
@@ -24,12 +26,12 @@ def line(height=2, dashed=False, kind="solid"):
     return Picture(figure, f"A {kind} line rises to {height}.")
 
 
-def controls(interactive):
-    return interactive.widget.children[:-1]
+def controls(made):
+    return made.widget.children[:-1]
 
 
-def image(interactive):
-    return interactive.widget.children[-1].value
+def image(made):
+    return made.widget.children[-1].value
 
 
 def test_it_starts_at_the_functions_own_defaults_or_else_at_the_first_value():
@@ -55,6 +57,44 @@ def test_a_picture_is_drawn_once_and_remembered():
     for value in (1, 2, 1, 2):
         controls(made)[0].value = value
     assert drawn == [(2, False, "solid"), (1, False, "solid")]
+
+
+def test_the_next_picture_is_drawn_ahead_while_the_reader_looks():
+    made = Interactive(line, height=[1, 2, 3, 4])
+
+    async def slide_and_look():
+        controls(made)[0].value = 3
+        assert len(drawn) == 2
+        await asyncio.sleep(10 * interactive.AHEAD_AFTER)
+        assert drawn[2:] == [(4, False, "solid")]
+        controls(made)[0].value = 4  # the end: nothing is ahead
+        await asyncio.sleep(10 * interactive.AHEAD_AFTER)
+        controls(made)[0].value = 2
+        controls(made)[0].value = 3  # back before the first one's time has come
+        await asyncio.sleep(10 * interactive.AHEAD_AFTER)
+
+    asyncio.run(slide_and_look())
+    assert len(drawn) == 3
+
+
+def test_a_slow_or_failing_picture_is_not_drawn_ahead(monkeypatch):
+    def picky(n=1):
+        if n == 3:
+            raise ValueError("no three")
+        return line(n)
+
+    async def slide_and_look():
+        made = Interactive(picky, n=[1, 2, 3])
+        controls(made)[0].value = 2
+        await asyncio.sleep(10 * interactive.AHEAD_AFTER)
+        assert "<img" in image(made)
+        monkeypatch.setattr(interactive, "AHEAD_AT_MOST", 0)
+        slow = Interactive(line, height=[2, 3, 4])
+        controls(slow)[0].value = 3
+        await asyncio.sleep(10 * interactive.AHEAD_AFTER)
+
+    asyncio.run(slide_and_look())
+    assert drawn == [(1, False, "solid"), (2, False, "solid"), (2, False, "solid"), (3, False, "solid")]
 
 
 def test_the_grid_is_every_combination_of_values():

@@ -6,14 +6,20 @@ notebook, and where there are no widgets, the picture at the start stands in.
 
 from __future__ import annotations
 
+import asyncio
 import base64
+import contextlib
 import functools
 import html
 import inspect
 import itertools
+import time
 from collections.abc import Callable, Iterator, Mapping
 
 from memlab.book.style import Picture, caption
+
+AHEAD_AFTER = 0.05  # seconds of quiet before the next picture is drawn ahead
+AHEAD_AT_MOST = 0.3  # seconds: a picture that takes longer is not drawn ahead; it would keep the kernel from its reader
 
 
 class Interactive:
@@ -35,12 +41,14 @@ class Interactive:
         self.draw = draw
         self.choices = {name: _labelled(name, values) for name, values in sliders.items()}
         self.start = _start(draw, self.choices)
-        self._drawn: dict[tuple, Picture] = {}
+        self._drawn: dict[str, Picture] = {}
+        self._images: dict[str, str] = {}
+        self._ahead: asyncio.TimerHandle | None = None
         self.picture = self.at(**self.start)
 
     def at(self, **values) -> Picture:
         """The picture at these values; drawn once, and then remembered."""
-        key = tuple(values.items())
+        key = repr(values)
         if key not in self._drawn:
             picture = self.draw(**values)
             if not isinstance(picture, Picture):
@@ -62,28 +70,52 @@ class Interactive:
         except ImportError:
             return None
         controls = {name: _control(ipywidgets, name, self.choices[name], self.start[name]) for name in self.choices}
-        view = ipywidgets.HTML(self._image(self.picture))
+        view = ipywidgets.HTML(self._image(self.start))
 
-        def redraw(_) -> None:
+        def redraw(change) -> None:
             values = {name: control.value for name, control in controls.items()}
+            moved = next(name for name in controls if controls[name] is change["owner"])
+            start = time.perf_counter()
             try:
-                view.value = self._image(self.at(**values))
+                view.value = self._image(values)
             except Exception as error:  # a traceback would go to the server's log, where no reader looks
                 words = html.escape(f"{self._call(values)} raised {type(error).__name__}: {error}")
                 view.value = f'<p class="memlab-failed" role="alert" style="color: #b00020">{words}</p>'
+            if time.perf_counter() - start < AHEAD_AT_MOST:
+                self._draw_ahead(values, moved, change["old"])
 
         for control in controls.values():
             control.observe(redraw, "value")
         return ipywidgets.VBox([*controls.values(), view])
 
-    def _image(self, picture: Picture) -> str:
-        width, height = (round(inches * picture.figure.dpi) for inches in picture.figure.get_size_inches())
-        data = base64.b64encode(picture.png()).decode()
-        # With its size stated and decoded at once, the page does not jump while a slider moves.
-        return (
-            f'<img width="{width}" height="{height}" decoding="sync" style="max-width: none" '
-            f'src="data:image/png;base64,{data}" alt="{html.escape(picture.alt)}">'
-        )
+    def _draw_ahead(self, values: Mapping, moved: str, old) -> None:
+        """If nothing else is asked of the kernel for a moment, draw what one more move the same way would show."""
+        if self._ahead is not None:
+            self._ahead.cancel()
+        places = list(self.choices[moved].values())
+        at = places.index(values[moved])
+        further = at + (1 if at > places.index(old) else -1)
+
+        def draw() -> None:
+            with contextlib.suppress(Exception):  # it is told when the reader asks for it
+                self._image({**values, moved: places[further]})
+
+        with contextlib.suppress(RuntimeError):  # no loop: not in a kernel
+            loop = asyncio.get_running_loop()
+            self._ahead = loop.call_later(AHEAD_AFTER, draw) if 0 <= further < len(places) else None
+
+    def _image(self, values: Mapping) -> str:
+        key = repr(values)
+        if key not in self._images:
+            picture = self.at(**values)
+            width, height = (round(inches * picture.figure.dpi) for inches in picture.figure.get_size_inches())
+            data = base64.b64encode(picture.png()).decode()
+            # With its size stated and decoded at once, the page does not jump while a slider moves.
+            self._images[key] = (
+                f'<img width="{width}" height="{height}" decoding="sync" style="max-width: none" '
+                f'src="data:image/png;base64,{data}" alt="{html.escape(picture.alt)}">'
+            )
+        return self._images[key]
 
     def _call(self, values: Mapping) -> str:
         arguments = ", ".join(f"{name}={value!r}" for name, value in values.items())

@@ -113,7 +113,11 @@ def finish(axes: Axes, x_label: str, y_label: str, title: str = "") -> None:
     """Label the axes the house's way; a label carries its unit in brackets."""
     axes.set_xlabel(x_label, fontsize=LABEL_SIZE)
     axes.set_ylabel(y_label, fontsize=LABEL_SIZE)
-    axes.set_title(title, fontsize=TITLE_SIZE, loc="left", pad=18)
+    axes.set_title(title, fontsize=TITLE_SIZE, loc="left", pad=18, y=1.0)
+    # Where the title and the labels stand is said here: finding room for them would take much of the time of drawing.
+    box, dpi = axes.get_window_extent(), axes.figure.dpi
+    axes.xaxis.set_label_coords(0.5, -0.24 * dpi / box.height)
+    axes.yaxis.set_label_coords(-0.55 * dpi / box.width, 0.5)
     axes.tick_params(labelsize=SMALL_SIZE)
     for axis in (axes.xaxis, axes.yaxis):  # ticks take most of the time of drawing, so there are few
         if isinstance(axis.get_major_locator(), AutoLocator):
