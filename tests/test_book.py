@@ -146,6 +146,7 @@ def test_a_picture_without_a_sentence_is_refused(alt):
 
 def test_a_table_reads_the_same_as_text_and_as_markdown():
     table = Table(["name", "bytes"], [("a|b", 1234), ("c", 5)])
+    assert "| 4.0\N{NO-BREAK SPACE}MiB |" in Table(["size"], [("4.0 MiB",)])._repr_markdown_()
     assert repr(table).splitlines() == ["name  bytes", "----  -----", "a|b   1,234", "c         5"]
     assert table._repr_markdown_().splitlines() == [
         "| name | bytes |",

@@ -45,7 +45,7 @@ class Table:
         return "\n".join([lines[0], "  ".join("-" * w for w in widths), *lines[1:]])
 
     def _repr_markdown_(self) -> str:
-        escape = lambda row: [cell.replace("|", "\\|").replace("\n", " ") for cell in row]  # noqa: E731
+        escape = lambda row: [_unbroken(cell).replace("|", "\\|").replace("\n", " ") for cell in row]  # noqa: E731
         rule = ["---:" if right else ":---" for right in self._right()]
         rows = [escape(self.columns), rule, *map(escape, self._text())]
         return "\n".join("| " + " | ".join(row) + " |" for row in rows)
@@ -53,6 +53,11 @@ class Table:
 
 def _is_size(cell: object) -> bool:
     return isinstance(cell, str) and cell.endswith((" B", "KiB", "MiB", "GiB", "TiB", "×", "%"))
+
+
+def _unbroken(cell: str) -> str:
+    """A size stays on one line: the space before its unit does not break."""
+    return cell.replace(" ", "\N{NO-BREAK SPACE}") if _is_size(cell) else cell
 
 
 def by_category(timeline: Timeline, event: int | None = None) -> Table:
