@@ -8,10 +8,23 @@
 
 Read the pages in this order: `timeline` (the record), `meter` (how it is taken), `lines` (whose line it was),
 `ownership` (what existed before, and what a storage became), `accumulation` (the observer's own footprint, and how it
-is undone), `workspace` (what kernels allocate for themselves, from the allocator's log).
+is undone), `workspace` (what kernels allocate for themselves, from the allocator's log), and `imagine` (hardware that
+isn't there) with `gpu_ops` (where it works unlike a CPU).
 """
 
+from memlab.memory_timeline.imagine import CARDS, OutOfMemory, imagine
 from memlab.memory_timeline.meter import Meter
 from memlab.memory_timeline.timeline import CATEGORIES, Event, Line, Span, Storage, Timeline
 
-__all__ = ["CATEGORIES", "Event", "Line", "Meter", "Span", "Storage", "Timeline"]
+__all__ = [
+    "CARDS",
+    "CATEGORIES",
+    "Event",
+    "Line",
+    "Meter",
+    "OutOfMemory",
+    "Span",
+    "Storage",
+    "Timeline",
+    "imagine",
+]

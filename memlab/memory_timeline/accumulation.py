@@ -22,6 +22,7 @@ import sys
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 ADD = torch.ops.aten.add.Tensor
@@ -55,8 +56,11 @@ class _Watch(TorchDispatchMode):
 
 
 @functools.cache
-def sole_owner_counts() -> tuple[int, int, int, int]:
-    """The counts of a gradient that only the engine holds, at the moment the engine adds another to it."""
+def sole_owner_counts(imagined: bool = False) -> tuple[int, int, int, int]:
+    """The counts of a gradient that only the engine holds, at the moment the engine adds another to it.
+
+    imagined: of fake tensors, which the caller's block makes.
+    """
     with torch.enable_grad():
         x = torch.ones(2, requires_grad=True)
         y = x.view(2)
@@ -66,14 +70,17 @@ def sole_owner_counts() -> tuple[int, int, int, int]:
     return watch.seen
 
 
-def would_add_in_place(args: tuple[Tensor, Tensor]) -> bool:
+def would_add_in_place(args: tuple[Tensor, Tensor], sole_owner: tuple[int, int, int, int]) -> bool:
     """Whether the engine, unwatched, would have added the second gradient into the first rather than made a third."""
-    if any(type(each) is not Tensor or each.layout is not torch.strided or each._is_zerotensor() for each in args):
+    if any(
+        type(each) not in (Tensor, FakeTensor) or each.layout is not torch.strided or each._is_zerotensor()
+        for each in args
+    ):
         return False
     found = counts(args)
     old, var = args
     return (
-        all(map(operator.le, found, sole_owner_counts()))
+        all(map(operator.le, found, sole_owner))
         and old.dtype == var.dtype
         and old.shape == var.shape
         and old.device == var.device

@@ -66,7 +66,7 @@ class Birth(NamedTuple):
     nbytes: int
     shape: tuple[int, ...]
     dtype: torch.dtype
-    device: torch.device
+    device: torch.device | str
     op: int
 
 
@@ -93,7 +93,9 @@ def friendly(op: str) -> str:
 class History:
     """All that the meter noted, in the order in which it happened, and how to read it."""
 
-    def __init__(self):
+    def __init__(self, device: str | None = None):
+        self.device = device  # what to call the device of every storage (None: each its own)
+        self.held = 0  # bytes, on all devices
         self.lines = Lines()
         self.ops = Rows(Op)
         self.births = Rows(Birth)  # one row for each storage, by its number
@@ -110,7 +112,8 @@ class History:
     def born(self, tensor: torch.Tensor, nbytes: int, op: int, phase: str, line: int) -> int:
         """A storage of `nbytes` is here since `op`. Returns the number it goes by."""
         number = len(self.sizes)
-        self.births.flat += (nbytes, tuple(tensor.shape), tensor.dtype, tensor.device, op)
+        self.births.flat += (nbytes, tuple(tensor.shape), tensor.dtype, self.device or tensor.device, op)
+        self.held += nbytes
         self.sizes.append(nbytes)
         self.last_read.append(-1)
         if nbytes:
@@ -121,8 +124,13 @@ class History:
         """A storage holds `nbytes` from now on; 0 when it is gone."""
         delta = nbytes - self.sizes[storage]
         if delta:
+            self.held += delta
             self.sizes[storage] = nbytes
             self.changes.flat += (storage, delta, op, phase, line)
+
+    def moved(self, storage: int, device: str) -> None:
+        """A storage turns out to lie on another device than was noted at its birth."""
+        self.births.flat[storage * self.births.width + self.births.row._fields.index("device")] = device
 
     def scratch(self, nbytes: int, device: torch.device, op: int) -> int:
         """Bytes that a kernel took for itself during `op`. Returns the number they go by."""

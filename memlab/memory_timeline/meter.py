@@ -113,7 +113,12 @@ class Meter(TorchDispatchMode):
     def __enter__(self) -> Meter:
         if self._undo is not None:
             raise RuntimeError("expected a Meter that has not run; it records once, so make another: Meter(model, ...)")
-        sole_owner_counts()
+        self._imagined = getattr(torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE), "imagines", None)
+        if self._imagined and self._workspace:
+            raise ValueError(
+                "expected workspace=False, since imagined hardware runs no kernels; found True: measure it on a GPU"
+            )
+        self._sole_owner = sole_owner_counts(imagined=bool(self._imagined))
         with ExitStack() as stack:
             self._set_up(stack)
             super().__enter__()
@@ -129,7 +134,7 @@ class Meter(TorchDispatchMode):
             self._modules = []  # the record may outlive the model
 
     def _set_up(self, stack: ExitStack) -> None:
-        history = self._history = History()
+        history = self._history = History(self._imagined and f"imagined {self._imagined}")
         self._ops, self._lines, self._numbers = history.ops, history.lines, history.lines.numbers
         self._last_read, self._read_in_backward, self._sizes = (
             history.last_read,
@@ -158,6 +163,7 @@ class Meter(TorchDispatchMode):
         self._adopt(owned_by_model(self._modules))
         if self._optimizer is not None:
             self._adopt(owned_by_optimizer(self._optimizer, self._parameter_names))
+            self._place_counters(self._optimizer)
         self._adopt(owned_inputs(self._inputs))
         stack.callback(self._recognise_model)
 
@@ -185,9 +191,14 @@ class Meter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if types and (wrappers := [kind for kind in types if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__]):
-            if any(kind.__name__ == "FakeTensor" for kind in wrappers):
-                return func(*args, **(kwargs or {}))  # somebody else's imagined tensors: they have no bytes
-            return NotImplemented  # a wrapper such as DTensor: let it unwrap itself, and see the ops on what is inside
+            fake = [kind.__name__ == "FakeTensor" for kind in wrappers]
+            if any(fake) and (not self._imagined or func.namespace == "prim"):
+                # Somebody else's, such as a compiler's, have no bytes; and asking an imagined one's device is no op.
+                return func(*args, **(kwargs or {}))
+            if not all(fake):
+                return (
+                    NotImplemented  # a wrapper such as DTensor: let it unwrap itself, and see the ops on what is inside
+                )
         live, forward_of, flat = self._live, self._forward_of, self._ops.flat
         number = len(flat) // 6
         try:
@@ -309,7 +320,7 @@ class Meter(TorchDispatchMode):
         number = self._live.get(address)
         nbytes = storage.nbytes()
         if number is None:
-            if storage.device.type == "meta" or is_lazy(tensor) or tensor._is_zerotensor():
+            if (storage.device.type == "meta" and not self._imagined) or is_lazy(tensor) or tensor._is_zerotensor():
                 return -1  # a shape, and no bytes
             number = self._live[address] = self._history.born(tensor, nbytes, op, phase, line)
             self._deaths[number] = death = _Death(storage, self._died)
@@ -350,7 +361,9 @@ class Meter(TorchDispatchMode):
         gradient that another node made and that the present one has not read, or one of two that it made for the
         same input.
         """
-        if kwargs or len(args) != 2 or evaluated is None or _grad_enabled() or not would_add_in_place(args):
+        if kwargs or len(args) != 2 or evaluated is None or _grad_enabled():
+            return False
+        if not would_add_in_place(args, self._sole_owner):
             return False
         number = self._live.get(args[0].untyped_storage()._cdata)
         if number is None:
@@ -368,7 +381,7 @@ class Meter(TorchDispatchMode):
         """Note tensors that exist already, and whose they are."""
         for tensor, category, name in owned:
             for storage in storages_of(tensor):
-                if storage.device.type != "meta":
+                if storage.device.type != "meta" or self._imagined:
                     self._history.owners.setdefault(
                         self._note_storage(storage, tensor, -1, BEFORE, -1), (category, name)
                     )
@@ -400,12 +413,24 @@ class Meter(TorchDispatchMode):
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_) -> None:
         self._recognise(owned_by_optimizer(optimizer, self._parameter_names))
+        self._place_counters(optimizer)
         if threading.get_ident() != self._thread:
             return
         if self._is_torchs(optimizer):
             self._step_line = None
         else:
             self._stepping = False
+
+    def _place_counters(self, optimizer: torch.optim.Optimizer) -> None:
+        """On a GPU, unless fused, an optimizer keeps each parameter's step counter in main memory: so imagined ones."""
+        if self._imagined in (None, "cpu"):
+            return
+        for group in optimizer.param_groups:
+            if not (group.get("fused") or group.get("capturable")):
+                for parameter in group["params"]:
+                    step = optimizer.state.get(parameter, {}).get("step")
+                    if isinstance(step, Tensor):
+                        self._history.moved(self._live[step.untyped_storage()._cdata], "cpu")
 
     def _is_torchs(self, optimizer: torch.optim.Optimizer) -> bool:
         return bool(self._owners[inspect.unwrap(type(optimizer).step).__code__.co_filename])

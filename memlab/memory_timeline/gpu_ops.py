@@ -1,0 +1,254 @@
+"""Where a GPU runs another op than a CPU for the same line of Python, and so keeps other bytes.
+
+Imagined tensors have device "cpu", so PyTorch would choose the CPU's way for them. While a GPU is imagined, these
+choices are made as CUDA would make them:
+
+- dropout keeps a mask of one byte an element, not of the input's dtype;
+- fused attention is flash (16 bit) or memory-efficient (32 bit, or a mask), and keeps one float a query;
+- LayerNorm keeps its mean and deviation in 32 bit when its input has 16, and so does RMSNorm, in one fused op;
+- optimizers and gradient clipping work on all tensors at once (*foreach*) unless told otherwise;
+- autocast runs softmax, norms and losses in 32 bit.
+
+Only attributes of Python modules are replaced, for as long as the block lasts; PyTorch's own tables stay as they are.
+Source: aten/src/ATen/native (Dropout.cpp, transformers/cuda/sdp_utils.cpp, cuda/layer_norm_kernel.cu),
+aten/src/ATen/autocast_mode.h, torch/optim/optimizer.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from contextlib import ExitStack
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor
+from torch.amp.autocast_mode import autocast
+from torch.nn import functional as F
+from torch.optim import optimizer
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
+
+aten = torch.ops.aten
+HALF = (torch.bfloat16, torch.float16)
+AMPERE = (8, 0)  # the first architecture with flash attention, and with matrix units for BF16
+RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+# What CUDA's autocast runs in 32 bit: casting the arguments, or asking for a result of that dtype.
+CAST_TO_FP32 = """
+    acos asin binary_cross_entropy_with_logits cdist cosh cosine_embedding_loss cosine_similarity cross_entropy
+    dist erfinv exp expm1 group_norm hinge_embedding_loss huber_loss kl_div l1_loss layer_norm log log10 log1p
+    log2 logsumexp margin_ranking_loss mse_loss multi_margin_loss multilabel_margin_loss nll_loss norm pdist
+    poisson_nll_loss pow __pow__ __rpow__ reciprocal renorm rsqrt sinh smooth_l1_loss soft_margin_loss softplus
+    tan triplet_margin_loss
+"""
+RESULT_IN_FP32 = "cumprod cumsum log_softmax prod softmax sum"
+CAST_TO_FP32, RESULT_IN_FP32 = frozenset(CAST_TO_FP32.split()), frozenset(RESULT_IN_FP32.split())
+
+_PYTHON = torch._C.DispatchKeySet(torch._C.DispatchKey.Python)
+
+
+@contextlib.contextmanager
+def replaced(owner, name: str, value):
+    """`owner.name` is `value` inside the block, and what it was after it."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield before
+    finally:
+        setattr(owner, name, before)
+
+
+def choose_as_cuda_does(stack: ExitStack, architecture: tuple[int, int]) -> None:
+    """Put the choices above in place until `stack` closes. architecture: CUDA's compute capability, such as (9, 0)."""
+    replace = lambda owner, name, value: stack.enter_context(replaced(owner, name, value))  # noqa: E731
+    replace(F, "dropout", _dropout(F.dropout))
+    replace(F, "scaled_dot_product_attention", _attention(F.scaled_dot_product_attention, architecture))
+    replace(F, "rms_norm", _rms_norm)
+    for name in RECURRENT:
+        replace(torch._VF, name, _refuse_recurrence)
+    devices = optimizer._get_foreach_kernels_supported_devices()
+    replace(optimizer, "_get_foreach_kernels_supported_devices", lambda: [*devices, "cpu"])
+    replace(autocast, "__init__", _autocast_init(autocast.__init__))
+    replace(autocast, "__enter__", _autocast_enter(autocast.__enter__))
+    replace(autocast, "__exit__", _autocast_exit(autocast.__exit__))
+    replace(torch.utils.checkpoint, "_get_autocast_kwargs", _checkpoint_kwargs(torch.utils.checkpoint))
+
+
+# ---- dropout and norms
+
+
+def _dropout(on_cpu: Callable) -> Callable:
+    def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        if inplace or not training or not 0 < p < 1:
+            return on_cpu(input, p, training, inplace)
+        return torch.native_dropout(input, p, True)[0]
+
+    return dropout
+
+
+def statistics_in_fp32(func, result):
+    """What CUDA's LayerNorm returns for 16-bit input: the same, with mean and deviation of 32 bit."""
+    if func is aten.native_layer_norm.default and result[0].dtype in HALF:
+        return result[0], result[1].float(), result[2].float()
+    return result
+
+
+def _rms_norm(input: Tensor, normalized_shape, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+    if _autocasting() and input.dtype in HALF:
+        input = input.float()
+    return _RMSNorm.apply(input, tuple(normalized_shape), weight, eps)
+
+
+class _RMSNorm(torch.autograd.Function):
+    """CUDA's fused RMSNorm, which a CPU computes op by op. Keeps its input, its weight and one float a row."""
+
+    @staticmethod
+    def forward(ctx, input, shape, weight, eps):
+        out, deviation = aten._fused_rms_norm.default.redispatch(_PYTHON, input, shape, weight, eps)
+        ctx.save_for_backward(input, weight, deviation)
+        ctx.shape = shape
+        return out
+
+    @staticmethod
+    def backward(ctx, gradient):
+        input, weight, deviation = ctx.saved_tensors
+        needed = [ctx.needs_input_grad[0], ctx.needs_input_grad[2]]
+        found = aten._fused_rms_norm_backward.default.redispatch(
+            _PYTHON, gradient, input, ctx.shape, deviation, weight, needed
+        )
+        return found[0], None, found[1], None
+
+
+def _refuse_recurrence(*_args, **_kwargs):
+    raise NotImplementedError(
+        "expected a model whose ops a GPU runs one by one; found a recurrent layer, which cuDNN runs in one call with "
+        "a reserve of its own, of a size that only cuDNN knows: measure it on a GPU, or imagine('cpu')"
+    )
+
+
+# ---- attention
+
+
+def _attention(on_cpu: Callable, architecture: tuple[int, int]) -> Callable:
+    def scaled_dot_product_attention(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        if _autocasting():
+            dtype = torch.get_autocast_dtype("cpu")
+            query, key, value = (t.to(dtype) if t.dtype is torch.float32 else t for t in (query, key, value))
+        choice = _choose(query, key, value, attn_mask, is_causal, enable_gqa, architecture)
+        if choice == "flash":
+            width = query.shape[-1]
+            if width % 8:
+                scale = scale or width**-0.5
+                query, key, value = (F.pad(t, (0, -width % 8)) for t in (query, key, value))
+            out = aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
+            return out[..., :width] if width % 8 else out
+        if choice == "efficient":
+            bias = _as_bias(attn_mask, query, key)
+            keep = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
+            return aten._scaled_dot_product_efficient_attention(
+                query, key, value, bias, keep, dropout_p, is_causal, scale=scale
+            )[0]
+        return aten._scaled_dot_product_attention_math(
+            query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
+        )[0]
+
+    return scaled_dot_product_attention
+
+
+def _choose(query, key, value, mask, is_causal: bool, grouped: bool, architecture: tuple[int, int]) -> str:
+    """Flash, else memory-efficient, else by ops: CUDA's order, and its main conditions."""
+    width, dtype = query.shape[-1], query.dtype
+    if query.dim() != 4 or dtype not in (*HALF, torch.float32) or key.shape[-1] != width:
+        return "math"
+    if dtype is torch.bfloat16 and architecture < AMPERE:
+        return "math"
+    aligned_causal = not is_causal or query.shape[-2] == key.shape[-2]
+    same_width = value.shape[-1] == width
+    if mask is None and dtype in HALF and architecture >= AMPERE and same_width and width <= 256 and aligned_causal:
+        return "flash"
+    if grouped and query.shape[1] != key.shape[1]:
+        return "math"
+    aligned = 4 if dtype is torch.float32 else 8
+    return "math" if width % aligned or value.shape[-1] % aligned else "efficient"
+
+
+def _as_bias(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
+    """A mask as the memory-efficient kernel wants it: floats, one row for each query, rows aligned to 16."""
+    if mask is None:
+        return None
+    if mask.dtype is torch.bool:
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
+    length = key.shape[-2]
+    if length % 16:
+        mask = F.pad(mask, (0, -length % 16))[..., :length]
+    return mask.expand(*query.shape[:-1], length)
+
+
+# ---- autocast
+
+
+def _autocasting() -> bool:
+    return torch.is_autocast_enabled("cpu")
+
+
+class _FP32Ops(TorchFunctionMode):
+    """Runs in 32 bit what CUDA's autocast does and a CPU's does not."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name in RESULT_IN_FP32 and _autocasting() and args and getattr(args[0], "dtype", None) in HALF:
+            kwargs = {"dtype": torch.float32, **kwargs}
+        elif name in CAST_TO_FP32 and _autocasting():
+            args, kwargs = tree_map_only(Tensor, lambda t: t.float() if t.dtype in HALF else t, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+def _autocast_init(init: Callable) -> Callable:
+    def __init__(self, device_type, dtype=None, enabled=True, cache_enabled=None):
+        if device_type == "cuda":
+            device_type, dtype = "cpu", dtype or torch.get_autocast_dtype("cuda")
+        init(self, device_type, dtype, enabled, cache_enabled)
+
+    return __init__
+
+
+def _autocast_enter(enter: Callable) -> Callable:
+    def __enter__(self):
+        result = enter(self)
+        self._fp32_ops = _FP32Ops()
+        self._fp32_ops.__enter__()
+        return result
+
+    return __enter__
+
+
+def _autocast_exit(leave: Callable) -> Callable:
+    def __exit__(self, *error):
+        self._fp32_ops.__exit__(*error)
+        return leave(self, *error)
+
+    return __exit__
+
+
+def _checkpoint_kwargs(module) -> Callable:
+    found = module._get_autocast_kwargs
+
+    def _get_autocast_kwargs(device_type="cuda"):
+        if _autocasting():
+            raise NotImplementedError(
+                "expected checkpointing without autocast; found both: a recomputation under an imagined GPU's autocast "
+                "would cast as a CPU's does. Imagine the step in pure BF16, or measure it on a GPU"
+            )
+        return found(device_type)
+
+    return _get_autocast_kwargs
