@@ -42,6 +42,7 @@ from memlab.memory_timeline.ownership import (
 from memlab.memory_timeline.timeline import Timeline
 from memlab.memory_timeline.workspace import CPULog, CUDACounters, CUDALevels
 
+DEVICE_OF = torch.ops.prim.device.default
 LIFT_FRESH = torch.ops.aten.lift_fresh.default
 
 _current_task = torch._C._current_graph_task_id  # -1 outside backward
@@ -190,11 +191,12 @@ class Meter(TorchDispatchMode):
     # ---- the hot path: once an op, so every look-up counts, and calls are few
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is DEVICE_OF:  # asking an imagined tensor's device is no op
+            return func(*args, **(kwargs or {}))
         if types and (wrappers := [kind for kind in types if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__]):
             fake = [kind.__name__ == "FakeTensor" for kind in wrappers]
-            if any(fake) and (not self._imagined or func.namespace == "prim"):
-                # Somebody else's, such as a compiler's, have no bytes; and asking an imagined one's device is no op.
-                return func(*args, **(kwargs or {}))
+            if any(fake) and not self._imagined:
+                return func(*args, **(kwargs or {}))  # somebody else's, such as a compiler's: they have no bytes
             if not all(fake):
                 return (
                     NotImplemented  # a wrapper such as DTensor: let it unwrap itself, and see the ops on what is inside
