@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import json
+import random
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
@@ -196,10 +197,9 @@ def text(nbytes: int = 1_000_000) -> Tensor:
 
 def text_batch(batch: int, tokens: int, seed: int = 0, nbytes: int = 1_000_000) -> tuple[Tensor, Tensor]:
     """`batch` random windows of the text: x and, one byte later, y; both (batch, tokens) of int64."""
-    data = text(nbytes)
-    generator = torch.Generator().manual_seed(seed)
-    starts = torch.randint(len(data) - tokens - 1, (batch,), generator=generator)
-    windows = torch.stack([data[s : s + tokens + 1] for s in starts.tolist()]).long()
+    data = _library_text(nbytes)
+    starts = random.Random(seed).sample(range(len(data) - tokens - 1), batch)
+    windows = torch.tensor([list(data[start : start + tokens + 1]) for start in starts])
     return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
 

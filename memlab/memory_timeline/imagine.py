@@ -21,6 +21,7 @@ values. Its figures are at the *storages* level, a lower bound of what the card'
 from __future__ import annotations
 
 import difflib
+import sys
 import weakref
 from contextlib import ExitStack
 from typing import NamedTuple
@@ -65,6 +66,7 @@ CARDS = {
 
 
 MOST_HOLDERS = 5
+PACKING = "find_packed_sequence_indices"
 DEVICE_OF = torch.ops.prim.device.default
 
 
@@ -107,6 +109,9 @@ class ImaginedHardware:
                     supported.append(FakeTensor)
                     stack.callback(supported.remove, FakeTensor)
             stack.enter_context(replaced(Module, "_apply", _apply))
+            if (masks := sys.modules.get("transformers.masking_utils")) and hasattr(masks, PACKING):
+                # Transformers asks the batch's values whether it is packed, and assumes so where there are none.
+                stack.enter_context(replaced(masks, PACKING, lambda position_ids: None))
             if self.card in CARDS:
                 choose_as_cuda_does(stack, CARDS[self.card].architecture)
             stack.enter_context(_Imagination(self.card))

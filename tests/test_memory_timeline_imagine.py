@@ -1,0 +1,433 @@
+"""Imagined hardware: what runs on it is the real stream of events, with the GPU's ops where those differ."""
+
+import inspect
+import re
+
+import pytest
+import torch
+from torch import nn
+from torch.amp.autocast_mode import autocast
+from torch.nn import functional as F
+from torch.optim import optimizer as optim
+from torch.utils.checkpoint import checkpoint
+
+from memlab.book.workloads import GPT, LSTM, text_batch
+from memlab.memory_timeline import CARDS, Meter, OutOfMemory, imagine
+from memlab.memory_timeline.gpu_ops import CAST_TO_FP32, RESULT_IN_FP32
+from memlab.units import GiB, MiB, format_bytes, parse_bytes
+from tests.memory_timeline_helpers import WORKLOADS, batch_for, of, one_thread, shape_of  # noqa: F401
+
+BF16 = torch.bfloat16
+OPTIMIZERS = {
+    "AdamW, for-loop": lambda p: torch.optim.AdamW(p, foreach=False),
+    "AdamW, default": torch.optim.AdamW,
+    "AdamW, foreach": lambda p: torch.optim.AdamW(p, foreach=True),
+    "AdamW, fused": lambda p: torch.optim.AdamW(p, fused=True),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+}
+
+
+@pytest.fixture
+def bf16():
+    """Models made in the test are BF16."""
+    torch.set_default_dtype(BF16)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def two_steps(make, batch, optimizer=torch.optim.AdamW):
+    """Timelines of a model's first and second step, with clipping."""
+    model = make()
+    algorithm = optimizer(model.parameters())
+    found = []
+    for _ in range(2):
+        with Meter(model, algorithm, batch) as meter:
+            loss = model(*batch)
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            algorithm.step()
+            algorithm.zero_grad()
+            del loss
+        found.append(meter.timeline)
+    return found
+
+
+def forward_backward(model, *inputs):
+    with Meter(model, inputs=inputs) as meter:
+        model(*inputs).sum().backward()
+    return meter.timeline
+
+
+def reasons(timeline):
+    return [s.reason for s in timeline.storages.values() if s.nbytes]
+
+
+def kept(timeline):
+    """(op, shape, dtype) of everything that autograd saved."""
+    return {(s.op, s.shape, s.dtype) for s in of(timeline, "activation") if s.reason.startswith("saved by")}
+
+
+# ---- a plain CPU, imagined
+
+
+CASES = [(workload, "AdamW, default") for workload in WORKLOADS if workload not in ("LSTM", "Llama", "T5", "Mamba")]
+CASES += [("GPT", name) for name in OPTIMIZERS if name != "AdamW, default"]
+
+
+@pytest.mark.parametrize(("workload", "optimizer"), CASES)
+def test_an_imagined_cpu_has_the_event_stream_of_the_real_one(workload, optimizer):
+    if workload == "GPT2":
+        pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    batch = batch_for(workload)
+    real = two_steps(WORKLOADS[workload], batch, OPTIMIZERS[optimizer])
+    with imagine("cpu") as gpu:
+        imagined = two_steps(WORKLOADS[workload], gpu.imagined(batch), OPTIMIZERS[optimizer])
+    for ours, theirs in zip(imagined, real, strict=True):
+        assert shape_of(ours) == shape_of(theirs)
+        assert ours.totals == theirs.totals
+        assert reasons(ours) == reasons(theirs)
+
+
+def test_an_imagined_timeline_says_where_it_was_imagined(tmp_path):
+    with imagine("H100-80GB") as gpu:
+        timeline = two_steps(lambda: GPT(layers=1, width=32), gpu.imagined(text_batch(2, 8)))[1]
+    assert timeline.device == "imagined H100-80GB"
+    timeline.save(tmp_path / "step.json")
+    assert type(timeline).load(tmp_path / "step.json").totals == timeline.totals
+
+
+# ---- what a GPU does otherwise
+
+
+def test_dropout_keeps_a_mask_of_one_byte_an_element():
+    with imagine("A100-80GB"):
+        masks = kept(forward_backward(nn.Dropout(0.1), torch.randn(8, 16, requires_grad=True)))
+        assert masks == {("native_dropout", (8, 16), "bool")}
+        assert not kept(forward_backward(nn.Dropout(0.1).eval(), torch.randn(8, 16, requires_grad=True)))
+
+
+@pytest.mark.parametrize(
+    ("card", "dtype", "masked", "op"),
+    [
+        ("H100-80GB", BF16, False, "_scaled_dot_product_flash_attention"),
+        ("H100-80GB", torch.float16, False, "_scaled_dot_product_flash_attention"),
+        ("H100-80GB", torch.float32, False, "_scaled_dot_product_efficient_attention"),
+        ("H100-80GB", BF16, True, "_scaled_dot_product_efficient_attention"),
+        ("T4-16GB", torch.float16, False, "_scaled_dot_product_efficient_attention"),
+        ("T4-16GB", BF16, False, "_safe_softmax"),
+        ("H100-80GB", torch.float64, False, "_safe_softmax"),
+    ],
+)
+def test_fused_attention_is_the_one_that_the_card_has_for_the_dtype(card, dtype, masked, op):
+    with imagine(card):
+        q, k, v = (torch.randn(2, 4, 64, 16, dtype=dtype, requires_grad=True) for _ in range(3))
+        mask = torch.ones(64, 64, dtype=torch.bool) if masked else None
+        with Meter() as meter:
+            F.scaled_dot_product_attention(q, k, v, mask, is_causal=not masked).sum().backward()
+    assert op in {name for name, *_ in kept(meter.timeline)}
+
+
+def test_flash_attention_keeps_its_output_and_one_float_a_query():
+    with imagine("H100-80GB"):
+        q, k, v = (torch.randn(2, 4, 64, 16, dtype=BF16, requires_grad=True) for _ in range(3))
+        with Meter(inputs=(q, k, v)) as meter:
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
+        storages = [s for s in of(meter.timeline, "activation") if "attention" in s.op]
+    assert sorted(s.nbytes for s in storages) == [8, 16, 2 * 4 * 64 * 4, 2 * 4 * 64 * 16 * 2]
+
+
+def test_a_head_of_odd_width_is_padded_for_flash_attention_and_cut_again():
+    with imagine("H100-80GB"):
+        q, k, v = (torch.randn(2, 4, 8, 12, dtype=BF16, requires_grad=True) for _ in range(3))
+        out = F.scaled_dot_product_attention(q, k, v)
+        out.sum().backward()
+        assert out.shape == q.grad.shape == (2, 4, 8, 12)
+
+
+@pytest.mark.parametrize(("card", "dtype"), [("H100-80GB", "float32"), ("cpu", "bfloat16")])
+def test_layernorm_of_16_bit_input_keeps_statistics_of_32_bit_on_a_gpu(card, dtype):
+    with imagine(card):
+        model = nn.LayerNorm(16).to(BF16)
+        found = kept(forward_backward(model, torch.randn(8, 16, dtype=BF16)))
+    assert ("native_layer_norm", (8, 1), dtype) in found
+
+
+def test_rmsnorm_is_one_op_on_a_gpu_and_keeps_one_float_a_row(bf16):
+    with imagine("H100-80GB"):
+        x = torch.randn(8, 16, requires_grad=True)
+        timeline = forward_backward(nn.RMSNorm(16), x)
+        assert kept(timeline) == {("_fused_rms_norm", (8, 1), "float32")}
+        assert x.grad.shape == (8, 16) and x.grad.dtype is BF16
+
+
+def test_a_gpus_adamw_takes_all_tensors_at_once_unless_told_otherwise():
+    sizes = {"layers": 2, "width": 64}
+    with imagine("H100-80GB") as gpu:
+        batch = gpu.imagined(text_batch(1, 8))
+        make = lambda: GPT(**sizes)  # noqa: E731
+        steps = {name: two_steps(make, batch, optimizer)[1] for name, optimizer in OPTIMIZERS.items()}
+        model = make()
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    assert shape_of(steps["AdamW, default"]) == shape_of(steps["AdamW, foreach"])
+    at_peak = steps["AdamW, default"].bytes_by_category(steps["AdamW, default"].peak_event)
+    assert at_peak["temporary"] >= weights  # the square roots of all second moments
+    assert steps["AdamW, for-loop"].peak_bytes < steps["AdamW, default"].peak_bytes
+
+
+def test_step_counters_lie_in_main_memory_unless_the_optimizer_is_fused():
+    with imagine("H100-80GB") as gpu:
+        batch = gpu.imagined(text_batch(1, 8))
+        make = lambda: GPT(layers=1, width=32)  # noqa: E731
+        count = len(list(make().parameters()))
+        for name, device in {"AdamW, default": "cpu", "AdamW, fused": "imagined H100-80GB"}.items():
+            for step in two_steps(make, batch, OPTIMIZERS[name]):
+                counters = [s for s in step.on(device).storages.values() if s.name.startswith("step of")]
+                assert len(counters) == count and {s.nbytes for s in counters} == {4}
+
+
+def test_a_recurrent_layer_is_refused_on_a_gpu_and_runs_on_a_cpu():
+    x = text_batch(2, 8)[0]
+    with imagine("H100-80GB") as gpu, pytest.raises(NotImplementedError, match="imagine\\('cpu'\\)"):
+        LSTM(width=16)(gpu.imagined(x))
+    with imagine("cpu") as gpu:
+        LSTM(width=16)(gpu.imagined(x))
+
+
+# ---- autocast
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_autocast_runs_matrix_products_in_16_bit_and_norms_and_losses_in_32(device):
+    with imagine("H100-80GB") as gpu:
+        x, y = gpu.imagined(text_batch(2, 16))
+        model = GPT(layers=1, width=32)
+        with Meter(model, inputs=(x, y)) as meter:
+            with torch.autocast(device, BF16):
+                loss = model(x, y)
+            loss.backward()
+    found = kept(meter.timeline)
+    assert ("_log_softmax", (32, 256), "float32") in found
+    assert ("native_layer_norm", (2, 16, 1), "float32") in found
+    assert ("gelu", (2, 16, 128), "bfloat16") in found
+    assert any(op == "_scaled_dot_product_flash_attention" and dtype == "bfloat16" for op, _, dtype in found)
+    casts = sum(s.nbytes for s in of(meter.timeline, "activation") if s.op == "_to_copy" and s.line.source != "")
+    matrices = sum(p.numel() for name, p in model.named_parameters() if p.dim() == 2 and "embedding" not in name)
+    assert casts >= 2 * matrices  # the weights' 16-bit copies wait for backward
+
+
+def test_autocast_that_is_switched_off_inside_casts_nothing():
+    with imagine("H100-80GB"), torch.autocast("cuda", BF16):
+        x = torch.randn(4, 4)
+        assert (x @ x).dtype is BF16 and (x @ x).softmax(-1).dtype is torch.float32
+        with torch.autocast("cuda", enabled=False):
+            assert (x @ x).dtype is torch.float32 and x.to(BF16).softmax(-1).dtype is BF16
+
+
+def test_autocasts_list_for_32_bit_is_the_one_that_torch_tests_itself_with():
+    lists = pytest.importorskip("torch.testing._internal.autocast_test_lists")
+    theirs = lists.AutocastTestLists(torch.device("cpu"))
+    named = {name for name, *_ in [*theirs.torch_fp32, *theirs.nn_fp32]}
+    apart = {"rms_norm", "native_layer_norm", "frobenius_norm", "nuclear_norm"}  # one fused op; not functions of torch
+    missing = {
+        name for name in named - CAST_TO_FP32 - RESULT_IN_FP32 - apart if hasattr(torch, name) or hasattr(F, name)
+    }
+    assert not missing
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointing_under_autocast_is_refused_in_a_sentence(use_reentrant):
+    with imagine("H100-80GB"), torch.autocast("cuda", BF16):
+        layer, x = nn.Linear(4, 4), torch.randn(2, 4, requires_grad=True)
+        with pytest.raises(NotImplementedError, match="expected checkpointing without autocast"):
+            checkpoint(layer, x, use_reentrant=use_reentrant).sum().backward()
+
+
+# ---- a budget
+
+
+def build_and_step(gpu):
+    x, y = gpu.imagined(text_batch(4, 64))
+    model = GPT(layers=2, width=64, context=64)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(x, y).backward()
+    optimizer.step()
+
+
+def test_the_allocation_that_exceeds_the_budget_raises_and_names_its_line_and_the_largest_holders():
+    with imagine("H100-80GB") as gpu, Meter() as meter:
+        build_and_step(gpu)
+    timeline = meter.timeline
+    for budget in (timeline.peak_bytes - 1, timeline.peak_bytes // 2, timeline.peak_bytes // 10):
+        first = next(i for i, total in enumerate(timeline.totals) if total > budget)
+        event = timeline.events[first - 1]
+        with pytest.raises(OutOfMemory) as caught, imagine("H100-80GB", budget) as gpu:
+            build_and_step(gpu)
+        asked_for = str(caught.value)
+        assert f"more asked for by {event.op} in {event.phase}, at\n    {event.line}\n" in asked_for
+        assert f"found {format_bytes(timeline.totals[first - 1])} held" in asked_for
+        holds = dict.fromkeys((str(storage.line) for storage in timeline.storages.values()), 0)
+        for storage in timeline.alive(first - 1):
+            holds[str(storage.line)] += storage.nbytes
+        holders = asked_for.split("The largest holders:\n")[1].splitlines()[:-1]
+        assert 1 <= len(holders) <= 5
+        for holder in holders:
+            size, line = re.fullmatch(r" +([\d.,]+ \w+)  [a-z ]+, \d+ × (.*)", holder).groups()
+            assert parse_bytes(size.replace(",", "")) <= 1.06 * holds[line]  # some lines hold more than one kind
+        assert max(holds.values()) <= 1.06 * max(holds[holder.partition(" × ")[2]] for holder in holders)
+
+
+def test_a_budget_that_suffices_changes_nothing_and_one_below_the_parameters_says_so():
+    with imagine("H100-80GB", "1 GiB") as gpu:
+        build_and_step(gpu)
+    message = r"parameter, \d+ × FeedForward.__init__: self.up = nn.Linear"
+    with pytest.raises(OutOfMemory, match=message), imagine("H100-80GB", 250_000):
+        GPT(layers=2, width=64)
+
+
+def test_out_of_memory_is_what_torch_raises_too():
+    with pytest.raises(torch.OutOfMemoryError), imagine("T4-16GB", "1 MiB"):
+        torch.empty(MiB + 1, dtype=torch.uint8)
+
+
+def test_without_a_budget_a_step_larger_than_the_card_runs_on():
+    with imagine("T4-16GB") as gpu:
+        with Meter() as meter:
+            x = torch.empty(20 * GiB, dtype=torch.uint8)
+        assert meter.timeline.peak_bytes == x.nbytes > gpu.capacity_bytes
+
+
+# ---- models nobody here wrote
+
+
+@pytest.mark.parametrize("use_cache", [False, True])
+@pytest.mark.parametrize("name", ["GPT2", "Llama"])
+def test_transformers_models_take_flash_attention_as_on_a_gpu(name, use_cache, bf16):
+    transformers = pytest.importorskip("transformers")
+    if name == "GPT2":
+        config = transformers.GPT2Config(n_layer=2, n_embd=32, n_head=4, vocab_size=256, n_positions=64)
+        kind = transformers.GPT2LMHeadModel
+    else:
+        config = transformers.LlamaConfig(
+            hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=256
+        )
+        kind = transformers.LlamaForCausalLM
+    with imagine("H100-80GB"):
+        model, x = kind(config), torch.randint(256, (2, 16))
+        with Meter(model, inputs=x) as meter:
+            model(input_ids=x, labels=x, use_cache=use_cache).loss.backward()
+    attention = {op for op, *_ in kept(meter.timeline) if "attention" in op}
+    assert attention == {"_scaled_dot_product_flash_attention"}
+
+
+# ---- what is not possible says what to do
+
+
+def test_converting_a_model_keeps_its_parameters_and_the_optimizers_hold_on_them():
+    with imagine("H100-80GB") as gpu:
+        model = GPT(layers=1, width=32)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        before = list(model.parameters())
+        model.to(BF16)
+        assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
+        model(*gpu.imagined(text_batch(2, 8))).backward()
+        optimizer.step()
+        assert {p.dtype for p in model.parameters()} == {p.grad.dtype for p in model.parameters()} == {BF16}
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda x: x.sum().item(),
+        lambda x: x.tolist(),
+        lambda x: bool(x.sum() > 0),
+        lambda x: x.nonzero(),
+        lambda x: x[x > 0],
+    ],
+)
+def test_asking_for_values_says_that_there_are_none(ask):
+    with imagine("cpu"), pytest.raises(RuntimeError, match="imagined tensors have shapes and no values"):
+        ask(torch.ones(3))
+
+
+def test_a_real_tensor_among_imagined_ones_says_how_to_bring_it_in():
+    real, layer = torch.ones(2, 4), nn.Linear(4, 4)
+    with imagine("H100-80GB") as gpu:
+        with pytest.raises(RuntimeError, match=r"gpu.imagined\(batch\)"):
+            nn.Linear(4, 4)(real)
+        with pytest.raises(RuntimeError, match="build the model inside the block"):
+            layer(torch.ones(2, 4))
+        pair = gpu.imagined({"x": real, "more": [real, 3]})
+        assert nn.Linear(4, 4)(pair["x"]).shape == (2, 4) and pair["more"][1] == 3
+    with pytest.raises(RuntimeError, match="expected to be inside"):
+        gpu.imagined(real)
+
+
+def test_an_unknown_card_suggests_the_nearest_and_a_budget_of_nothing_is_refused():
+    with pytest.raises(ValueError, match="did you mean 'H100-80GB'"):
+        imagine("H100")
+    with pytest.raises(ValueError, match="expected one of T4-16GB"):
+        imagine("banana")
+    with pytest.raises(ValueError, match="more than 0 bytes"):
+        imagine("H100-80GB", 0)
+    with pytest.raises(ValueError, match="expected a size such as"):
+        imagine("H100-80GB", "lots")
+
+
+def test_one_imagined_machine_at_a_time_and_no_workspace_on_it():
+    with imagine("H100-80GB"):
+        with pytest.raises(RuntimeError, match="one imagined machine at a time"), imagine("cpu"):
+            pass
+        with pytest.raises(ValueError, match="expected workspace=False"), Meter(workspace=True):
+            pass
+
+
+def test_the_block_leaves_nothing_behind_even_when_it_raises():
+    def patched():
+        return (
+            *(getattr(F, name) for name in ("dropout", "scaled_dot_product_attention", "rms_norm")),
+            *(autocast.__dict__[name] for name in ("__init__", "__enter__", "__exit__")),
+            *(torch._VF.lstm, torch.utils.checkpoint._get_autocast_kwargs, nn.Module._apply),
+            *(optim._get_foreach_kernels_supported_devices, tuple(optim._foreach_supported_types)),
+            *(len(nn.modules.module._global_parameter_registration_hooks),),
+        )
+
+    before = patched()
+    with imagine("H100-80GB", "1 GiB"):
+        assert all(a is not b for a, b in zip(patched()[:6], before, strict=False))
+    assert patched() == before
+    with pytest.raises(OutOfMemory), imagine("H100-80GB", "1 MiB"):
+        torch.empty(2 * MiB)
+    assert patched() == before
+    assert torch.ones(2).sum().item() == 2
+
+
+def test_a_machine_can_be_entered_again_and_tensors_outlive_the_block():
+    gpu = imagine("H100-80GB")
+    for _ in range(2):
+        with gpu:
+            x = torch.ones(3)
+    assert (x + x).shape == (3,)
+
+
+def test_every_card_has_a_capacity_below_its_name():
+    for name in CARDS:
+        advertised = int(name.rpartition("-")[2].removesuffix("GB"))
+        assert 0.9 * advertised < imagine(name).capacity_bytes / GiB < advertised
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU to compare with")
+def test_an_imagined_step_peaks_within_a_percent_of_the_real_cards(bf16):
+    sizes = {"layers": 4, "width": 512, "heads": 8, "context": 512}
+    batch = text_batch(8, 512)
+    with imagine("H100-80GB") as gpu:
+        imagined = two_steps(lambda: GPT(**sizes), gpu.imagined(batch))[1]
+    real = two_steps(lambda: GPT(**sizes).cuda(), tuple(tensor.cuda() for tensor in batch))[1]
+    assert abs(imagined.peak_bytes - real.peak_bytes) <= 0.01 * real.peak_bytes
+    assert abs(imagined.peak_bytes - real.levels["requested"]["peak"]) <= 0.01 * real.levels["requested"]["peak"]
+
+
+def test_the_module_says_what_it_cannot_know():
+    words = inspect.getdoc(inspect.getmodule(imagine))
+    for unknown in ("workspace", "allocator", "driver", "values", "lower bound"):
+        assert unknown in words
