@@ -129,6 +129,129 @@ class GPT(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), y.flatten())
 
 
+@dataclass(frozen=True)
+class LlamaConfig:
+    """Sizes of a Llama: `heads` queries share `kv_heads` keys and values (None: one each); `hidden` is 4 × width if None."""
+
+    layers: int = 4
+    width: int = 256
+    heads: int = 4
+    kv_heads: int | None = None
+    hidden: int | None = None
+    context: int = 128
+    vocabulary: int = 256
+
+    def __post_init__(self):
+        if self.width % (2 * self.heads):
+            raise ValueError(
+                f"{self.heads} heads cannot share a width of {self.width} in pairs, which rotary positions need; "
+                f"pick heads with width % (2 * heads) == 0"
+            )
+        if self.heads % (self.kv_heads or self.heads):
+            raise ValueError(
+                f"{self.kv_heads} key-value heads cannot serve {self.heads} heads; pick kv_heads that divide heads"
+            )
+
+
+def rotary(positions: Tensor, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of each position's angles, (tokens, size) each, made in FP32. Su et al. 2021, section 3.2.2."""
+    frequencies = 10_000.0 ** -(torch.arange(0, size, 2, device=positions.device).float() / size)
+    angles = positions[:, None] * frequencies  # (tokens, size / 2)
+    angles = torch.cat((angles, angles), -1)
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """Turn each pair (i, i + size / 2) of features by its position's angle. x: (batch, heads, tokens, size)."""
+    first, second = x.chunk(2, -1)
+    return x * cosine + torch.cat((-second, first), -1) * sine
+
+
+class GroupedAttention(nn.Module):
+    """Causal self-attention with rotary positions; `heads / kv_heads` queries read the same keys and values.
+
+    x: (batch, tokens, width) → the same shape. `enable_gqa` is what Transformers passes too: a kernel that can read
+    a key for several queries then needs no copies of it. Ainslie et al. 2023.
+    """
+
+    def __init__(self, config: LlamaConfig):
+        super().__init__()
+        self.heads, self.kv_heads = config.heads, config.kv_heads or config.heads
+        self.size = config.width // config.heads
+        self.q = nn.Linear(config.width, self.heads * self.size, bias=False)
+        self.k = nn.Linear(config.width, self.kv_heads * self.size, bias=False)
+        self.v = nn.Linear(config.width, self.kv_heads * self.size, bias=False)
+        self.out = nn.Linear(self.heads * self.size, config.width, bias=False)
+
+    def forward(self, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+        batch, tokens, width = x.shape
+        q = rotate(self.q(x).view(batch, tokens, self.heads, self.size).transpose(1, 2), cosine, sine)
+        k = rotate(self.k(x).view(batch, tokens, self.kv_heads, self.size).transpose(1, 2), cosine, sine)
+        v = self.v(x).view(batch, tokens, self.kv_heads, self.size).transpose(1, 2)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.heads != self.kv_heads)
+        return self.out(mixed.transpose(1, 2).reshape(batch, tokens, width))
+
+
+class SwiGLU(nn.Module):
+    """Width → hidden, gated by a second projection → width. x: (batch, tokens, width). Shazeer 2020."""
+
+    def __init__(self, config: LlamaConfig):
+        super().__init__()
+        hidden = config.hidden or 4 * config.width
+        self.gate = nn.Linear(config.width, hidden, bias=False)
+        self.up = nn.Linear(config.width, hidden, bias=False)
+        self.down = nn.Linear(hidden, config.width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class LlamaBlock(nn.Module):
+    """One layer of a Llama: attention, then feed-forward, each on a normalised copy and added to the stream."""
+
+    def __init__(self, config: LlamaConfig):
+        super().__init__()
+        self.norm1 = nn.RMSNorm(config.width, eps=1e-5)
+        self.attention = GroupedAttention(config)
+        self.norm2 = nn.RMSNorm(config.width, eps=1e-5)
+        self.feed_forward = SwiGLU(config)
+
+    def forward(self, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+        x = x + self.attention(self.norm1(x), cosine, sine)
+        x = x + self.feed_forward(self.norm2(x))
+        return x
+
+
+class Llama(nn.Module):
+    """A Llama over bytes. `Llama(layers=4, width=256, heads=4, kv_heads=2)` or `Llama(LlamaConfig(...))`.
+
+    x, y: (batch, tokens) of int64. `model(x)` gives logits (batch, tokens, vocabulary), `model(x, y)` the mean
+    cross-entropy as a scalar. Touvron et al. 2023.
+    """
+
+    def __init__(self, config: LlamaConfig | None = None, **sizes):
+        super().__init__()
+        self.config = config = config or LlamaConfig(**sizes)
+        self.token_embedding = nn.Embedding(config.vocabulary, config.width)
+        self.blocks = nn.ModuleList(LlamaBlock(config) for _ in range(config.layers))
+        self.norm = nn.RMSNorm(config.width, eps=1e-5)
+        self.head = nn.Linear(config.width, config.vocabulary, bias=False)
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+        config = self.config
+        if x.shape[1] > config.context:
+            raise ValueError(f"expected at most {config.context} tokens (the context), found {x.shape[1]}")
+        stream = self.token_embedding(x)
+        positions = torch.arange(x.shape[1], device=x.device)
+        cosine, sine = rotary(positions, config.width // config.heads, stream.dtype)
+        for block in self.blocks:
+            stream = block(stream, cosine, sine)
+        logits = self.head(self.norm(stream))
+        if y is None:
+            return logits
+        return F.cross_entropy(logits.flatten(0, 1), y.flatten())
+
+
 class MLP(nn.Module):
     """Fully connected layers with ReLU between. x: (batch, features) → (batch, classes)."""
 

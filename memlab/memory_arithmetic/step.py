@@ -1,0 +1,254 @@
+"""One training step in closed form: what is held at the few moments at which a step can be at its fullest.
+
+A step's memory rises block by block through forward and falls block by block through backward, while gradients grow.
+All blocks are alike, so backward is a straight line from block to block, and a straight line is highest at one of its
+ends: the fullest instant lies in the last block, in the first, or outside the blocks. Those are the moments.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from memlab.memory_arithmetic.blocks import (
+    gpt_block,
+    gpt_embeddings,
+    gpt_head,
+    llama_block,
+    llama_embeddings,
+    llama_head,
+)
+from memlab.memory_arithmetic.ledger import Breakdown, Ledger, Op, Piece, Row, net
+from memlab.memory_arithmetic.ops import GRADIENT, Setting, grad, of
+from memlab.memory_arithmetic.optimizers import IMPLEMENTATIONS, OPTIMIZERS, STEP_COUNTERS, play_step, states
+from memlab.memory_arithmetic.shapes import Transformer, added, one_of, positive
+
+PRECISIONS = ("fp32", "bf16", "mixed", "autocast")
+ATTENTIONS = ("fused", "by hand")
+HARDWARE = ("gpu", "cpu")
+
+
+@dataclass(frozen=True)
+class TrainingStep:
+    """What one training step holds, in bytes of storages: what tensors hold, before an allocator rounds up.
+
+    Not counted: what kernels allocate for themselves, the allocator's rounding and fragmentation, the CUDA context.
+    `moments` are breakdowns in the order of the step; `peak` is the fullest of them.
+    """
+
+    model: Transformer
+    moments: tuple[Breakdown, ...]
+    activations: Breakdown
+    in_main_memory: Breakdown
+    _static: dict[str, Breakdown] = field(repr=False)
+
+    @property
+    def peak(self) -> Breakdown:
+        """The fullest moment; of equals the first."""
+        return max(self.moments, key=lambda moment: moment.nbytes)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes held at once."""
+        return self.peak.nbytes
+
+    @property
+    def parameters(self) -> Breakdown:
+        """The weights."""
+        return self._static["parameter"]
+
+    @property
+    def gradients(self) -> Breakdown:
+        """The gradients, when all are there."""
+        return self._static["gradient"]
+
+    @property
+    def optimizer_states(self) -> Breakdown:
+        """What the optimizer keeps between steps, wherever it lies."""
+        return self._static["optimizer_state"]
+
+    def moment(self, name: str) -> Breakdown:
+        """The moment of that name. Raises KeyError, with the names there are."""
+        for moment in self.moments:
+            if moment.moment == name:
+                return moment
+        raise KeyError(f"expected one of {', '.join(repr(m.moment) for m in self.moments)}; found {name!r}")
+
+
+def training_step(
+    model: Transformer,
+    batch: int,
+    tokens: int,
+    *,
+    precision: str = "fp32",
+    optimizer: str = "adamw",
+    implementation: str | None = None,
+    attention: str = "fused",
+    dropout: float = 0.0,
+    hardware: str = "gpu",
+    first_step: bool = False,
+) -> TrainingStep:
+    """The memory of forward, backward and optimizer step on (batch, tokens) of int64, gradients freed before it.
+
+    precision: "fp32" (4 + 4 bytes of weight and gradient a parameter, 8 of AdamW's), "bf16" (2 + 2 + 4), "mixed" (BF16
+      weights and gradients, FP32 master weights and moments: 2 + 2 + 12), "autocast" (FP32 weights, gradients and
+      moments, and until backward a BF16 copy of each weight that a matrix product reads: 4 + 4 + 8, and 2 for a time).
+      "mixed" counts no FP32 copy of the gradients: fused implementations convert in registers, others add 4 bytes.
+    optimizer: "sgd", "momentum" or "adamw". implementation: "for-loop", "foreach" or "fused"; None is what torch.optim
+      picks, foreach on a GPU and the for-loop on a CPU.
+    attention: "fused" (scaled_dot_product_attention) or "by hand". dropout: a probability; any above 0 costs the same.
+    hardware: whose kernels run. On a GPU, AdamW's step counters lie in main memory unless it is fused.
+    first_step: the optimizer has no states until its step.
+
+    Raises TypeError or ValueError for sizes below 1, more tokens than the context, and options that do not exist.
+    """
+    for name, value in (("batch", batch), ("tokens", tokens)):
+        positive(name, value)
+    if tokens > model.context:
+        raise ValueError(
+            f"expected at most {model.context} tokens (the context), found {tokens}; pass fewer or raise context"
+        )
+    implementation = implementation or ("foreach" if hardware == "gpu" else "for-loop")
+    for name, value, allowed in (
+        ("precision", precision, PRECISIONS),
+        ("optimizer", optimizer, OPTIMIZERS),
+        ("implementation", implementation, IMPLEMENTATIONS),
+        ("attention", attention, ATTENTIONS),
+        ("hardware", hardware, HARDWARE),
+    ):
+        one_of(name, value, allowed)
+    if isinstance(dropout, bool) or not isinstance(dropout, (int, float)) or not 0 <= dropout < 1:
+        raise ValueError(f"expected dropout as a probability from 0 up to, not including, 1; found {dropout!r}")
+    if model.family == "llama" and (dropout or attention == "by hand"):
+        asked = "dropout" if dropout else "attention='by hand'"
+        raise ValueError(f"family 'llama' has no dropout and fused attention, found {asked}; use family='gpt' for it")
+
+    setting = Setting(
+        compute=4 if precision == "fp32" else 2,
+        stream=4 if precision in ("fp32", "autocast") else 2,
+        autocast=precision == "autocast",
+        gpu=hardware == "gpu",
+        by_hand=attention == "by hand",
+        dropout=dropout > 0,
+        folds=batch > 1 and model.heads > 1,
+    )
+    ledger = Ledger(
+        model.symbols
+        | {
+            "b": batch,
+            "s": tokens,
+            "r": model.width // model.heads // 2,
+            "P": model.parameters,
+            "T": model.parameter_tensors,
+        }
+    )
+    state_size = 4 if precision == "mixed" else setting.stream
+    kept_states = states(optimizer, state_size, master=precision == "mixed")
+    counters = [STEP_COUNTERS] if optimizer == "adamw" else []
+    elsewhere = counters if hardware == "gpu" and implementation != "fused" else []
+    on_device = kept_states + [piece for piece in counters if piece not in elsewhere]
+    weights = parameters(model, setting)
+    gradients = {
+        Piece("gradients", "P", setting.stream, "gradient", "one for every parameter, once backward is done"): 1
+    }
+    ids = "int64, from the data loader"
+    inputs = [Piece(name, "b·s", 8, "input", ids) for name in ("x, the tokens", "y, the targets")]
+
+    for piece, count in weights.items():
+        ledger.make(piece, count)
+    for piece in [*inputs, *([] if first_step else on_device)]:
+        ledger.make(piece)
+    activations = play(ledger, setting, model)
+    for name in [name for name in ledger.held if ledger.pieces[name].category == "gradient"]:
+        ledger.free(name, ledger.held[name])
+    for piece in gradients:
+        ledger.make(piece)
+    for piece in on_device if first_step else []:
+        ledger.make(piece)
+    play_step(ledger, OPTIMIZER, list(model.tensors.values()), optimizer, implementation, state_size)
+
+    static = {"parameter": weights, "gradient": gradients, "optimizer_state": dict.fromkeys(kept_states + counters, 1)}
+    return TrainingStep(
+        model,
+        tuple(ledger.breakdown(moment) for moment in ledger.fullest),
+        activations,
+        listed(ledger, "between steps", "main memory", dict.fromkeys(elsewhere, 1)),
+        {name: listed(ledger, "between steps", name, pieces) for name, pieces in static.items()},
+    )
+
+
+FORWARD, LOSS, OPTIMIZER = "forward", "loss", "optimizer step"
+LAST, FIRST, EMBEDDINGS = "backward of the last block", "backward of the first block", "backward of the embeddings"
+MOMENTS = (FORWARD, LOSS, LAST, FIRST, EMBEDDINGS, OPTIMIZER)
+
+
+def parameters(model: Transformer, setting: Setting) -> dict[Piece, int]:
+    """The weights as pieces: those before the blocks, the blocks, those after; with how many there are of each."""
+    piece = lambda name, size: Piece(name, size, setting.stream, "parameter", "the model")  # noqa: E731
+    return {
+        **{piece(name, size): 1 for name, size in model.before.items()},
+        piece("weights of a block", added(list(model.block.values()))): model.layers,
+        **{piece(name, size): 1 for name, size in model.after.items()},
+    }
+
+
+def listed(ledger: Ledger, moment: str, at: str, pieces: dict[Piece, int]) -> Breakdown:
+    """Pieces, which need not be held, as a breakdown."""
+    ledger.pieces |= {piece.name: piece for piece in pieces}
+    return Breakdown(moment, at, tuple(ledger.term(piece.name, count) for piece, count in pieces.items()))
+
+
+def backward(ops: Iterable[Op]) -> Iterable[tuple[str, tuple[Row, ...]]]:
+    """The ops from the end, each with its backward's rows."""
+    return ((f"backward of {op.name}", op.backward) for op in reversed(list(ops)))
+
+
+def play(ledger: Ledger, c: Setting, model: Transformer) -> Breakdown:
+    """Forward and backward. The middle blocks, all alike, are not played but multiplied. Returns the activations."""
+    gpt = model.family == "gpt"
+    layers = model.layers
+    start = gpt_embeddings(c, model.tied) if gpt else llama_embeddings(c, model.tied)
+    end = gpt_head(c, model.tied) if gpt else llama_head(c, model.tied)
+    make_block = gpt_block if gpt else functools.partial(llama_block, first=False)
+    block, last = make_block(c), make_block(c, last=True)
+    first = (gpt_block if gpt else functools.partial(llama_block, first=True))(c, last=layers == 1)
+    left_by_block = net(row for op in block for row in op.forward)
+    block_gradients = Piece(
+        "gradients of a block", added(list(model.block.values())), c.stream, "gradient", "AccumulateGrad keeps them"
+    )
+    saved = Counter({piece: count for piece, count in left_by_block.items() if piece.category == "activation"})
+
+    def run_backward(moment: str, ops: list[Op], where: str) -> None:
+        for at, rows in backward(ops):
+            ledger.play(moment, f"{at}{where}", rows)
+
+    for op in start:
+        ledger.play(FORWARD, op.name, op.forward)
+    for piece, count in left_by_block.items():
+        ledger.make(piece, count * (layers - 1))
+    for op in last:
+        ledger.play(FORWARD, f"{op.name}, block {layers}", op.forward)
+    for op in end:
+        ledger.play(LOSS, op.name, op.forward)
+    for name in [name for name in ledger.held if ledger.pieces[name].category == "temporary"]:
+        ledger.free(name, ledger.held[name])  # the model has returned, and autocast has ended
+    held = {ledger.pieces[name]: count for name, count in ledger.held.items()}
+    activations = listed(ledger, LOSS, "end of forward", {p: n for p, n in held.items() if p.category == "activation"})
+
+    run_backward(LOSS, end, "")
+    for number, (moment, ops) in enumerate([(LAST, last), (FIRST, first)]):
+        if layers == 1 and number == 0:
+            continue
+        run_backward(moment, ops, f", block {layers if number == 0 else 1}")
+        for name, size in model.block.items():
+            ledger.free(of(name))
+        ledger.make(block_gradients)
+        if number == 0:
+            for piece, count in saved.items():
+                ledger.free(piece.name, count * (layers - 2))
+            ledger.make(block_gradients, layers - 2)
+    run_backward(EMBEDDINGS, start, "")
+    ledger.free("gradient of the loss")
+    return activations
