@@ -5,17 +5,22 @@ Each function lists its ops in forward order; backward is the same list from the
 
 from __future__ import annotations
 
+from memlab.memory_arithmetic.attention import (
+    attention_by_hand,
+    attention_by_parts,
+    cast_for_attention,
+    folds,
+    fused_attention,
+    rotary,
+    unpack,
+)
 from memlab.memory_arithmetic.ledger import Op, Piece, Row
 from memlab.memory_arithmetic.ops import (
     GRADIENT,
     STREAM,
     Setting,
     add_to_stream,
-    attention_by_hand,
-    attention_by_parts,
-    cast_for_attention,
     dropout,
-    fused_attention,
     gelu,
     grad,
     kept,
@@ -25,9 +30,7 @@ from memlab.memory_arithmetic.ops import (
     of,
     passing,
     rms_norm,
-    rotary,
     swiglu,
-    unpack,
 )
 
 
@@ -71,7 +74,8 @@ def gpt_block(c: Setting, *, last: bool = False) -> list[Op]:
     qkv, e = "q, k and v", c.compute
     own = c.dropout or c.autocast  # the branch has a gradient of its own, not the stream's
     if c.by_hand or (c.dropout and not c.gpu):
-        packed = (kept if not c.folds else passing)(qkv, "3·b·s·h", e, "held until attention returns, or by bmm")
+        copied = folds(c) or (not c.by_hand and e == 2)
+        packed = (passing if copied else kept)(qkv, "3·b·s·h", e, "held until attention returns, or saved by bmm")
         middle = attention_by_hand(c, qkv, "mixed values") if c.by_hand else attention_by_parts(c, qkv, "mixed values")
         mixed_freed = True
     else:

@@ -21,7 +21,7 @@ from memlab.memory_arithmetic.blocks import (
     llama_head,
 )
 from memlab.memory_arithmetic.ledger import Breakdown, Ledger, Op, Piece, Row, net
-from memlab.memory_arithmetic.ops import GRADIENT, Setting, grad, of
+from memlab.memory_arithmetic.ops import Setting, of
 from memlab.memory_arithmetic.optimizers import IMPLEMENTATIONS, OPTIMIZERS, STEP_COUNTERS, play_step, states
 from memlab.memory_arithmetic.shapes import Transformer, added, one_of, positive
 
@@ -132,7 +132,8 @@ def training_step(
         gpu=hardware == "gpu",
         by_hand=attention == "by hand",
         dropout=dropout > 0,
-        folds=batch > 1 and model.heads > 1,
+        batch=batch,
+        heads=model.heads,
     )
     ledger = Ledger(
         model.symbols
@@ -242,7 +243,7 @@ def play(ledger: Ledger, c: Setting, model: Transformer) -> Breakdown:
         if layers == 1 and number == 0:
             continue
         run_backward(moment, ops, f", block {layers if number == 0 else 1}")
-        for name, size in model.block.items():
+        for name in model.block:
             ledger.free(of(name))
         ledger.make(block_gradients)
         if number == 0:
