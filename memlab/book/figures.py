@@ -118,9 +118,15 @@ def compare(
     )
 
 
-def bars(rows: Mapping[str, Mapping[str, int]], budget: int | str | None = None, title: str = "") -> Picture:
+def bars(
+    rows: Mapping[str, Mapping[str, int]],
+    budget: int | str | None = None,
+    title: str = "",
+    capacities: Mapping[str, int] | None = None,
+) -> Picture:
     """Stacked horizontal bars, one a row, of bytes by category: where a model stands against a card's capacity.
 
+    capacities: name → bytes of cards, each drawn as a thin line: those below the longest bar, and the first above.
     Raises ValueError for no rows, an unknown category, or a budget of 0.
     """
     if not rows:
@@ -132,8 +138,13 @@ def bars(rows: Mapping[str, Mapping[str, int]], budget: int | str | None = None,
             )
     limit = budget_bytes(budget)
     highest = max(max(sum(parts.values()) for parts in rows.values()), limit or 0)
+    cards = _cards_in_sight(capacities or {}, highest)
+    highest = max(highest, *cards.values(), 0)
     unit, scale = byte_unit(highest)
-    figure, axes = canvas(8, 1.5 + 0.55 * len(rows), left=0.3 + 0.07 * max(map(len, rows)), bottom=0.85)
+    above = 0.7 if cards else 0.0
+    figure, axes = canvas(
+        8, 1.5 + above + 0.55 * len(rows), left=0.3 + 0.07 * max(map(len, rows)), top=0.6 + above, bottom=0.85
+    )
     names = list(rows)
     left = [0.0] * len(names)
     for category, colour in COLOURS.items():
@@ -166,6 +177,10 @@ def bars(rows: Mapping[str, Mapping[str, int]], budget: int | str | None = None,
     axes.invert_yaxis()
     axes.set_xlim(0, highest / scale * 1.12 or 1)
     draw_budget(axes, limit, scale, vertical=True)
+    for name, capacity in cards.items():
+        axes.axvline(capacity / scale, color="black", linestyle=":", linewidth=1.2)
+        place = {"transform": axes.get_xaxis_transform(), "rotation": 30, "ha": "left", "va": "bottom"}
+        axes.text(capacity / scale, 1.01, name, fontsize=SMALL_SIZE, **place)
     finish(axes, f"bytes ({unit})", "", title)
     figure.legend(loc="lower center", frameon=False, fontsize=SMALL_SIZE, ncols=len(COLOURS))
     words = "; ".join(
@@ -174,10 +189,20 @@ def bars(rows: Mapping[str, Mapping[str, int]], budget: int | str | None = None,
         + ")"
         for name, parts in rows.items()
     )
-    return Picture(figure, f"Stacked bars of bytes by category. {words}.{budget_words(limit)}")
+    lines = ", ".join(f"{name} {format_bytes(capacity)}" for name, capacity in cards.items())
+    beside = f" Dotted lines mark what cards have: {lines}." if lines else ""
+    return Picture(figure, f"Stacked bars of bytes by category. {words}.{budget_words(limit)}{beside}")
 
 
 # ---- what the figures share
+
+
+def _cards_in_sight(capacities: Mapping[str, int], longest: int) -> dict[str, int]:
+    """The cards whose line helps to judge a bar: those it has passed that it does not dwarf, and the first beyond."""
+    ordered = sorted(capacities.items(), key=lambda card: card[1])
+    passed = [card for card in ordered if card[1] < longest and card[1] > longest / 8]
+    beyond = [card for card in ordered if card[1] >= longest]
+    return dict(passed + beyond[:1] or ordered[-1:])
 
 
 def _level(*timelines: Timeline) -> str:

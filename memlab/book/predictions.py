@@ -1,0 +1,255 @@
+"""Predictions as pictures: a formula's moments on a measured timeline, and sliders that ask *what if*.
+
+`memory_arithmetic` says what a step holds at the few moments at which it can be at its fullest. Here each moment gets
+its stretch of the timeline, and the prediction becomes a ceiling over that stretch: one that the measured curve has to
+touch and may not cross.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+
+import torch
+
+from memlab.book.figures import bars
+from memlab.book.interactive import Interactive
+from memlab.book.style import LABEL_SIZE, SMALL_SIZE, Picture, byte_unit, canvas, finish
+from memlab.book.tables import Table
+from memlab.book.workloads import GPT, GPTConfig, Llama, LlamaConfig
+from memlab.memory_arithmetic import TrainingStep, Transformer, training_step
+from memlab.memory_timeline import CARDS, Meter, Timeline, imagine
+from memlab.units import format_bytes
+
+OPTIMIZERS = {
+    "sgd": lambda p, **options: torch.optim.SGD(p, lr=1e-3, **options),
+    "momentum": lambda p, **options: torch.optim.SGD(p, lr=1e-3, momentum=0.9, **options),
+    "adamw": torch.optim.AdamW,
+}
+IMPLEMENTATIONS = {None: {}, "for-loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
+
+
+# ---- the step that a prediction is about
+
+
+def build(model: Transformer, **options) -> GPT | Llama:
+    """The book's own model of these sizes. options: attention and dropout, for the GPT family."""
+    sizes = {name: getattr(model, name) for name in ("layers", "width", "heads", "context", "vocabulary")}
+    if model.family == "llama":
+        return Llama(LlamaConfig(**sizes, kv_heads=model.kv_heads, hidden=model.hidden))
+    if model.tied or model.hidden != 4 * model.width:
+        raise ValueError(
+            "expected sizes of the book's GPT: an untied head and hidden = 4 × width; found "
+            f"tied={model.tied}, hidden={model.hidden}; use dataclasses.replace(model, tied=False)"
+        )
+    return GPT(GPTConfig(**sizes, **options))
+
+
+def metered_step(
+    model: Transformer,
+    batch: int,
+    tokens: int,
+    *,
+    precision: str = "fp32",
+    optimizer: str = "adamw",
+    implementation: str | None = None,
+    first_step: bool = False,
+    device: str = "cpu",
+    **options,
+) -> Timeline:
+    """Build the model, train it, and meter its second step (or its first). Inside `imagine`, on imagined hardware.
+
+    The same words as `training_step`, which predicts it. precision: "fp32", "bf16" or "autocast".
+    """
+    if precision not in ("fp32", "bf16", "autocast"):
+        raise ValueError(f"expected precision 'fp32', 'bf16' or 'autocast', found {precision!r}")
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16 if precision == "bf16" else torch.float32)
+    try:
+        network = build(model, **options).to(device)
+    finally:
+        torch.set_default_dtype(usual)
+    algorithm = OPTIMIZERS[optimizer](network.parameters(), **IMPLEMENTATIONS[implementation])
+    x, y = (torch.randint(model.vocabulary, (batch, tokens), device=device) for _ in range(2))
+    for _ in range(1 if first_step else 2):
+        with Meter(network, algorithm, inputs=(x, y)) as meter:
+            with torch.autocast(device, torch.bfloat16, enabled=precision == "autocast"):
+                loss = network(x, y)
+            loss.backward()
+            algorithm.step()
+            algorithm.zero_grad()
+            del loss
+    return meter.timeline
+
+
+# ---- predicted and measured on one axis
+
+
+def stretches(timeline: Timeline, layers: int) -> dict[str, tuple[int, int]]:
+    """Each moment's first and last event in a metered step of a model of `layers` blocks.
+
+    A moment begins where the first tensor of its part of the model is made: the head in forward for the loss, the last
+    block in backward, and so on. The blocks between the last and the first belong to no moment.
+    """
+    backward, optimizer = _first(timeline, "backward"), _first(timeline, "optimizer")
+    made = [(number, event) for number, event in enumerate(timeline.events, 1) if event.delta > 0]
+    module = lambda event: timeline.storages[event.storage].module  # noqa: E731
+    inside = lambda block: [  # noqa: E731
+        number
+        for number, event in made
+        if event.phase == "backward" and f"{module(event)}.".startswith(f"blocks.{block}.")
+    ]
+    ends = [number for number, event in made if event.phase == "forward" and module(event).startswith("blocks.")]
+    last, first = inside(layers - 1), inside(0)
+    found = {
+        "forward": (0, ends[-1]),
+        "loss": (ends[-1] + 1, last[0] - 1),
+        "backward of the last block": (last[0], last[-1]),
+        "backward of the first block": (first[0], first[-1]),
+        "backward of the embeddings": (first[-1] + 1, optimizer - 1),
+        "optimizer step": (optimizer, len(timeline)),
+    }
+    assert found["loss"][0] < backward <= found["loss"][1]
+    return found if layers > 1 else {name: at for name, at in found.items() if name != "backward of the last block"}
+
+
+def _first(timeline: Timeline, phase: str) -> int:
+    return next(span.start for span in timeline.phases if span.phase == phase)
+
+
+def measured_moments(timeline: Timeline, layers: int) -> dict[str, int]:
+    """The most bytes that were held in each moment's stretch, just after something was made."""
+    made = [0, *(number for number, event in enumerate(timeline.events, 1) if event.delta > 0)]
+    return {
+        name: max(timeline.totals[number] for number in made if start <= number <= stop)
+        for name, (start, stop) in stretches(timeline, layers).items()
+    }
+
+
+def predicted_and_measured(step: TrainingStep, timeline: Timeline, title: str = "") -> Picture:
+    """A measured step's curve, and over each moment's stretch the ceiling that arithmetic predicts for it."""
+    figure, axes = canvas(8, 3.6, bottom=0.75)
+    unit, scale = byte_unit(max(timeline.peak_bytes, step.peak_bytes))
+    events = range(len(timeline) + 1)
+    axes.step(
+        events, [timeline.totals[i] / scale for i in events], where="post", color="#0072B2", lw=1.2, label="measured"
+    )
+    words = []
+    for number, (name, (start, stop)) in enumerate(stretches(timeline, step.model.layers).items()):
+        moment = step.moment(name)
+        height = moment.nbytes / scale
+        label = "predicted, the most at each moment" if number == 0 else None
+        axes.plot([start, stop + 1], [height, height], color="#D55E00", lw=2.2, solid_capstyle="butt", label=label)
+        axes.annotate(
+            str(number + 1),
+            ((start + stop + 1) / 2, height),
+            xytext=(0, 5),
+            textcoords="offset points",
+            ha="center",
+            fontsize=LABEL_SIZE,
+            fontweight="bold",
+        )
+        words.append(f"{number + 1} {name} {format_bytes(moment.nbytes)}")
+    axes.set_ylim(0, max(timeline.peak_bytes, step.peak_bytes) / scale * 1.16)
+    axes.set_xlim(0, len(timeline))
+    finish(axes, "event (an allocation or a free)", f"bytes held, storages ({unit})", title)
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), frameon=False, fontsize=SMALL_SIZE, ncols=2)
+    alt = (
+        f"The line of bytes held in a metered step, peak {format_bytes(timeline.peak_bytes)}, under predicted ceilings"
+    )
+    return Picture(figure, f"{alt}: {', '.join(words)}.")
+
+
+def moments_table(step: TrainingStep, timeline: Timeline) -> Table:
+    """Each moment: what was predicted, what was measured, and how far they are apart."""
+    rows = [
+        (number, name, format_bytes(step.moment(name).nbytes), step.moment(name).nbytes, held)
+        for number, (name, held) in enumerate(measured_moments(timeline, step.model.layers).items(), 1)
+    ]
+    columns = ["", "moment", "predicted", "predicted, B", "measured, B", "difference, B"]
+    return Table(columns, [(*row, row[-1] - row[-2]) for row in rows])
+
+
+def terms(breakdown: Iterable, top: int | None = None) -> Table:
+    """A breakdown's terms, the largest first: bytes, formula and source."""
+    ordered = sorted(breakdown, key=lambda term: -term.nbytes)
+    rows = [(format_bytes(t.nbytes), t.category.replace("_", " "), t.name, t.formula, t.source) for t in ordered[:top]]
+    if top is not None and (rest := ordered[top:]):
+        rows.append((format_bytes(sum(t.nbytes for t in rest)), "", f"… {len(rest)} more", "", ""))
+    return Table(["size", "category", "tensor", "formula", "why"], rows)
+
+
+# ---- what if
+
+
+SLIDERS = {
+    "layers": [2, 4, 12, 24, 48, 96],
+    "width": [256, 512, 1024, 2048, 4096, 8192, 12288],
+    "heads": [4, 8, 16, 32, 64],
+    "tokens": [256, 1024, 4096, 16384],
+    "batch": [1, 2, 4, 8, 16, 32, 64],
+    "precision": ["fp32", "autocast", "mixed", "bf16"],
+    "optimizer": ["sgd", "momentum", "adamw"],
+}
+"""What `what_if` lets you choose. Every number of heads divides every width."""
+VOCABULARY = 50_257
+
+
+def asked(layers: int, width: int, heads: int, tokens: int, batch: int, precision: str, optimizer: str) -> TrainingStep:
+    """The prediction for one place of the sliders: a GPT with GPT-2's vocabulary, on a GPU."""
+    model = Transformer(layers, width, heads, VOCABULARY, tokens)
+    return training_step(model, batch, tokens, precision=precision, optimizer=optimizer)
+
+
+@functools.lru_cache(maxsize=32)
+def _imagined(layers, width, heads, tokens, batch, precision, optimizer) -> dict[str, int]:
+    with imagine("H100-80GB"):
+        model = Transformer(layers, width, heads, VOCABULARY, tokens)
+        timeline = metered_step(model, batch, tokens, precision=precision, optimizer=optimizer)
+    return timeline.bytes_by_category(timeline.peak_event)
+
+
+def what_if(**start) -> Interactive:
+    """Sliders over a GPT's sizes, its batch, precision and optimizer: its peak in bars, against what cards have.
+
+    "imagined" runs the step on imagined hardware too and sets its bar below; "mixed", which needs master weights,
+    cannot be imagined before chapter 06. start: where the sliders begin, as layers=12.
+    """
+    usual = {"layers": 12, "width": 1024, "heads": 16, "tokens": 1024, "batch": 8, "precision": "fp32"}
+    begin = usual | {"optimizer": "adamw"} | start
+
+    def draw(
+        layers=begin["layers"],
+        width=begin["width"],
+        heads=begin["heads"],
+        tokens=begin["tokens"],
+        batch=begin["batch"],
+        precision=begin["precision"],
+        optimizer=begin["optimizer"],
+        imagined=False,
+    ) -> Picture:
+        chosen = layers, width, heads, tokens, batch, precision, optimizer
+        step = asked(*chosen)
+        rows = {"predicted": step.peak.by_category()}
+        if imagined:
+            rows["imagined"] = {} if precision == "mixed" else _imagined(*chosen)
+        title = (
+            f"{step.model.parameters / 1e9:,.2f} billion parameters; fullest in the {step.peak.moment}: "
+            f"{format_bytes(step.peak_bytes)}, {_fits(step.peak_bytes)}"
+        )
+        return bars(rows, title=title, capacities=capacities())
+
+    return Interactive(draw, **SLIDERS, imagined=[False, True])
+
+
+def capacities() -> dict[str, int]:
+    """The cards of the book, the smallest first: name → bytes, one card for each capacity."""
+    cards = {name: imagine(name).capacity_bytes for name in CARDS if name not in ("V100-16GB", "A100-80GB")}
+    return dict(sorted(cards.items(), key=lambda card: card[1]))
+
+
+def _fits(nbytes: int) -> str:
+    for name, capacity in capacities().items():
+        if nbytes <= capacity:
+            return f"within a {name.replace('-', ' ')}"
+    return "beyond every card shown"
