@@ -1,6 +1,7 @@
 """The models every chapter runs, against torch's own layers, and the data, the same on every machine."""
 
 import math
+import re
 import sysconfig
 from pathlib import Path
 
@@ -10,7 +11,19 @@ from torch import nn
 from torch.nn import functional as F
 
 from memlab.book import workloads
-from memlab.book.workloads import GPT, LSTM, MLP, Attention, ConvNet, GPTConfig, lengths, text, text_batch
+from memlab.book.workloads import (
+    GPT,
+    LSTM,
+    MLP,
+    Attention,
+    ConvNet,
+    GPTConfig,
+    Llama,
+    LlamaConfig,
+    lengths,
+    text,
+    text_batch,
+)
 
 SMALL = {"layers": 2, "width": 32, "heads": 4, "context": 16, "vocabulary": 64}
 
@@ -65,15 +78,68 @@ def test_a_gpt_has_the_parameters_that_the_closed_form_counts():
     assert sum(p.numel() for p in GPT(c).parameters()) == expected
 
 
+def test_a_llama_is_transformers_own():
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    ours = Llama(**SMALL, kv_heads=2, hidden=88).double()
+    sizes = {"hidden_size": 32, "intermediate_size": 88, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.LlamaConfig(
+        **sizes, num_key_value_heads=2, vocab_size=64, max_position_embeddings=16, rms_norm_eps=1e-5
+    )
+    theirs = transformers.LlamaForCausalLM(config).double()
+    names = {
+        "token_embedding": "embed_tokens",
+        "blocks": "layers",
+        "attention.out": "self_attn.o_proj",
+        "attention": "self_attn",
+        "norm1": "input_layernorm",
+        "norm2": "post_attention_layernorm",
+        "feed_forward": "mlp",
+    }
+    renamed = {}
+    for name, value in ours.state_dict().items():
+        for old, new in names.items():
+            name = name.replace(old, new)
+        name = re.sub(r"(?<=\.)(q|k|v|gate|up|down)(?=\.)", r"\1_proj", name)
+        renamed[name if name.startswith("head") else f"model.{name}"] = value
+    renamed["lm_head.weight"] = renamed.pop("head.weight")
+    theirs.load_state_dict(renamed)
+    x = torch.randint(64, (2, 16))
+    torch.testing.assert_close(ours(x), theirs(x).logits, rtol=1e-5, atol=1e-6)  # both make the angles in FP32
+
+
+def test_a_llama_does_not_look_ahead_and_knows_positions():
+    model = Llama(**SMALL, kv_heads=1)
+    x = torch.randint(64, (1, 16))
+    changed = x.clone()
+    changed[0, 10:] = (changed[0, 10:] + 1) % 64
+    same = model(x)[0, :10] - model(changed)[0, :10]
+    assert same.abs().max() < 1e-5 < (model(x)[0, 10:] - model(changed)[0, 10:]).abs().max()
+    swapped = x[:, [1, 0, *range(2, 16)]]
+    assert (model(x)[0, 5] - model(swapped)[0, 5]).abs().max() > 1e-5
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [({"heads": 32}, "rotary positions need"), ({"heads": 4, "kv_heads": 3}, "pick kv_heads that divide heads")],
+)
+def test_a_llama_of_impossible_sizes_is_refused(sizes, message):
+    with pytest.raises(ValueError, match=message):
+        LlamaConfig(width=32, **sizes)
+    with pytest.raises(ValueError, match="expected at most 16 tokens"):
+        Llama(**SMALL)(torch.zeros(1, 17, dtype=torch.int64))
+
+
 @pytest.mark.parametrize(
     ("model", "x", "y", "classes"),
     [
         (GPT(**SMALL), torch.randint(64, (3, 16)), torch.randint(64, (3, 16)), 64),
+        (Llama(**SMALL), torch.randint(64, (3, 16)), torch.randint(64, (3, 16)), 64),
         (LSTM(64, 16), torch.randint(64, (3, 16)), torch.randint(64, (3, 16)), 64),
         (MLP(8, 16, 5), torch.randn(3, 8), torch.randint(5, (3,)), 5),
         (ConvNet(8, 5), torch.randn(3, 3, 16, 16), torch.randint(5, (3,)), 5),
     ],
-    ids=["GPT", "LSTM", "MLP", "ConvNet"],
+    ids=["GPT", "Llama", "LSTM", "MLP", "ConvNet"],
 )
 def test_every_model_gives_predictions_or_the_mean_cross_entropy(model, x, y, classes):
     predictions = model(x)

@@ -131,7 +131,7 @@ class GPT(nn.Module):
 
 @dataclass(frozen=True)
 class LlamaConfig:
-    """Sizes of a Llama: `heads` queries share `kv_heads` keys and values (None: one each); `hidden` is 4 × width if None."""
+    """Sizes of a Llama. `heads` queries share `kv_heads` keys and values (None: as many); hidden None is 4 × width."""
 
     layers: int = 4
     width: int = 256

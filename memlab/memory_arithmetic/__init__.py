@@ -6,7 +6,8 @@
         print(term.name, term.formula, term.source)
 
 Read the pages in this order: `shapes` (a model's sizes, its parameters, published models), `ledger` (sizes as text, and
-what is held), `ops` (what each op keeps and makes), `blocks` (the ops of the two families), `optimizers`, `step`.
+what is held), `ops` and `attention` (what each op keeps and makes), `gpt`, `llama` and `head` (which ops there are),
+`optimizers`, and `step`, which puts them together.
 Nothing here imports torch: it is integer arithmetic, and the tests hold it against a metered step.
 """
 

@@ -22,15 +22,21 @@ def unpack(c: Setting, packed: str, parts: tuple[str, str, str]) -> Op:
 def fused_attention(c: Setting, saved: tuple[str, ...], inputs: dict[str, str], y: str) -> Op:
     """Flash attention and its kin: saves q, k, v, its output and one number a row, never the scores.
 
-    inputs: name → size of q, k and v; saved: the storages in which they lie. Dao et al. 2022, section 3.1.
+    A GPU runs flash for BF16, with the state of its random numbers beside; for FP32 the memory-efficient kernel, whose
+    rows are padded to a multiple of 32 (S) and whose seed lies in main memory. Not counted is what a kernel takes for
+    itself: flash's backward, an FP32 copy of q's gradient.
+
+    inputs: name → size of q, k and v; saved: the storages in which they lie. Dao et al. 2022, section 3.1; Rabe and
+    Staats 2021.
     """
     source = "fused attention saves its output and log Σ exp of every row of scores, in FP32"
     out = kept(y, STREAM, c.compute, f"{source}; the Linear after it saves its input too")
-    rows = kept("log Σ exp of the scores", "b·a·s", 4, source)
-    made: list[Row] = [out, rows]
-    backward: list[Row] = [d(name, size, c.compute) for name, size in inputs.items()]
-    backward += [of(y), *saved, rows.name, y]
-    return Op("fused attention", tuple(made), tuple(backward))
+    rows = kept("log Σ exp of the scores", "b·a·S" if c.gpu and c.compute == 4 else "b·a·s", 4, source)
+    made = [out, rows]
+    if c.gpu and c.compute == 2:
+        made.append(kept("state of the random numbers", "3", 8, "flash saves it, with dropout or without"))
+    backward = [d(name, size, c.compute) for name, size in inputs.items()]
+    return Op("fused attention", tuple(made), (*backward, of(y), *saved, *names(made)))
 
 
 # ---- by hand
@@ -59,44 +65,60 @@ def scores_passed_on(name: str, itemsize: int) -> Piece:
 def attention_by_hand(c: Setting, packed: str, y: str) -> list[Op]:
     """softmax(q kᵀ / √d, masked) v, op by op: each matrix of scores that an op saves is there in every block.
 
-    Korthikanti et al. 2022, section 4.1, count 5·b·a·s·s bytes of them, in BF16 with a one-byte dropout mask.
+    Korthikanti et al. 2022, section 4.1, count 5·b·a·s·s bytes of them, in BF16 with a one-byte dropout mask. A GPU's
+    autocast runs softmax in FP32: then the weights are saved in FP32, and once more in BF16 by the product with v.
     """
-    e = c.compute
+    e, wide = c.compute, c.autocast and c.gpu
     copied = copies(c, "qk", e)
     ones, mask = passing("ones", "s·s", 1), kept("causal mask", "s·s", 1, "masked_fill saves its bool mask")
     raw, masked = passing("raw scores", SCORES, e), passing("masked scores", SCORES, e)
     scaled = passing("scores", SCORES, e, "a variable holds them until the method returns")
-    weights = kept("weights", SCORES, e, "softmax saves its output")
     d_raw, d_scaled, d_masked = (scores_passed_on(piece.name, e) for piece in (raw, scaled, masked))
+    weights = kept("weights", SCORES, 4 if wide else e, "softmax saves its output")
+    softmax = Op("softmax", (weights, masked.name), (d_masked, of(weights.name), weights.name))
+    if wide:
+        cast = passing("FP32 masked scores", SCORES, 4, "autocast computes softmax in FP32")
+        d_cast = scores_passed_on(cast.name, 4)
+        backward = (d_cast, of(weights.name), weights.name, d_masked, d_cast.name)
+        softmax = Op("softmax", (cast, weights, cast.name, masked.name), backward)
     return [
         Op("q kᵀ", (*copied, raw), (d("k", STREAM, e), d("q", STREAM, e), d_raw.name, *(names(copied) or [packed]))),
         Op("scaling", (scaled, raw.name), (d_raw, d_scaled.name)),
         Op("masked_fill", (ones, mask, ones.name, masked), (d_scaled, d_masked.name, mask.name)),
-        Op("softmax", (weights, masked.name), (d_masked, of(weights.name), weights.name)),
-        *dropped(c, e),
-        *weights_times_v(c, y, e),
+        softmax,
+        *(dropped(c, 4 if wide else e, keep=passing if wide else kept)),
+        *weights_times_v(c, y, e, wide),
     ]
 
 
-def dropped(c: Setting, itemsize: int) -> list[Op]:
+def dropped(c: Setting, itemsize: int, keep=kept) -> list[Op]:
     """Dropout on the weights, which softmax has saved already; its output is saved by the product with v."""
-    out = kept("dropped weights", SCORES, itemsize, FACTORS)
-    return [dropout(c, "weights", SCORES, out, frees_x=False)] if c.dropout else []
+    out = keep("dropped weights", SCORES, itemsize, FACTORS)
+    return [dropout(c, "weights", SCORES, out, dy=of(out.name), frees_x=False)] if c.dropout else []
 
 
-def weights_times_v(c: Setting, y: str, e: int) -> list[Op]:
-    """The product with v, and the copy that puts the heads side by side again where there are several."""
+def weights_times_v(c: Setting, y: str, e: int, wide: bool = False) -> list[Op]:
+    """The product with v, and the copy that puts the heads side by side again where there are several.
+
+    wide: the weights come in FP32, and the product saves a BF16 copy.
+    """
     copied = copies(c, "v", e)
-    weights = ["dropped weights"] if c.dropout else []
+    weights = "dropped weights" if c.dropout else "weights"
+    saved, ops, variable = [weights] if c.dropout else [], [], []
+    if wide:
+        cast = kept(f"BF16 copy of the {weights}", SCORES, 2, FACTORS)
+        ops = [Op("cast of the weights", (cast,), (scores_passed_on(weights, 4), of(cast.name)))]
+        weights, saved, variable = cast.name, [cast.name], saved
     out = kept(y, STREAM, e, "the values, heads side by side; the Linear after it saves its input")
     apart = passing("weights · v", STREAM, e)
     spread = [passing("copy of its gradient", STREAM, e)] if folds(c) else []
-    d_weights = scores_passed_on(weights[0] if weights else "weights", e)
-    backward = (d("v", STREAM, e), d_weights, *(names(spread) or [of(y)]), *names(copied), *weights)
+    d_weights = scores_passed_on(weights, e)
+    backward = (d("v", STREAM, e), d_weights, *(names(spread) or [of(y)]), *names(copied), *saved)
     if c.heads == 1:
-        return [Op("weights · v", (*copied, out), backward)]
+        return [*ops, Op("weights · v", (*copied, out, *variable), backward)]
     return [
-        Op("weights · v", (*copied, apart), backward),
+        *ops,
+        Op("weights · v", (*copied, apart, *variable), backward),
         Op("heads side by side", (out, apart.name), (*spread, of(y)) if spread else ()),
     ]
 

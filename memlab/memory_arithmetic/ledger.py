@@ -6,6 +6,7 @@ what is added up cannot differ. The symbols are Korthikanti et al.'s (2022):
     b  batch          h  width             f  width of the feed-forward layer    L  layers
     s  tokens         a  heads             v  vocabulary                         P  parameters
     c  context        d  width of a head   g  key-value heads                    T  parameter tensors
+    S  tokens, up to a multiple of 32      r  half of d, its pairs
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """One line of a breakdown: `nbytes`, the formula that gives them, and its source (a paper, or the op that keeps it).
+    """One line of a breakdown: `nbytes`, the formula that gives them, and the source: a paper, or the op that keeps it.
 
     `category` is one of the Timeline's: parameter, gradient, optimizer_state, input, activation, temporary.
     """
@@ -153,6 +154,10 @@ class Ledger:
         if not self.held[name]:
             del self.held[name]
         self.nbytes -= count * self.bytes_of(self.pieces[name])
+
+    def named(self, category: str) -> list[str]:
+        """The names of what is held of one category."""
+        return [name for name in self.held if self.pieces[name].category == category]
 
     def look(self, moment: str, at: str) -> None:
         """Note this instant, if it is the fullest of its moment so far."""

@@ -154,9 +154,9 @@ def linear(
     name: str,
     size: str,
     x: str,
-    x_size: str,
     y: Piece,
     *,
+    x_size: str = STREAM,
     bias: str = "",
     casts_x: bool = False,
     frees_x: bool = True,
@@ -166,12 +166,13 @@ def linear(
 ) -> Op:
     """A Linear saves its input, and needs its weight again. Backward makes three gradients, then lets go.
 
-    Under autocast the weight is cast to BF16 once and the copy is saved; an FP32 input (`casts_x`) is cast too, by every
-    Linear that reads it, for only weights are cached. The copy of the bias waits in that cache for autocast to end.
-    Gradients come in BF16 and are cast to FP32.
+    Under autocast the weight is cast to BF16 once and the copy is saved. An FP32 input (`casts_x`) is cast too, by
+    every Linear that reads it, for autocast caches only weights. The copy of the bias waits in that cache until
+    autocast ends. Gradients come in BF16 and are cast to FP32.
 
-    frees_x: this is the first op to save x, so the last to let it go. frees_dy: nobody else holds the output's gradient.
-    dx: the name of the input's gradient. after_dx: what happens to it at once, such as adding it to another.
+    name: of the module; size, bias: of its parameters. x: saved input, of `x_size`. y: output.
+    frees_x: this is the first op to save x, so the last to let it go. frees_dy: nobody else holds y's gradient.
+    dx: the name of x's gradient. after_dx: what happens to it at once, such as being added to another.
     """
     dx = dx or of(x)
     weight, biases = grad(c, f"{name}.weight", size), [grad(c, f"{name}.bias", bias)] if bias else []
@@ -197,16 +198,19 @@ def linear(
     return Op(name, (*forward, y), tuple(backward))
 
 
-def dropout(c: Setting, x: str, size: str, y: Piece, *, frees_x: bool = True, frees_dy: bool = True) -> Op:
-    """Saves its mask: bool from the GPU's native_dropout, and on a CPU scaled and of the input's type."""
+def dropout(c: Setting, x: str, size: str, y: Piece, *, dy: str = "", frees_x: bool = True) -> Op:
+    """Saves its mask: bool from the GPU's native_dropout, and on a CPU scaled and of the input's type.
+
+    dy: the name of the output's gradient, if backward is to free it.
+    """
     kind = "native_dropout saves a bool mask" if c.gpu else "the CPU's dropout saves a mask of the input's type"
     mask = kept(f"dropout mask of {x}", size, 1 if c.gpu else y.itemsize, kind)
     made = (y, mask) if c.gpu else (mask, y)
-    freed = [of(y.name)] if frees_dy else []
+    dx = passing(of(x), size, y.itemsize, PASSED_ON)
     return Op(
         f"dropout of {x}",
         (*made, *([x] if frees_x else [])),
-        (passing(of(x), size, y.itemsize, PASSED_ON), *freed, mask.name),
+        (dx, *([dy] if dy else []), mask.name),
     )
 
 

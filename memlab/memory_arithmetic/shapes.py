@@ -54,9 +54,11 @@ class Transformer:
     "llama": rotary positions, RMSNorm, SwiGLU, grouped-query attention, no biases (memlab.book.workloads.Llama).
       Touvron et al. 2023.
 
-    kv_heads: heads of keys and values (None: as many as heads; the "gpt" family has no other choice). hidden: width
-    of the feed-forward layer (None: 4 × width). tied: the head is the token embedding. Raises TypeError for a size that is
-    no int, ValueError for one below 1, for heads that do not divide the width, or kv_heads that do not divide the heads.
+    kv_heads: heads of keys and values (None: as many as heads; a "gpt" has no other choice). hidden: width of the
+    feed-forward layer (None: 4 × width). tied: the head is the token embedding.
+
+    Raises TypeError for a size that is no int; ValueError for one below 1, for heads that do not divide the width, and
+    for kv_heads that do not divide the heads.
     """
 
     layers: int

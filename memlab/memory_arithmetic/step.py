@@ -7,23 +7,13 @@ ends: the fullest instant lies in the last block, in the first, or outside the b
 
 from __future__ import annotations
 
-import functools
-from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from memlab.memory_arithmetic.blocks import (
-    gpt_block,
-    gpt_embeddings,
-    gpt_head,
-    llama_block,
-    llama_embeddings,
-    llama_head,
-)
-from memlab.memory_arithmetic.ledger import Breakdown, Ledger, Op, Piece, Row, net
+from memlab.memory_arithmetic import gpt, llama
+from memlab.memory_arithmetic.ledger import Breakdown, Ledger, Op, Piece, net
 from memlab.memory_arithmetic.ops import Setting, of
 from memlab.memory_arithmetic.optimizers import IMPLEMENTATIONS, OPTIMIZERS, STEP_COUNTERS, play_step, states
-from memlab.memory_arithmetic.shapes import Transformer, added, one_of, positive
+from memlab.memory_arithmetic.shapes import FAMILIES, Transformer, added, one_of, positive
 
 PRECISIONS = ("fp32", "bf16", "mixed", "autocast")
 ATTENTIONS = ("fused", "by hand")
@@ -125,6 +115,7 @@ def training_step(
         asked = "dropout" if dropout else "attention='by hand'"
         raise ValueError(f"family 'llama' has no dropout and fused attention, found {asked}; use family='gpt' for it")
 
+    refuse_unfused(model, precision, attention, hardware)
     setting = Setting(
         compute=4 if precision == "fp32" else 2,
         stream=4 if precision in ("fp32", "autocast") else 2,
@@ -140,6 +131,7 @@ def training_step(
         | {
             "b": batch,
             "s": tokens,
+            "S": -(-tokens // 32) * 32,
             "r": model.width // model.heads // 2,
             "P": model.parameters,
             "T": model.parameter_tensors,
@@ -162,7 +154,7 @@ def training_step(
     for piece in [*inputs, *([] if first_step else on_device)]:
         ledger.make(piece)
     activations = play(ledger, setting, model)
-    for name in [name for name in ledger.held if ledger.pieces[name].category == "gradient"]:
+    for name in ledger.named("gradient"):
         ledger.free(name, ledger.held[name])
     for piece in gradients:
         ledger.make(piece)
@@ -185,6 +177,24 @@ LAST, FIRST, EMBEDDINGS = "backward of the last block", "backward of the first b
 MOMENTS = (FORWARD, LOSS, LAST, FIRST, EMBEDDINGS, OPTIMIZER)
 
 
+def refuse_unfused(model: Transformer, precision: str, attention: str, hardware: str) -> None:
+    """Raise ValueError where a GPU has no fused kernel, and PyTorch would store the scores of every block after all."""
+    if hardware == "cpu" or attention == "by hand":
+        return
+    width, fp32 = model.width // model.heads, precision == "fp32"
+    multiple = 4 if fp32 else 8
+    if width % multiple or width > 256:
+        raise ValueError(
+            f"a GPU's fused attention in {precision} takes heads of a multiple of {multiple} wide, 256 at most; found "
+            f"{width} ({model.width} over {model.heads} heads); pick other heads, or attention='by hand'"
+        )
+    if fp32 and model.kv_heads != model.heads:
+        raise ValueError(
+            f"a GPU's fused attention in fp32 reads no grouped keys, found {model.kv_heads} kv_heads for {model.heads} "
+            f"heads; pick precision='bf16' or 'autocast', or as many kv_heads as heads"
+        )
+
+
 def parameters(model: Transformer, setting: Setting) -> dict[Piece, int]:
     """The weights as pieces: those before the blocks, the blocks, those after; with how many there are of each."""
     piece = lambda name, size: Piece(name, size, setting.stream, "parameter", "the model")  # noqa: E731
@@ -201,29 +211,16 @@ def listed(ledger: Ledger, moment: str, at: str, pieces: dict[Piece, int]) -> Br
     return Breakdown(moment, at, tuple(ledger.term(piece.name, count) for piece, count in pieces.items()))
 
 
-def backward(ops: Iterable[Op]) -> Iterable[tuple[str, tuple[Row, ...]]]:
-    """The ops from the end, each with its backward's rows."""
-    return ((f"backward of {op.name}", op.backward) for op in reversed(list(ops)))
-
-
 def play(ledger: Ledger, c: Setting, model: Transformer) -> Breakdown:
     """Forward and backward. The middle blocks, all alike, are not played but multiplied. Returns the activations."""
-    gpt = model.family == "gpt"
-    layers = model.layers
-    start = gpt_embeddings(c, model.tied) if gpt else llama_embeddings(c, model.tied)
-    end = gpt_head(c, model.tied) if gpt else llama_head(c, model.tied)
-    make_block = gpt_block if gpt else functools.partial(llama_block, first=False)
-    block, last = make_block(c), make_block(c, last=True)
-    first = (gpt_block if gpt else functools.partial(llama_block, first=True))(c, last=layers == 1)
-    left_by_block = net(row for op in block for row in op.forward)
-    block_gradients = Piece(
-        "gradients of a block", added(list(model.block.values())), c.stream, "gradient", "AccumulateGrad keeps them"
-    )
-    saved = Counter({piece: count for piece, count in left_by_block.items() if piece.category == "activation"})
-
-    def run_backward(moment: str, ops: list[Op], where: str) -> None:
-        for at, rows in backward(ops):
-            ledger.play(moment, f"{at}{where}", rows)
+    family, layers = (gpt, llama)[FAMILIES.index(model.family)], model.layers
+    start, end = family.embeddings(c, model.tied), family.after(c, model.tied)
+    last = family.block(c, last=True)
+    first = {"first": True} if model.family == "llama" else {}
+    first = family.block(c, last=layers == 1, **first)
+    left_by_block = net(row for op in family.block(c) for row in op.forward)
+    size = added(list(model.block.values()))
+    block_gradients = Piece("gradients of a block", size, c.stream, "gradient", "AccumulateGrad keeps them")
 
     for op in start:
         ledger.play(FORWARD, op.name, op.forward)
@@ -233,23 +230,29 @@ def play(ledger: Ledger, c: Setting, model: Transformer) -> Breakdown:
         ledger.play(FORWARD, f"{op.name}, block {layers}", op.forward)
     for op in end:
         ledger.play(LOSS, op.name, op.forward)
-    for name in [name for name in ledger.held if ledger.pieces[name].category == "temporary"]:
+    for name in ledger.named("temporary"):
         ledger.free(name, ledger.held[name])  # the model has returned, and autocast has ended
-    held = {ledger.pieces[name]: count for name, count in ledger.held.items()}
-    activations = listed(ledger, LOSS, "end of forward", {p: n for p, n in held.items() if p.category == "activation"})
+    saved = {ledger.pieces[name]: ledger.held[name] for name in ledger.named("activation")}
+    activations = listed(ledger, LOSS, "end of forward", saved)
 
-    run_backward(LOSS, end, "")
-    for number, (moment, ops) in enumerate([(LAST, last), (FIRST, first)]):
-        if layers == 1 and number == 0:
-            continue
-        run_backward(moment, ops, f", block {layers if number == 0 else 1}")
+    blocks = [(LAST, last, layers), (FIRST, first, 1)]
+    run_backward(ledger, LOSS, end)
+    for moment, ops, number in blocks if layers > 1 else blocks[1:]:
+        run_backward(ledger, moment, ops, f", block {number}")
         for name in model.block:
             ledger.free(of(name))
         ledger.make(block_gradients)
-        if number == 0:
-            for piece, count in saved.items():
-                ledger.free(piece.name, count * (layers - 2))
+        if number > 1:
+            for piece, count in left_by_block.items():
+                if piece.category == "activation":
+                    ledger.free(piece.name, count * (layers - 2))
             ledger.make(block_gradients, layers - 2)
-    run_backward(EMBEDDINGS, start, "")
-    ledger.free("gradient of the loss")
+    run_backward(ledger, EMBEDDINGS, start)
+    ledger.free("gradient of loss")
     return activations
+
+
+def run_backward(ledger: Ledger, moment: str, ops: list[Op], where: str = "") -> None:
+    """The backward of ops, from the last to the first."""
+    for op in reversed(ops):
+        ledger.play(moment, f"backward of {op.name}{where}", op.backward)

@@ -1,0 +1,50 @@
+"""What both families share: the stream, the token embedding's gradient, the logits and the loss."""
+
+from __future__ import annotations
+
+from memlab.memory_arithmetic.ledger import Op, Piece, Row
+from memlab.memory_arithmetic.ops import STREAM, Setting, grad, kept, leave, linear, of, passing
+
+
+def stream(c: Setting, name: str, reader: str) -> Piece:
+    """The residual stream at one place: kept because a norm reads it."""
+    return kept(name, STREAM, c.stream, f"residual sum; {reader} saves its input")
+
+
+def branch(c: Setting) -> Piece:
+    """What a block's attention, or its feed-forward part, adds to the stream."""
+    return passing("branch", STREAM, c.compute, "added to the stream")
+
+
+def embedded(c: Setting, tied: bool) -> list[Row]:
+    """The token embedding's gradient. When the head has made it already, a second one is added to it in place."""
+    if not tied:
+        return [grad(c, "token_embedding.weight", "v·h")]
+    second = passing("gradient of token_embedding.weight by the embedding", "v·h", c.stream)
+    return [second, second.name]
+
+
+def head(c: Setting, tied: bool) -> list[Op]:
+    """Logits and cross-entropy: log_softmax saves its output, (tokens × vocabulary), in FP32 under autocast.
+
+    Its backward is a moment of its own: log-probabilities, their gradient and that of the logits, 3·b·s·v at once.
+    """
+    size, wide = "b·s·v", 4 if c.autocast else c.compute
+    logits = passing("logits", size, c.compute, "a variable holds them until the model returns")
+    copy = passing("FP32 logits", size, 4, "autocast computes the loss in FP32")
+    log = kept("log-probabilities", size, wide, "log_softmax saves its output")
+    loss = kept("loss", "1", wide, "a variable holds it")
+    total = kept("weight of the targets", "1", wide, "nll_loss saves the number of targets")
+    one = passing(of(loss.name), "1", wide, "backward begins with 1")
+    d_log = passing(of(log.name), size, wide, "the loss's gradient, zero but at the targets")
+    d_logits = passing(of(copy.name if c.autocast else logits.name), size, wide, "softmax minus the targets")
+    cast = [
+        leave("output of norm"),
+        Op("cast of the logits", (copy,), (passing(of(logits.name), size, 2, "cast back"), of(copy.name))),
+    ]
+    return [
+        linear(c, "token_embedding" if tied else "head", "v·h", "output of norm", logits, casts_x=True),
+        *(cast if c.autocast else []),
+        Op("log_softmax", (log,), (d_logits, d_log.name, log.name)),
+        Op("nll_loss", (loss, total), (one, d_log, total.name)),
+    ]

@@ -1,0 +1,545 @@
+"""Memory arithmetic against the meter: real steps on a CPU, imagined ones on a GPU, and published models."""
+
+import contextlib
+import functools
+import re
+import subprocess
+import sys
+from dataclasses import dataclass, field, replace
+
+import pytest
+import torch
+
+from memlab.book.workloads import GPT, Llama
+from memlab.memory_arithmetic import PRESETS, Transformer, preset, training_step
+from memlab.memory_arithmetic.ledger import Ledger, elements
+from memlab.memory_timeline import Meter, imagine
+from tests.memory_timeline_helpers import allocations, blocks, event_tree, one_thread, peak  # noqa: F401
+
+BF16 = torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training step that is both predicted and metered. residual: metered minus predicted bytes, with a reason."""
+
+    layers: int = 2
+    width: int = 32
+    heads: int = 4
+    context: int = 32
+    vocabulary: int = 64
+    batch: int = 4
+    tokens: int = 32
+    family: str = "gpt"
+    kv_heads: int | None = None
+    hidden: int | None = None
+    tied: bool = False
+    precision: str = "fp32"
+    optimizer: str = "adamw"
+    implementation: str | None = None
+    attention: str = "fused"
+    dropout: float = 0.0
+    first_step: bool = False
+    hardware: str = "cpu"
+    residual: int = field(default=0, compare=False)
+
+    @property
+    def model(self) -> Transformer:
+        return Transformer(
+            self.layers,
+            self.width,
+            self.heads,
+            self.vocabulary,
+            self.context,
+            self.kv_heads,
+            self.hidden if self.family == "llama" else None,
+            self.family,
+            self.tied,
+        )
+
+    @property
+    def seeds(self) -> int:
+        """Bytes that an imagined card holds at the end of forward, and CUDA in main memory."""
+        fused = self.attention == "fused" and self.precision == "fp32"
+        return 16 * self.layers if fused and self.hardware == "gpu" else 0
+
+    def predicted(self):
+        options = ("precision", "optimizer", "implementation", "attention", "dropout", "hardware", "first_step")
+        return training_step(self.model, self.batch, self.tokens, **{name: getattr(self, name) for name in options})
+
+
+LLAMA = {"family": "llama", "kv_heads": 2, "hidden": 88}
+BY_HAND = {"attention": "by hand", "tokens": 32}
+SHORT, LARGE_VOCABULARY = {"batch": 1, "tokens": 4}, {"vocabulary": 999}
+
+CPU = {
+    "GPT, fused attention, AdamW's default loop": Case(),
+    "GPT, one block, so first and last": Case(layers=1),
+    "GPT, five blocks, so that gradients grow large": Case(layers=5, batch=1, tokens=8, optimizer="sgd"),
+    "GPT, first step, states are made in it": Case(first_step=True),
+    "GPT, first step, a batch so small that the states decide": Case(**SHORT, first_step=True),
+    "GPT, many tokens and a large vocabulary: the loss decides": Case(**LARGE_VOCABULARY, layers=1, batch=8),
+    "GPT, large vocabulary, few tokens: the embedding's gradient decides": Case(
+        **SHORT, **LARGE_VOCABULARY, optimizer="sgd"
+    ),
+    "GPT, few tokens: the for-loop's √v decides": Case(**SHORT, implementation="for-loop"),
+    "GPT, few tokens: foreach's √v of all decide": Case(**SHORT, implementation="foreach"),
+    "GPT, few tokens, fused AdamW": Case(**SHORT, implementation="fused"),
+    "GPT, momentum": Case(optimizer="momentum", batch=1),
+    "GPT, momentum by foreach, first step": Case(optimizer="momentum", implementation="foreach", first_step=True),
+    "GPT, plain SGD, fused": Case(optimizer="sgd", implementation="fused", width=64),
+    "GPT, attention by hand": Case(**BY_HAND),
+    "GPT, attention by hand and dropout": Case(**BY_HAND, dropout=0.1),
+    "GPT, attention by hand, one sequence: bmm copies nothing": Case(**BY_HAND, dropout=0.1, batch=1, heads=8),
+    "GPT, attention by hand, one head": Case(**BY_HAND, heads=1, dropout=0.1),
+    "GPT, attention by hand of narrow heads: forward decides, where variables hold the scores": Case(
+        **BY_HAND, width=8, batch=8, optimizer="sgd", vocabulary=16
+    ),
+    "GPT, dropout rules the CPU's fused attention out": Case(dropout=0.1),
+    "GPT, the head is the token embedding": Case(tied=True, **LARGE_VOCABULARY),
+    "GPT, BF16": Case(precision="bf16"),
+    "GPT, BF16, by hand, dropout": Case(**BY_HAND, precision="bf16", dropout=0.1, layers=3),
+    "GPT, BF16, dropout: attention in FP32": Case(precision="bf16", dropout=0.1),
+    "GPT, BF16, foreach, few tokens": Case(**SHORT, precision="bf16", implementation="foreach"),
+    "Llama, grouped keys": Case(**LLAMA),
+    "Llama, as many keys as queries, one block": Case(family="llama", layers=1, hidden=None, optimizer="sgd"),
+    "Llama, one sequence, foreach": Case(**LLAMA, batch=1, implementation="foreach", layers=3),
+    "Llama, BF16: the CPU's RMSNorm works in FP32": Case(**LLAMA, precision="bf16"),
+    "Llama, BF16, wide stream: RMSNorm's backward decides": Case(
+        family="llama", kv_heads=2, hidden=16, precision="bf16", optimizer="sgd", vocabulary=16
+    ),
+    "GPT, autocast": Case(precision="autocast"),
+    "GPT, autocast, AdamW by foreach": Case(precision="autocast", implementation="foreach", width=64, batch=1),
+    "GPT, autocast, by hand": Case(**BY_HAND, precision="autocast"),
+    "GPT, autocast, by hand, dropout, many tokens": Case(**BY_HAND, precision="autocast", dropout=0.1, batch=8),
+    "GPT, autocast, dropout: attention in FP32": Case(precision="autocast", dropout=0.1),
+    "GPT, autocast, momentum, first step": Case(precision="autocast", optimizer="momentum", first_step=True),
+    "GPT, autocast, one block, large vocabulary": Case(**LARGE_VOCABULARY, precision="autocast", layers=1),
+    "GPT, autocast, the head is the token embedding": Case(**LARGE_VOCABULARY, precision="autocast", tied=True),
+    "Llama, autocast": Case(**LLAMA, precision="autocast"),
+    "Llama, autocast, SGD, three blocks": Case(**LLAMA, precision="autocast", optimizer="sgd", layers=3, batch=8),
+}
+
+# Where the scores are never stored, an FP32 step on a GPU runs the memory-efficient kernel. CUDA keeps its seed and
+# its offset, 8 bytes each, in main memory; an imagined card has one memory only. Hence 16 bytes for each block that
+# still holds its activations at the peak.
+GPU = {
+    "GPT on a GPU, FP32": Case(heads=2, batch=8, residual=2 * 16),
+    "GPT on a GPU, FP32, tokens that are no multiple of 32": Case(
+        tokens=20, batch=8, implementation="fused", residual=32
+    ),
+    "GPT on a GPU, FP32, by hand, dropout": Case(**BY_HAND, dropout=0.1, batch=8),
+    "GPT on a GPU, few tokens: foreach is the default": Case(**SHORT),
+    "GPT on a GPU, BF16": Case(precision="bf16"),
+    "GPT on a GPU, BF16, dropout keeps flash attention": Case(precision="bf16", dropout=0.1, implementation="fused"),
+    "GPT on a GPU, BF16, by hand, dropout": Case(**BY_HAND, precision="bf16", dropout=0.1, batch=8),
+    "GPT on a GPU, BF16, few tokens: √v decides": Case(**SHORT, precision="bf16"),
+    "GPT on a GPU, autocast": Case(precision="autocast", batch=8),
+    "GPT on a GPU, autocast, by hand: softmax in FP32": Case(**BY_HAND, precision="autocast", batch=8),
+    "GPT on a GPU, autocast, by hand, dropout": Case(**BY_HAND, precision="autocast", dropout=0.1, batch=8),
+    "GPT on a GPU, autocast, the head is the token embedding": Case(
+        **LARGE_VOCABULARY, precision="autocast", tied=True, optimizer="sgd"
+    ),
+    "Llama on a GPU, FP32, first step": Case(
+        family="llama", hidden=88, batch=8, first_step=True, optimizer="sgd", residual=2 * 16
+    ),
+    "Llama on a GPU, BF16: RMSNorm is one op": Case(**LLAMA, precision="bf16"),
+    "Llama on a GPU, BF16, for-loop": Case(**LLAMA, **SHORT, precision="bf16", implementation="for-loop"),
+    "Llama on a GPU, autocast": Case(**LLAMA, precision="autocast", batch=8, optimizer="momentum"),
+}
+GPU = {name: replace(case, hardware="gpu") for name, case in GPU.items()}
+CASES = CPU | GPU
+
+each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+
+
+def made(case: Case) -> torch.nn.Module:
+    sizes = {n: getattr(case, n) for n in ("layers", "width", "heads", "context", "vocabulary")}
+    if case.family == "gpt":
+        model = GPT(**sizes, attention=case.attention, dropout=case.dropout)
+    else:
+        model = Llama(**sizes, kv_heads=case.kv_heads, hidden=case.hidden)
+    if case.tied:
+        model.head.weight = model.token_embedding.weight
+    return model
+
+
+class Run:
+    """A case's model, optimizer and batch. `step()` is one training step, gradients are freed at its end."""
+
+    def __init__(self, case: Case):
+        options = {None: {}, "for-loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
+        options = options[case.implementation]
+        torch.set_default_dtype(BF16 if case.precision == "bf16" else torch.float32)
+        try:
+            self.model = made(case)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        if case.optimizer == "adamw":
+            self.optimizer = torch.optim.AdamW(self.model.parameters(), **options)
+        else:
+            momentum = 0.9 if case.optimizer == "momentum" else 0.0
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=momentum, **options)
+        x, y = torch.randint(case.vocabulary, (2, case.batch, case.tokens)).unbind()
+        self.inputs = x.clone(), y.clone()
+        device = "cuda" if case.hardware == "gpu" else "cpu"
+        self.autocast = lambda: torch.autocast(device, dtype=BF16, enabled=case.precision == "autocast")
+        if not case.first_step:
+            self.step()
+
+    def step(self) -> None:
+        with self.autocast():
+            loss = self.model(*self.inputs)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+@functools.cache
+def metered(case: Case):
+    """The timeline of the case's second step, or of its first."""
+    with imagine("H100-80GB") if case.hardware == "gpu" else contextlib.nullcontext():
+        run = Run(case)
+        with Meter(run.model, run.optimizer, run.inputs) as meter:
+            run.step()
+    return meter.timeline
+
+
+# ---- against the meter
+
+
+@each_case
+def test_the_peak_is_the_metered_one(case):
+    assert metered(case).peak_bytes - case.predicted().peak_bytes == case.residual
+
+
+@each_case
+def test_the_peak_has_the_metered_bytes_of_every_category(case):
+    timeline = metered(case)
+    found = {name: nbytes for name, nbytes in timeline.bytes_by_category(timeline.peak_event).items() if nbytes}
+    found["activation"] = found.get("activation", 0) - case.residual
+    assert {"activation": 0} | case.predicted().peak.by_category() == found
+
+
+@each_case
+def test_activations_are_what_the_meter_finds_when_backward_starts(case):
+    timeline = metered(case)
+    start = next(span.start for span in timeline.phases if span.phase == "backward") - 1
+    assert case.predicted().activations.nbytes == timeline.bytes_by_category(start)["activation"] - case.seeds
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in CPU if CPU[name].layers == 1] + ["GPT, dropout rules the CPU's fused attention out"]
+)
+def test_every_rise_of_the_metered_curve_is_an_instant_of_the_arithmetic(name, monkeypatch):
+    case = replace(CPU[name], layers=1)
+    looked = []
+    look = Ledger.look
+    monkeypatch.setattr(Ledger, "look", lambda self, *where: (looked.append(self.nbytes), look(self, *where)))
+    case.predicted()
+    timeline = metered(case)
+    rises = [
+        timeline.bytes_at(i)
+        for i, (now, then) in enumerate(zip(timeline.events, timeline.events[1:], strict=False), 1)
+        if now.phase == "backward" and now.delta > 0 > then.delta
+    ]
+    instants = iter(looked)
+    assert len(rises) > 10
+    assert [nbytes for nbytes in rises if nbytes not in instants] == []
+
+
+IN_THE_ALLOCATORS_LOG = [
+    name for name, case in CPU.items() if not case.first_step and case.predicted().peak.moment != "optimizer step"
+]
+
+
+@pytest.mark.parametrize("name", IN_THE_ALLOCATORS_LOG)
+def test_the_peak_is_the_one_in_the_allocators_own_log_with_nobody_watching(name):
+    """Attention by hand has 8 bytes more a block: scores · d^-½ saves the number, as a tensor that no op returned."""
+    case = CPU[name]
+    run = Run(case)
+    states = [value for state in run.optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
+    before = sum(t.nbytes for t in [*run.model.parameters(), *states, *run.inputs])
+    allocated = before + peak(blocks(allocations(event_tree(run.step)), without_scratch=True))
+    assert allocated - case.predicted().peak_bytes == (8 * case.layers if case.attention == "by hand" else 0)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_two_blocks_of_a_published_model_imagined_on_a_gpu_have_the_predicted_peak(name):
+    sizes = replace(preset(name), layers=2)
+    fields = ("layers", "width", "heads", "context", "vocabulary", "kv_heads", "hidden", "family", "tied")
+    case = Case(
+        **{name: getattr(sizes, name) for name in fields}, batch=2, tokens=1024, precision="bf16", hardware="gpu"
+    )
+    assert metered(case).peak_bytes == case.predicted().peak_bytes
+
+
+def test_the_cases_peak_in_every_moment():
+    assert {case.predicted().peak.moment for case in CASES.values()} == {
+        "forward",
+        "loss",
+        "backward of the last block",
+        "backward of the first block",
+        "backward of the embeddings",
+        "optimizer step",
+    }
+
+
+def test_the_cases_are_as_many_as_claimed():
+    autocast = [case for case in CPU.values() if case.precision == "autocast"]
+    assert len(CPU) >= 24 and len(autocast) >= 8 and len(GPU) >= 8
+    assert all(case.residual == 0 for case in CPU.values())
+
+
+# ---- breakdowns
+
+
+def evaluated(formula: str) -> int:
+    """The bytes that a formula's numbers give: "2·b·s·h × 4 B = 2·8·128·256 × 4"."""
+    numbers = formula.partition(" = ")[2].replace("·", "*").replace("×", "*")
+    assert re.fullmatch(r"[\d*+() ]+", numbers)
+    return eval(numbers)
+
+
+@each_case
+def test_breakdowns_sum_to_their_terms_and_the_peak_is_the_largest(case):
+    step = case.predicted()
+    everything = [*step.moments, step.parameters, step.gradients, step.optimizer_states, step.activations]
+    for breakdown in everything:
+        assert breakdown.nbytes == sum(evaluated(term.formula) for term in breakdown)
+        assert breakdown.nbytes == sum(breakdown.by_category().values())
+        assert all(term.source and term.nbytes > 0 for term in breakdown)
+        assert len({term.name for term in breakdown}) == len(breakdown)
+    assert step.peak_bytes == step.peak.nbytes == max(moment.nbytes for moment in step.moments)
+    assert step.moment(step.peak.moment) is step.peak
+    assert step.gradients.nbytes == step.parameters.nbytes
+
+
+@each_case
+def test_a_double_batch_doubles_what_has_a_batch_in_its_formula(case):
+    case = replace(case, batch=max(case.batch, 2))
+    once = {term.name: term for term in case.predicted().activations}
+    twice = {term.name: term for term in replace(case, batch=2 * case.batch).predicted().activations}
+    assert once.keys() == twice.keys()
+    for name, term in once.items():
+        assert twice[name].nbytes == (2 if "b·" in term.formula else 1) * term.nbytes
+
+
+@each_case
+def test_every_block_adds_the_same(case):
+    peaks, activations = [], []
+    for layers in (10, 20, 30, 1000):
+        step = replace(case, layers=layers).predicted()
+        activations.append(step.activations.nbytes)
+        peaks.append(step.peak_bytes)
+    assert activations[2] - activations[1] == activations[1] - activations[0]
+    assert activations[3] - activations[2] == 97 * (activations[1] - activations[0])
+    assert peaks == sorted(peaks)
+
+
+def test_a_gpt_blocks_activations_are_those_of_korthikanti_and_others():
+    def of_a_block(**options):
+        sizes = {"width": 64, "heads": 4, "vocabulary": 128, "context": 96}
+        two, one = (
+            training_step(Transformer(layers, **sizes), 3, 96, precision="bf16", **options) for layers in (2, 1)
+        )
+        return two.activations.nbytes - one.activations.nbytes
+
+    s, b, h, a = 96, 3, 64, 4
+    statistics, causal_mask, flash = 16 * s * b, s * s, 4 * a * s * b + 24
+    by_hand = of_a_block(attention="by hand", dropout=0.1)
+    assert by_hand == 34 * s * b * h + 5 * a * s * s * b + statistics + causal_mask
+    assert of_a_block() == 32 * s * b * h + statistics + flash
+    assert of_a_block(dropout=0.1) == 34 * s * b * h + statistics + flash
+
+
+# ---- bytes a parameter
+
+
+@pytest.mark.parametrize(
+    ("options", "bytes_a_parameter"),
+    [
+        ({"optimizer": "sgd"}, 4 + 4),
+        ({"optimizer": "momentum"}, 4 + 4 + 4),
+        ({}, 4 + 4 + 8),
+        ({"precision": "bf16"}, 2 + 2 + 4),
+        ({"precision": "bf16", "optimizer": "sgd"}, 2 + 2),
+        ({"precision": "mixed"}, 2 + 2 + 4 + 8),
+        ({"precision": "autocast"}, 4 + 4 + 8),
+    ],
+)
+def test_weights_gradients_and_states_take_the_published_bytes_a_parameter(options, bytes_a_parameter):
+    model = preset("Llama-2 7B")
+    step = training_step(model, 1, 128, implementation="fused", **options)
+    counters = 4 * model.parameter_tensors if options.get("optimizer", "adamw") == "adamw" else 0
+    static = step.parameters.nbytes + step.gradients.nbytes + step.optimizer_states.nbytes
+    assert static == bytes_a_parameter * model.parameters + counters
+
+
+@pytest.mark.parametrize(("implementation", "bytes_a_parameter"), [("foreach", 10), ("fused", 8)])
+def test_a_bf16_adamw_step_on_a_gpu_peaks_at_ten_bytes_a_parameter_or_eight(implementation, bytes_a_parameter):
+    model = preset("Llama-3 8B")
+    step = training_step(model, 1, 16, precision="bf16", implementation=implementation)
+    optimizer_step = step.moment("optimizer step")
+    rest = optimizer_step.nbytes - bytes_a_parameter * model.parameters
+    assert rest == 2 * 16 * 8 + 2 + (4 * model.parameter_tensors if implementation == "fused" else 0)
+
+
+def test_autocast_holds_two_bytes_for_every_weight_that_a_matrix_product_reads():
+    model = preset("GPT-2 small")
+    terms = training_step(model, 1, 1024, precision="autocast").activations
+    copies = sum(term.nbytes for term in terms if re.search(r"BF16 copy of .*weight", term.name))
+    matrices = [size for name, size in model.tensors.items() if "norm" not in name and "bias" not in name]
+    matrices.remove("c·h")
+    assert copies == 2 * sum(elements(size, model.symbols) for size in matrices)
+
+
+def test_adamws_step_counters_lie_in_main_memory_unless_it_is_fused():
+    model = preset("GPT-2 small")
+    for implementation, nbytes in (("foreach", 4 * 148), ("for-loop", 4 * 148), ("fused", 0)):
+        assert training_step(model, 1, 8, implementation=implementation).in_main_memory.nbytes == nbytes
+    assert training_step(model, 1, 8, hardware="cpu").in_main_memory.nbytes == 0
+
+
+# ---- shapes
+
+
+PUBLISHED = {
+    "GPT-2 small": 124_439_808,
+    "GPT-2 medium": 354_823_168,
+    "GPT-2 large": 774_030_080,
+    "GPT-2 XL": 1_557_611_200,
+    "Llama-2 7B": 6_738_415_616,
+    "Llama-2 70B": 68_976_648_192,
+    "Llama-3 8B": 8_030_261_248,
+    "Llama-3 70B": 70_553_706_496,
+}
+
+
+@pytest.mark.parametrize(("name", "parameters"), PUBLISHED.items())
+def test_a_preset_has_the_published_number_of_parameters(name, parameters):
+    assert preset(name).parameters == parameters
+
+
+def test_gpt3_has_about_175_billion_parameters():
+    assert abs(preset("GPT-3 175B").parameters - 174.6e9) < 0.05e9
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_has_the_parameters_and_tensors_of_transformers_own_model(name):
+    transformers = pytest.importorskip("transformers")
+    sizes = preset(name)
+    if sizes.family == "gpt":
+        config = transformers.GPT2Config(
+            vocab_size=sizes.vocabulary,
+            n_positions=sizes.context,
+            n_embd=sizes.width,
+            n_layer=sizes.layers,
+            n_head=sizes.heads,
+        )
+        kind = transformers.GPT2LMHeadModel
+    else:
+        config = transformers.LlamaConfig(
+            vocab_size=sizes.vocabulary,
+            max_position_embeddings=sizes.context,
+            hidden_size=sizes.width,
+            intermediate_size=sizes.hidden,
+            num_hidden_layers=sizes.layers,
+            num_attention_heads=sizes.heads,
+            num_key_value_heads=sizes.kv_heads,
+        )
+        kind = transformers.LlamaForCausalLM
+    with torch.device("meta"):
+        parameters = list(kind(config).parameters())
+    assert sum(p.numel() for p in parameters) == sizes.parameters
+    assert len(parameters) == sizes.parameter_tensors
+
+
+@pytest.mark.parametrize("case", [Case(), Case(layers=3, tied=True), Case(**LLAMA)], ids=["GPT", "tied GPT", "Llama"])
+def test_every_parameter_tensor_has_the_size_and_the_place_of_the_models_own(case):
+    expected = [(name, p.numel()) for name, p in made(case).named_parameters()]
+    found = [(name, elements(size, case.model.symbols)) for name, size in case.model.tensors.items()]
+    assert found == expected
+    assert case.model.parameters == sum(numel for _, numel in expected)
+
+
+# ---- errors
+
+
+SIZES = {"layers": 2, "width": 32, "heads": 4, "vocabulary": 64, "context": 32}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "error", "message"),
+    [
+        ({"layers": 0}, ValueError, "expected layers of at least 1, found 0"),
+        ({"width": -4}, ValueError, "expected width of at least 1, found -4"),
+        ({"width": 32.0}, TypeError, "expected width as an int, found 32.0"),
+        ({"vocabulary": True}, TypeError, "expected vocabulary as an int, found True"),
+        ({"heads": 5}, ValueError, r"5 heads cannot share a width of 32; .* \(1, 2, 4, 8, 16, 32\)"),
+        ({"family": "bert"}, ValueError, "expected family to be one of 'gpt', 'llama'; found 'bert'"),
+        ({"family": "llama", "kv_heads": 3}, ValueError, r"3 key-value heads cannot serve 4 heads; .* \(1, 2, 4\)"),
+        ({"kv_heads": 2}, ValueError, "grouped keys are for family='llama'"),
+        ({"family": "llama", "heads": 32}, ValueError, "rotary positions turn pairs of features"),
+    ],
+)
+def test_a_wrong_size_is_refused_with_what_to_do(sizes, error, message):
+    with pytest.raises(error, match=message):
+        Transformer(**SIZES | sizes)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"batch": 0}, ValueError, "expected batch of at least 1, found 0"),
+        ({"tokens": 2.5}, TypeError, "expected tokens as an int, found 2.5"),
+        ({"tokens": 33}, ValueError, r"expected at most 32 tokens \(the context\), found 33"),
+        ({"precision": "fp8"}, ValueError, "precision to be one of 'fp32', 'bf16', 'mixed', 'autocast'; found 'fp8'"),
+        ({"optimizer": "adam"}, ValueError, "optimizer to be one of 'sgd', 'momentum', 'adamw'; found 'adam'"),
+        ({"implementation": "loop"}, ValueError, "one of 'for-loop', 'foreach', 'fused'; found 'loop'"),
+        ({"attention": "flash"}, ValueError, "attention to be one of 'fused', 'by hand'; found 'flash'"),
+        ({"hardware": "tpu"}, ValueError, "hardware to be one of 'gpu', 'cpu'; found 'tpu'"),
+        ({"dropout": 1.0}, ValueError, "expected dropout as a probability from 0 up to, not including, 1; found 1.0"),
+    ],
+)
+def test_a_wrong_option_is_refused_with_what_is_allowed(options, error, message):
+    with pytest.raises(error, match=message):
+        training_step(Transformer(**SIZES), **{"batch": 1, "tokens": 8} | options)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options", "message"),
+    [
+        ({"family": "llama"}, {"dropout": 0.1}, "no dropout"),
+        ({"family": "llama"}, {"attention": "by hand"}, "use family='gpt'"),
+        ({"family": "llama", "kv_heads": 2}, {}, "reads no grouped keys"),
+        ({"heads": 8}, {"precision": "bf16"}, "heads of a multiple of 8 wide, 256 at most; found 4"),
+        ({"heads": 16}, {}, "heads of a multiple of 4 wide, 256 at most; found 2"),
+    ],
+)
+def test_what_no_fused_kernel_runs_is_refused(sizes, options, message):
+    with pytest.raises(ValueError, match=message):
+        training_step(Transformer(**SIZES | sizes), 1, 8, **options)
+
+
+def test_an_unknown_preset_suggests_the_nearest():
+    with pytest.raises(ValueError, match="found 'llama3-8b'; did you mean 'Llama-3 8B'"):
+        preset("llama3-8b")
+
+
+def test_an_unknown_moment_names_those_there_are():
+    with pytest.raises(KeyError, match="'loss'"):
+        Case().predicted().moment("lunch")
+
+
+# ---- torch is not needed
+
+
+def test_the_arithmetic_runs_where_there_is_no_torch():
+    program = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from memlab.memory_arithmetic import preset, training_step\n"
+        "print(training_step(preset('GPT-2 small'), 8, 1024, precision='autocast').peak_bytes)"
+    )
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert int(found) == training_step(preset("GPT-2 small"), 8, 1024, precision="autocast").peak_bytes
