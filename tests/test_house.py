@@ -23,7 +23,9 @@ ROOT = Path(__file__).parents[1]
 
 COMMANDS = ("record", "benchmark", "__main__")
 # These exist to drive Jupyter and matplotlib; importing them may do what those do.
-DRIVERS = tuple(f"memlab.book.{name}" for name in ("notebooks", "style", "figures", "explorer", "interactive"))
+DRIVERS = tuple(
+    f"memlab.book.{name}" for name in ("notebooks", "style", "figures", "explorer", "interactive", "predictions")
+)
 
 
 def write(root: Path, files: dict[str, str]) -> Path:

@@ -10,77 +10,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable
 
-import torch
-
 from memlab.book.figures import bars
 from memlab.book.interactive import Interactive
+from memlab.book.steps import metered_step
 from memlab.book.style import LABEL_SIZE, SMALL_SIZE, Picture, byte_unit, canvas, finish
 from memlab.book.tables import Table
-from memlab.book.workloads import GPT, GPTConfig, Llama, LlamaConfig
 from memlab.memory_arithmetic import TrainingStep, Transformer, training_step
-from memlab.memory_timeline import CARDS, Meter, Timeline, imagine
+from memlab.memory_timeline import CARDS, Timeline, imagine
 from memlab.units import format_bytes
-
-OPTIMIZERS = {
-    "sgd": lambda p, **options: torch.optim.SGD(p, lr=1e-3, **options),
-    "momentum": lambda p, **options: torch.optim.SGD(p, lr=1e-3, momentum=0.9, **options),
-    "adamw": torch.optim.AdamW,
-}
-IMPLEMENTATIONS = {None: {}, "for-loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
-
-
-# ---- the step that a prediction is about
-
-
-def build(model: Transformer, **options) -> GPT | Llama:
-    """The book's own model of these sizes. options: attention and dropout, for the GPT family."""
-    sizes = {name: getattr(model, name) for name in ("layers", "width", "heads", "context", "vocabulary")}
-    if model.family == "llama":
-        return Llama(LlamaConfig(**sizes, kv_heads=model.kv_heads, hidden=model.hidden))
-    if model.tied or model.hidden != 4 * model.width:
-        raise ValueError(
-            "expected sizes of the book's GPT: an untied head and hidden = 4 × width; found "
-            f"tied={model.tied}, hidden={model.hidden}; use dataclasses.replace(model, tied=False)"
-        )
-    return GPT(GPTConfig(**sizes, **options))
-
-
-def metered_step(
-    model: Transformer,
-    batch: int,
-    tokens: int,
-    *,
-    precision: str = "fp32",
-    optimizer: str = "adamw",
-    implementation: str | None = None,
-    first_step: bool = False,
-    device: str = "cpu",
-    **options,
-) -> Timeline:
-    """Build the model, train it, and meter its second step (or its first). Inside `imagine`, on imagined hardware.
-
-    The same words as `training_step`, which predicts it. precision: "fp32", "bf16" or "autocast".
-    """
-    if precision not in ("fp32", "bf16", "autocast"):
-        raise ValueError(f"expected precision 'fp32', 'bf16' or 'autocast', found {precision!r}")
-    usual = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16 if precision == "bf16" else torch.float32)
-    try:
-        network = build(model, **options).to(device)
-    finally:
-        torch.set_default_dtype(usual)
-    algorithm = OPTIMIZERS[optimizer](network.parameters(), **IMPLEMENTATIONS[implementation])
-    x, y = (torch.randint(model.vocabulary, (batch, tokens), device=device) for _ in range(2))
-    for _ in range(1 if first_step else 2):
-        with Meter(network, algorithm, inputs=(x, y)) as meter:
-            with torch.autocast(device, torch.bfloat16, enabled=precision == "autocast"):
-                loss = network(x, y)
-            loss.backward()
-            algorithm.step()
-            algorithm.zero_grad()
-            del loss
-    return meter.timeline
-
 
 # ---- predicted and measured on one axis
 
