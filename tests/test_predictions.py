@@ -9,7 +9,7 @@ import torch
 from memlab.book import predictions
 from memlab.book.predictions import (
     SLIDERS,
-    asked,
+    Asked,
     capacities,
     measured_moments,
     moments_table,
@@ -91,7 +91,7 @@ def test_wherever_the_sliders_stand_the_prediction_adds_up():
     grid = list(itertools.product(*SLIDERS.values()))
     corners = itertools.product(*((values[0], values[-1]) for values in SLIDERS.values()))
     for values in [*corners, *grid[:: len(grid) // 500]]:
-        step = asked(*values)
+        step = Asked(*values).step()
         assert step.peak_bytes == sum(step.peak.by_category().values()) == max(m.nbytes for m in step.moments)
         assert step.peak_bytes > step.parameters.nbytes > 0
 
@@ -105,6 +105,8 @@ def test_the_bars_say_what_was_asked_and_which_card_holds_it(monkeypatch):
     large = sliders.at(**sliders.start | {"layers": 96, "width": 12288})
     assert "beyond every card" in large.figure.axes[0].get_title(loc="left")
     assert "H200-141GB" in large.alt
+    thick = sliders.at(**sliders.start | {"width": 2048, "heads": 4})
+    assert "no fused kernel for heads of 512" in thick.figure.axes[0].get_title(loc="left")
     monkeypatch.setattr(predictions, "_imagined", lambda *_: pytest.fail("master weights cannot be imagined yet"))
     sliders.at(**sliders.start | {"precision": "mixed", "imagined": True})
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from memlab.book.figures import bars
 from memlab.book.interactive import Interactive
@@ -132,17 +133,41 @@ SLIDERS = {
 VOCABULARY = 50_257
 
 
-def asked(layers: int, width: int, heads: int, tokens: int, batch: int, precision: str, optimizer: str) -> TrainingStep:
-    """The prediction for one place of the sliders: a GPT with GPT-2's vocabulary, on a GPU."""
-    model = Transformer(layers, width, heads, VOCABULARY, tokens)
-    return training_step(model, batch, tokens, precision=precision, optimizer=optimizer)
+class Asked(NamedTuple):
+    """One place of the sliders: a GPT with GPT-2's vocabulary, on a GPU."""
+
+    layers: int
+    width: int
+    heads: int
+    tokens: int
+    batch: int
+    precision: str
+    optimizer: str
+
+    @property
+    def attention(self) -> str:
+        """Fused, unless a head is narrower than the fused kernels' 8 or wider than their 256."""
+        return "fused" if 8 <= self.width // self.heads <= 256 else "by hand"
+
+    @property
+    def model(self) -> Transformer:
+        """The model's sizes."""
+        return Transformer(self.layers, self.width, self.heads, VOCABULARY, self.tokens)
+
+    @property
+    def options(self) -> dict[str, str]:
+        """What `training_step` and `metered_step` both want to know."""
+        return {"precision": self.precision, "optimizer": self.optimizer, "attention": self.attention}
+
+    def step(self) -> TrainingStep:
+        """The prediction."""
+        return training_step(self.model, self.batch, self.tokens, **self.options)
 
 
 @functools.lru_cache(maxsize=32)
-def _imagined(layers, width, heads, tokens, batch, precision, optimizer) -> dict[str, int]:
+def _imagined(asked: Asked) -> dict[str, int]:
     with imagine("H100-80GB"):
-        model = Transformer(layers, width, heads, VOCABULARY, tokens)
-        timeline = metered_step(model, batch, tokens, precision=precision, optimizer=optimizer)
+        timeline = metered_step(asked.model, asked.batch, asked.tokens, **asked.options)
     return timeline.bytes_by_category(timeline.peak_event)
 
 
@@ -165,13 +190,14 @@ def what_if(**start) -> Interactive:
         optimizer=begin["optimizer"],
         imagined=False,
     ) -> Picture:
-        chosen = layers, width, heads, tokens, batch, precision, optimizer
-        step = asked(*chosen)
+        asked = Asked(layers, width, heads, tokens, batch, precision, optimizer)
+        step = asked.step()
         rows = {"predicted": step.peak.by_category()}
         if imagined:
-            rows["imagined"] = {} if precision == "mixed" else _imagined(*chosen)
+            rows["imagined"] = {} if precision == "mixed" else _imagined(asked)
+        by_hand = "" if asked.attention == "fused" else f" (no fused kernel for heads of {width // heads:,})"
         title = (
-            f"{step.model.parameters / 1e9:,.2f} billion parameters; fullest in the {step.peak.moment}: "
+            f"{step.model.parameters / 1e9:,.2f} billion parameters{by_hand}; fullest in the {step.peak.moment}: "
             f"{format_bytes(step.peak_bytes)}, {_fits(step.peak_bytes)}"
         )
         return bars(rows, title=title, capacities=capacities())
