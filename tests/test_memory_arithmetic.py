@@ -14,6 +14,7 @@ from memlab.book.workloads import GPT, Llama
 from memlab.memory_arithmetic import PRESETS, Transformer, preset, training_step
 from memlab.memory_arithmetic.ledger import Ledger, elements
 from memlab.memory_timeline import Meter, imagine
+from memlab.units import format_bytes
 from tests.memory_timeline_helpers import allocations, blocks, event_tree, one_thread, peak  # noqa: F401
 
 BF16 = torch.bfloat16
@@ -107,6 +108,9 @@ CPU = {
     "Llama, BF16: the CPU's RMSNorm works in FP32": Case(**LLAMA, precision="bf16"),
     "Llama, BF16, wide stream: RMSNorm's backward decides": Case(
         family="llama", kv_heads=2, hidden=16, precision="bf16", optimizer="sgd", vocabulary=16
+    ),
+    "Llama, the second block decides, for the first lets the rotary tables go": Case(
+        family="llama", layers=4, width=32, heads=1, hidden=16, batch=1, tokens=14, vocabulary=8, optimizer="sgd"
     ),
     "GPT, autocast": Case(precision="autocast"),
     "GPT, autocast, AdamW by foreach": Case(precision="autocast", implementation="foreach", width=64, batch=1),
@@ -313,6 +317,15 @@ def test_breakdowns_sum_to_their_terms_and_the_peak_is_the_largest(case):
     assert step.peak_bytes == step.peak.nbytes == max(moment.nbytes for moment in step.moments)
     assert step.moment(step.peak.moment) is step.peak
     assert step.gradients.nbytes == step.parameters.nbytes
+
+
+def test_a_breakdown_prints_as_a_table_with_the_largest_term_first():
+    peak_of_step = Case().predicted().peak
+    title, first, *others = str(peak_of_step).splitlines()
+    largest = max(peak_of_step, key=lambda term: term.nbytes)
+    assert title == f"{peak_of_step.moment} ({peak_of_step.at}): {format_bytes(peak_of_step.nbytes)}"
+    assert first.split(None, 2)[:2] == format_bytes(largest.nbytes).split() and largest.formula in first
+    assert len(others) == len(peak_of_step) - 1
 
 
 @each_case

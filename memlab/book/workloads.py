@@ -154,7 +154,7 @@ class LlamaConfig:
 
 
 def rotary(positions: Tensor, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of each position's angles, (tokens, size) each, made in FP32. Su et al. 2021, section 3.2.2."""
+    """Cosine and sine of each position's angles, (tokens, size) each, made in FP32. Su et al. 2021, section 3.4.2."""
     frequencies = 10_000.0 ** -(torch.arange(0, size, 2, device=positions.device).float() / size)
     angles = positions[:, None] * frequencies  # (tokens, size / 2)
     angles = torch.cat((angles, angles), -1)

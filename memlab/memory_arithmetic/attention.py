@@ -67,6 +67,8 @@ def attention_by_hand(c: Setting, packed: str, y: str) -> list[Op]:
 
     Korthikanti et al. 2022, section 4.1, count 5·b·a·s·s bytes of them, in BF16 with a one-byte dropout mask. A GPU's
     autocast runs softmax in FP32: then the weights are saved in FP32, and once more in BF16 by the product with v.
+
+    Not counted is the number 1 / √d, which the scaling saves as a tensor of 8 bytes, in main memory on a GPU as well.
     """
     e, wide = c.compute, c.autocast and c.gpu
     copied = copies(c, "qk", e)
@@ -189,7 +191,7 @@ def _values(c: Setting, y: str, wide: list[Piece], d_v: Piece, variables: list[P
 
 
 def rotary(c: Setting, name: str, heads: str, x: str, y: str, *, tables: bool = False) -> Op:
-    """y = x · cos + (−x₂, x₁) · sin, where x₁ and x₂ are the halves of a head. Su et al. 2021, section 3.4.
+    """y = x · cos + (−x₂, x₁) · sin, where x₁ and x₂ are the halves of a head. Su et al. 2021, section 3.4.2.
 
     The products save cos and sin, the same two tables in every block, and not x, since the tables need no gradient.
     Tables are of the stream's type: under autocast FP32, and so are the products and their sum.

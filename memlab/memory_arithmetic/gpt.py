@@ -1,7 +1,8 @@
 """A GPT, op by op: what stands before the blocks, one block, what comes after. Backward is the same from the end.
 
-The module is memlab.book.workloads.GPT. Korthikanti et al. 2022, section 4, count such a block's activations:
-34·s·b·h + 5·a·s·s·b bytes in 16 bit, with attention by hand, dropout of one-byte masks, and no more than is saved.
+The module is memlab.book.workloads.GPT. Korthikanti et al. 2022, section 4.1, count such a block's
+activations in 16 bit, with attention by hand and dropout: 34·s·b·h + 5·a·s·s·b bytes. Added up from what these ops
+save on a GPU it is that, and the statistics of two norms in FP32 (16·s·b) and one causal mask of bytes (s·s).
 """
 
 from __future__ import annotations
@@ -53,8 +54,11 @@ def embeddings(c: Setting, tied: bool) -> list[Op]:
     return [*ops, dropout(c, vectors.name, STREAM, start, dy=GRADIENT)] if c.dropout else ops
 
 
-def block(c: Setting, *, last: bool = False) -> list[Op]:
-    """x + attention(norm1(x)), then x + feed_forward(norm2(x)). The last block's sum is read by the final norm."""
+def block(c: Setting, *, first: bool = False, last: bool = False) -> list[Op]:
+    """x + attention(norm1(x)), then x + feed_forward(norm2(x)).
+
+    last: its sum is read by the final norm. first: matters to a Llama only.
+    """
     e = c.compute
     before_gelu = kept("input of gelu", "b·s·f", e, "gelu saves its input")
     after = stream(c, "input of norm", "the final norm") if last else stream(c, "input of norm1", "norm1")

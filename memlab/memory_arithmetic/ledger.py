@@ -16,6 +16,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from memlab.units import format_bytes
+
 
 def elements(size: str, symbols: dict[str, int]) -> int:
     """The number of elements that a size such as "4·b·s·h" or "12·h·h + 13·h" stands for.
@@ -90,6 +92,13 @@ class Breakdown:
 
     def __iter__(self) -> Iterator[Term]:
         return iter(self.terms)
+
+    def __str__(self) -> str:
+        """A table, the largest term first."""
+        rows = [f"{self.moment} ({self.at}): {format_bytes(self.nbytes)}"]
+        for term in sorted(self.terms, key=lambda term: -term.nbytes):
+            rows.append(f"{format_bytes(term.nbytes):>10}  {term.category:15}  {term.name}: {term.formula}")
+        return "\n".join(rows)
 
     def __len__(self) -> int:
         return len(self.terms)

@@ -1,8 +1,9 @@
 """One training step in closed form: what is held at the few moments at which a step can be at its fullest.
 
 A step's memory rises block by block through forward and falls block by block through backward, while gradients grow.
-All blocks are alike, so backward is a straight line from block to block, and a straight line is highest at one of its
-ends: the fullest instant lies in the last block, in the first, or outside the blocks. Those are the moments.
+All blocks are alike: at the same op of its backward, each holds one block's activations less and one block's gradients
+more than the one after it. That is a straight line, and a straight line is highest at one of its ends: the fullest
+instant lies in the last block, in the first, or outside the blocks. Those are the moments.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class TrainingStep:
 
     @property
     def peak(self) -> Breakdown:
-        """The fullest moment; of equals the first."""
+        """The fullest moment; the first of them where several are equal."""
         return max(self.moments, key=lambda moment: moment.nbytes)
 
     @property
@@ -89,33 +90,21 @@ def training_step(
     optimizer: "sgd", "momentum" or "adamw". implementation: "for-loop", "foreach" or "fused"; None is what torch.optim
       picks, foreach on a GPU and the for-loop on a CPU.
     attention: "fused" (scaled_dot_product_attention) or "by hand". dropout: a probability; any above 0 costs the same.
-    hardware: whose kernels run. On a GPU, AdamW's step counters lie in main memory unless it is fused.
+    hardware: whose kernels run; a "gpu" is NVIDIA's Ampere or later. There, AdamW's step counters lie in main memory
+      unless it is fused.
     first_step: the optimizer has no states until its step.
 
     Raises TypeError or ValueError for sizes below 1, more tokens than the context, and options that do not exist.
     """
-    for name, value in (("batch", batch), ("tokens", tokens)):
-        positive(name, value)
-    if tokens > model.context:
-        raise ValueError(
-            f"expected at most {model.context} tokens (the context), found {tokens}; pass fewer or raise context"
-        )
     implementation = implementation or ("foreach" if hardware == "gpu" else "for-loop")
-    for name, value, allowed in (
-        ("precision", precision, PRECISIONS),
-        ("optimizer", optimizer, OPTIMIZERS),
-        ("implementation", implementation, IMPLEMENTATIONS),
-        ("attention", attention, ATTENTIONS),
-        ("hardware", hardware, HARDWARE),
-    ):
-        one_of(name, value, allowed)
-    if isinstance(dropout, bool) or not isinstance(dropout, (int, float)) or not 0 <= dropout < 1:
-        raise ValueError(f"expected dropout as a probability from 0 up to, not including, 1; found {dropout!r}")
-    if model.family == "llama" and (dropout or attention == "by hand"):
-        asked = "dropout" if dropout else "attention='by hand'"
-        raise ValueError(f"family 'llama' has no dropout and fused attention, found {asked}; use family='gpt' for it")
-
-    refuse_unfused(model, precision, attention, hardware)
+    refuse_sizes(model, batch, tokens)
+    one_of("precision", precision, PRECISIONS)
+    one_of("optimizer", optimizer, OPTIMIZERS)
+    one_of("implementation", implementation, IMPLEMENTATIONS)
+    one_of("attention", attention, ATTENTIONS)
+    one_of("hardware", hardware, HARDWARE)
+    refuse_dropout(dropout)
+    refuse_attention(model, precision, attention, dropout, hardware)
     setting = Setting(
         compute=4 if precision == "fp32" else 2,
         stream=4 if precision in ("fp32", "autocast") else 2,
@@ -177,8 +166,30 @@ LAST, FIRST, EMBEDDINGS = "backward of the last block", "backward of the first b
 MOMENTS = (FORWARD, LOSS, LAST, FIRST, EMBEDDINGS, OPTIMIZER)
 
 
-def refuse_unfused(model: Transformer, precision: str, attention: str, hardware: str) -> None:
-    """Raise ValueError where a GPU has no fused kernel, and PyTorch would store the scores of every block after all."""
+def refuse_sizes(model: Transformer, batch: int, tokens: int) -> None:
+    """Raise TypeError or ValueError for a batch that the model could not take."""
+    positive("batch", batch)
+    positive("tokens", tokens)
+    if tokens > model.context:
+        raise ValueError(
+            f"expected at most {model.context} tokens (the context), found {tokens}; pass fewer or raise context"
+        )
+
+
+def refuse_dropout(dropout: float) -> None:
+    """Raise ValueError for what is no probability below 1."""
+    if isinstance(dropout, bool) or not isinstance(dropout, (int, float)) or not 0 <= dropout < 1:
+        raise ValueError(f"expected dropout as a probability from 0 up to, not including, 1; found {dropout!r}")
+
+
+def refuse_attention(model: Transformer, precision: str, attention: str, dropout: float, hardware: str) -> None:
+    """Raise ValueError for attention that a family does not have, or that no fused kernel of a GPU computes.
+
+    Without one, PyTorch would store the scores of every block after all, and say nothing.
+    """
+    if model.family == "llama" and (dropout or attention == "by hand"):
+        asked = "dropout" if dropout else "attention='by hand'"
+        raise ValueError(f"family 'llama' has no dropout and fused attention, found {asked}; use family='gpt' for it")
     if hardware == "cpu" or attention == "by hand":
         return
     width, fp32 = model.width // model.heads, precision == "fp32"
@@ -215,10 +226,8 @@ def play(ledger: Ledger, c: Setting, model: Transformer) -> Breakdown:
     """Forward and backward. The middle blocks, all alike, are not played but multiplied. Returns the activations."""
     family, layers = (gpt, llama)[FAMILIES.index(model.family)], model.layers
     start, end = family.embeddings(c, model.tied), family.after(c, model.tied)
-    last = family.block(c, last=True)
-    first = {"first": True} if model.family == "llama" else {}
-    first = family.block(c, last=layers == 1, **first)
-    left_by_block = net(row for op in family.block(c) for row in op.forward)
+    block, last, first = family.block(c), family.block(c, last=True), family.block(c, first=True, last=layers == 1)
+    left_by_block = net(row for op in block for row in op.forward)
     size = added(list(model.block.values()))
     block_gradients = Piece("gradients of a block", size, c.stream, "gradient", "AccumulateGrad keeps them")
 
@@ -235,18 +244,23 @@ def play(ledger: Ledger, c: Setting, model: Transformer) -> Breakdown:
     saved = {ledger.pieces[name]: ledger.held[name] for name in ledger.named("activation")}
     activations = listed(ledger, LOSS, "end of forward", saved)
 
-    blocks = [(LAST, last, layers), (FIRST, first, 1)]
+    blocks = [(FIRST, first, 1)]
+    if model.family == "llama" and layers > 2:
+        blocks.insert(0, (FIRST, block, 2))  # the first lets the rotary tables go, so it may be less full than this one
+    if layers > 1:
+        blocks.insert(0, (LAST, last, layers))
+    middle = layers - len(blocks)
     run_backward(ledger, LOSS, end)
-    for moment, ops, number in blocks if layers > 1 else blocks[1:]:
+    for moment, ops, number in blocks:
         run_backward(ledger, moment, ops, f", block {number}")
         for name in model.block:
             ledger.free(of(name))
         ledger.make(block_gradients)
-        if number > 1:
+        if moment == LAST:
             for piece, count in left_by_block.items():
                 if piece.category == "activation":
-                    ledger.free(piece.name, count * (layers - 2))
-            ledger.make(block_gradients, layers - 2)
+                    ledger.free(piece.name, count * middle)
+            ledger.make(block_gradients, middle)
     run_backward(ledger, EMBEDDINGS, start)
     ledger.free("gradient of loss")
     return activations
