@@ -44,7 +44,10 @@ CAST_TO_FP32 = """
 RESULT_IN_FP32 = "cumprod cumsum log_softmax prod softmax sum"
 CAST_TO_FP32, RESULT_IN_FP32 = frozenset(CAST_TO_FP32.split()), frozenset(RESULT_IN_FP32.split())
 
-_PYTHON = torch._C.DispatchKeySet(torch._C.DispatchKey.Python)
+# Straight to the dispatch modes, past autograd, which would take a CPU's op apart.
+_PYTHON = torch._C.DispatchKeySet(torch._C.DispatchKey.PythonTLSSnapshot) | torch._C.DispatchKeySet(
+    torch._C.DispatchKey.Python
+)
 
 
 @contextlib.contextmanager
