@@ -33,10 +33,10 @@ LLAMA = Transformer(3, 32, 4, 64, 16, kv_heads=2, hidden=48, family="llama")
 def test_every_moment_is_predicted_to_the_byte_and_lies_in_its_own_stretch(model, first_step):
     step = training_step(model, 2, 16, hardware="cpu", first_step=first_step)
     timeline = metered_step(model, 2, 16, first_step=first_step)
-    measured = measured_moments(timeline, model.layers)
+    measured = measured_moments(timeline, model)
     assert measured == {name: step.moment(name).nbytes for name in measured}
     assert max(measured.values()) == timeline.peak_bytes
-    places = list(stretches(timeline, model.layers).values())
+    places = list(stretches(timeline, model).values())
     assert all(start <= stop for start, stop in places)
     assert all(before[1] < after[0] for before, after in itertools.pairwise(places))
     assert places[0][0] == 0 and places[-1][1] == len(timeline)
@@ -46,7 +46,7 @@ def test_every_moment_is_predicted_to_the_byte_and_lies_in_its_own_stretch(model
 def test_the_picture_says_every_moment_and_draws_a_ceiling_for_each():
     step, timeline = training_step(GPT, 2, 16, hardware="cpu"), metered_step(GPT, 2, 16)
     picture = predicted_and_measured(step, timeline)
-    for name in stretches(timeline, 3):
+    for name in stretches(timeline, GPT):
         assert f"{name} {format_bytes(step.moment(name).nbytes)}" in picture.alt
     _, *ceilings = picture.figure.axes[0].lines
     assert len(ceilings) == 6

@@ -23,12 +23,14 @@ from memlab.units import format_bytes
 # ---- predicted and measured on one axis
 
 
-def stretches(timeline: Timeline, layers: int) -> dict[str, tuple[int, int]]:
-    """Each moment's first and last event in a metered step of a model of `layers` blocks.
+def stretches(timeline: Timeline, model: Transformer) -> dict[str, tuple[int, int]]:
+    """Each moment's first and last event in a metered step of a model.
 
     A moment begins where the first tensor of its part of the model is made: the head in forward for the loss, the last
-    block in backward, and so on. The blocks between the last and the first belong to no moment.
+    block in backward, and so on. The blocks between the last and the first belong to no moment; a Llama's first moment
+    has its second block too, since the first one lets the tables of the positions go.
     """
+    layers = model.layers
     backward, optimizer = _first(timeline, "backward"), _first(timeline, "optimizer")
     made = [(number, event) for number, event in enumerate(timeline.events, 1) if event.delta > 0]
     module = lambda event: timeline.storages[event.storage].module  # noqa: E731
@@ -39,6 +41,8 @@ def stretches(timeline: Timeline, layers: int) -> dict[str, tuple[int, int]]:
     ]
     ends = [number for number, event in made if event.phase == "forward" and module(event).startswith("blocks.")]
     last, first = inside(layers - 1), inside(0)
+    if model.family == "llama" and layers > 2:
+        first = [*inside(1), *first]
     found = {
         "forward": (0, ends[-1]),
         "loss": (ends[-1] + 1, last[0] - 1),
@@ -55,12 +59,12 @@ def _first(timeline: Timeline, phase: str) -> int:
     return next(span.start for span in timeline.phases if span.phase == phase)
 
 
-def measured_moments(timeline: Timeline, layers: int) -> dict[str, int]:
+def measured_moments(timeline: Timeline, model: Transformer) -> dict[str, int]:
     """The most bytes that were held in each moment's stretch, just after something was made."""
     made = [0, *(number for number, event in enumerate(timeline.events, 1) if event.delta > 0)]
     return {
         name: max(timeline.totals[number] for number in made if start <= number <= stop)
-        for name, (start, stop) in stretches(timeline, layers).items()
+        for name, (start, stop) in stretches(timeline, model).items()
     }
 
 
@@ -73,7 +77,7 @@ def predicted_and_measured(step: TrainingStep, timeline: Timeline, title: str = 
         events, [timeline.totals[i] / scale for i in events], where="post", color="#0072B2", lw=1.2, label="measured"
     )
     words = []
-    for number, (name, (start, stop)) in enumerate(stretches(timeline, step.model.layers).items()):
+    for number, (name, (start, stop)) in enumerate(stretches(timeline, step.model).items()):
         moment = step.moment(name)
         height = moment.nbytes / scale
         label = "predicted, the most at each moment" if number == 0 else None
@@ -102,7 +106,7 @@ def moments_table(step: TrainingStep, timeline: Timeline) -> Table:
     """Each moment: what was predicted, what was measured, and how far they are apart."""
     rows = [
         (number, name, format_bytes(step.moment(name).nbytes), step.moment(name).nbytes, held)
-        for number, (name, held) in enumerate(measured_moments(timeline, step.model.layers).items(), 1)
+        for number, (name, held) in enumerate(measured_moments(timeline, step.model).items(), 1)
     ]
     columns = ["", "moment", "predicted", "predicted, B", "measured, B", "difference, B"]
     return Table(columns, [(*row, row[-1] - row[-2]) for row in rows])
