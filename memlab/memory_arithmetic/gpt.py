@@ -48,7 +48,7 @@ def embeddings(c: Setting, tied: bool) -> list[Op]:
         Op(
             "embeddings",
             (positions, tokens, places, vectors, tokens.name, places.name),
-            (*by_position, *embedded(c, tied), d_vectors),
+            (*by_position, *embedded(c, tied, d_vectors)),
         )
     ]
     return [*ops, dropout(c, vectors.name, STREAM, start, dy=GRADIENT)] if c.dropout else ops

@@ -16,12 +16,23 @@ def branch(c: Setting) -> Piece:
     return passing("branch", STREAM, c.compute, "added to the stream")
 
 
-def embedded(c: Setting, tied: bool) -> list[Row]:
-    """The token embedding's gradient. When the head has made it already, a second one is added to it in place."""
+def by_the_head(c: Setting) -> Piece:
+    """A tied embedding's gradient as the head makes it: it waits, all through backward, for the embedding's own."""
+    name = "gradient of token_embedding.weight by the head"
+    return passing(name, "v·h", c.stream, "autograd's sum of both uses waits for the second")
+
+
+def embedded(c: Setting, tied: bool, dy: str) -> list[Row]:
+    """The token embedding's gradient, made from `dy`. A tied one is summed with what the head has made.
+
+    The head's is the transpose of a matrix product, a view, which autograd does not add into: so there are three at
+    once. What autocast's cast has made it does add into.
+    """
+    whole = grad(c, "token_embedding.weight", "v·h")
     if not tied:
-        return [grad(c, "token_embedding.weight", "v·h")]
+        return [whole, dy]
     second = passing("gradient of token_embedding.weight by the embedding", "v·h", c.stream)
-    return [second, second.name]
+    return [second, dy, second.name] if c.autocast else [second, dy, whole, by_the_head(c).name, second.name]
 
 
 def head(c: Setting, tied: bool) -> list[Op]:
@@ -42,8 +53,10 @@ def head(c: Setting, tied: bool) -> list[Op]:
         leave("output of norm"),
         Op("cast of the logits", (copy,), (passing(of(logits.name), size, 2, "cast back"), of(copy.name))),
     ]
+    name, waits = ("token_embedding", not c.autocast) if tied else ("head", False)
+    made = by_the_head(c) if waits else None
     return [
-        linear(c, "token_embedding" if tied else "head", "v·h", "output of norm", logits, casts_x=True),
+        linear(c, name, "v·h", "output of norm", logits, casts_x=True, d_weight=made),
         *(cast if c.autocast else []),
         Op("log_softmax", (log,), (d_logits, d_log.name, log.name)),
         Op("nll_loss", (loss, total), (one, d_log, total.name)),

@@ -47,7 +47,7 @@ def embeddings(c: Setting, tied: bool) -> list[Op]:
         wide = passing(f"FP32 {name}", "s·d", 4)
         rows += [wide, table, wide.name] if c.stream == 2 else [table]
     rows += [angles.name, frequencies.name]
-    return [Op("embeddings", tuple(rows), (*embedded(c, tied), GRADIENT))]
+    return [Op("embeddings", tuple(rows), tuple(embedded(c, tied, GRADIENT)))]
 
 
 def block(c: Setting, *, first: bool = False, last: bool = False) -> list[Op]:

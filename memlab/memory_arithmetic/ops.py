@@ -163,6 +163,7 @@ def linear(
     frees_dy: bool = True,
     dx: str = "",
     after_dx: tuple[Row, ...] = (),
+    d_weight: Piece | None = None,
 ) -> Op:
     """A Linear saves its input, and needs its weight again. Backward makes three gradients, then lets go.
 
@@ -173,9 +174,11 @@ def linear(
     name: of the module; size, bias: of its parameters. x: saved input, of `x_size`. y: output.
     frees_x: this is the first op to save x, so the last to let it go. frees_dy: nobody else holds y's gradient.
     dx: the name of x's gradient. after_dx: what happens to it at once, such as being added to another.
+    d_weight: what the weight's gradient is, if not yet the parameter's.
     """
     dx = dx or of(x)
-    weight, biases = grad(c, f"{name}.weight", size), [grad(c, f"{name}.bias", bias)] if bias else []
+    weight = d_weight or grad(c, f"{name}.weight", size)
+    biases = [grad(c, f"{name}.bias", bias)] if bias else []
     freed = [of(y.name)] if frees_dy else []
     if not c.autocast:
         backward = [weight, passing(dx, x_size, c.compute, PASSED_ON), *biases, *freed, *([x] if frees_x else [])]
