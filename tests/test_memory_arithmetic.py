@@ -5,7 +5,7 @@ import functools
 import re
 import subprocess
 import sys
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ BF16 = torch.bfloat16
 
 @dataclass(frozen=True)
 class Case:
-    """A training step that is both predicted and metered. residual: metered minus predicted bytes, with a reason."""
+    """A training step that is both predicted and metered."""
 
     layers: int = 2
     width: int = 32
@@ -42,7 +42,6 @@ class Case:
     dropout: float = 0.0
     first_step: bool = False
     hardware: str = "cpu"
-    residual: int = field(default=0, compare=False)
 
     @property
     def model(self) -> Transformer:
@@ -57,12 +56,6 @@ class Case:
             self.family,
             self.tied,
         )
-
-    @property
-    def seeds(self) -> int:
-        """Bytes that an imagined card holds at the end of forward, and CUDA in main memory."""
-        fused = self.attention == "fused" and self.precision == "fp32"
-        return 16 * self.layers if fused and self.hardware == "gpu" else 0
 
     def predicted(self):
         options = ("precision", "optimizer", "implementation", "attention", "dropout", "hardware", "first_step")
@@ -127,14 +120,9 @@ CPU = {
     "Llama, autocast, SGD, three blocks": Case(**LLAMA, precision="autocast", optimizer="sgd", layers=3, batch=8),
 }
 
-# Where the scores are never stored, an FP32 step on a GPU runs the memory-efficient kernel. CUDA keeps its seed and
-# its offset, 8 bytes each, in main memory; an imagined card has one memory only. Hence 16 bytes for each block that
-# still holds its activations at the peak.
 GPU = {
-    "GPT on a GPU, FP32": Case(heads=2, batch=8, residual=2 * 16),
-    "GPT on a GPU, FP32, tokens that are no multiple of 32": Case(
-        tokens=20, batch=8, implementation="fused", residual=32
-    ),
+    "GPT on a GPU, FP32": Case(heads=2, batch=8),
+    "GPT on a GPU, FP32, tokens that are no multiple of 32": Case(tokens=20, batch=8, implementation="fused"),
     "GPT on a GPU, FP32, by hand, dropout": Case(**BY_HAND, dropout=0.1, batch=8),
     "GPT on a GPU, few tokens: foreach is the default": Case(**SHORT),
     "GPT on a GPU, BF16": Case(precision="bf16"),
@@ -150,9 +138,7 @@ GPU = {
     "Llama on a GPU, BF16, the head is the token embedding": Case(
         **LLAMA, **SHORT, **LARGE_VOCABULARY, precision="bf16", tied=True, optimizer="momentum"
     ),
-    "Llama on a GPU, FP32, first step": Case(
-        family="llama", hidden=88, batch=8, first_step=True, optimizer="sgd", residual=2 * 16
-    ),
+    "Llama on a GPU, FP32, first step": Case(family="llama", hidden=88, batch=8, first_step=True, optimizer="sgd"),
     "Llama on a GPU, BF16: RMSNorm is one op": Case(**LLAMA, precision="bf16"),
     "Llama on a GPU, BF16, for-loop": Case(**LLAMA, **SHORT, precision="bf16", implementation="for-loop"),
     "Llama on a GPU, autocast": Case(**LLAMA, precision="autocast", batch=8, optimizer="momentum"),
@@ -220,14 +206,13 @@ def metered(case: Case):
 
 @each_case
 def test_the_peak_is_the_metered_one(case):
-    assert metered(case).peak_bytes - case.predicted().peak_bytes == case.residual
+    assert metered(case).peak_bytes == case.predicted().peak_bytes
 
 
 @each_case
 def test_the_peak_has_the_metered_bytes_of_every_category(case):
     timeline = metered(case)
     found = {name: nbytes for name, nbytes in timeline.bytes_by_category(timeline.peak_event).items() if nbytes}
-    found["activation"] = found.get("activation", 0) - case.residual
     assert {"activation": 0} | case.predicted().peak.by_category() == found
 
 
@@ -235,14 +220,10 @@ def test_the_peak_has_the_metered_bytes_of_every_category(case):
 def test_activations_are_what_the_meter_finds_when_backward_starts(case):
     timeline = metered(case)
     start = next(span.start for span in timeline.phases if span.phase == "backward") - 1
-    assert case.predicted().activations.nbytes == timeline.bytes_by_category(start)["activation"] - case.seeds
+    assert case.predicted().activations.nbytes == timeline.bytes_by_category(start)["activation"]
 
 
-# Left out: an imagined card's seeds, above, and its autocast, which casts q and k in the other order than PyTorch's.
-EVERY_RISE = [name for name, case in CASES.items() if not case.seeds and name != "Llama on a GPU, autocast"]
-
-
-@pytest.mark.parametrize("name", EVERY_RISE)
+@pytest.mark.parametrize("name", CASES)
 def test_every_rise_of_the_metered_curve_is_an_instant_of_the_arithmetic(name, monkeypatch):
     case = replace(CASES[name], layers=1)
     looked = []
@@ -300,7 +281,6 @@ def test_the_cases_peak_in_every_moment():
 def test_the_cases_are_as_many_as_claimed():
     autocast = [case for case in CPU.values() if case.precision == "autocast"]
     assert len(CPU) >= 24 and len(autocast) >= 8 and len(GPU) >= 8
-    assert all(case.residual == 0 for case in CPU.values())
 
 
 # ---- breakdowns

@@ -89,10 +89,13 @@ def _dropout(on_cpu: Callable) -> Callable:
     return dropout
 
 
-def statistics_in_fp32(func, result):
-    """What CUDA's LayerNorm returns for 16-bit input: the same, with mean and deviation of 32 bit."""
+def as_cuda_returns(func, result):
+    """An op's result with the dtypes, and in the memory, in which CUDA's kernel returns it."""
     if func is aten.native_layer_norm.default and result[0].dtype in HALF:
         return result[0], result[1].float(), result[2].float()
+    if func is aten._scaled_dot_product_efficient_attention.default:
+        for random_state in result[2:]:
+            random_state.in_main_memory = True
     return result
 
 
@@ -145,7 +148,8 @@ def _attention(on_cpu: Callable, architecture: tuple[int, int]) -> Callable:
     ) -> Tensor:
         if _autocasting():
             dtype = torch.get_autocast_dtype("cpu")
-            query, key, value = (t.to(dtype) if t.dtype is torch.float32 else t for t in (query, key, value))
+            # The last argument first, as C++ does.
+            value, key, query = (t.to(dtype) if t.dtype is torch.float32 else t for t in (value, key, query))
         choice = _choose(query, key, value, attn_mask, is_causal, enable_gqa, architecture)
         if choice == "flash":
             width = query.shape[-1]

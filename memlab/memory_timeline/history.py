@@ -112,7 +112,8 @@ class History:
     def born(self, tensor: torch.Tensor, nbytes: int, op: int, phase: str, line: int) -> int:
         """A storage of `nbytes` is here since `op`. Returns the number it goes by."""
         number = len(self.sizes)
-        self.births.flat += (nbytes, tuple(tensor.shape), tensor.dtype, self.device or tensor.device, op)
+        device = tensor.device if self.device is None or hasattr(tensor, "in_main_memory") else self.device
+        self.births.flat += (nbytes, tuple(tensor.shape), tensor.dtype, device, op)
         self.held += nbytes
         self.sizes.append(nbytes)
         self.last_read.append(-1)

@@ -40,7 +40,7 @@ from torch.optim import optimizer as optim
 from torch.utils import _foreach_utils as foreach
 from torch.utils._pytree import tree_map_only
 
-from memlab.memory_timeline.gpu_ops import choose_as_cuda_does, replaced, statistics_in_fp32
+from memlab.memory_timeline.gpu_ops import as_cuda_returns, choose_as_cuda_does, replaced
 from memlab.memory_timeline.meter import Meter
 from memlab.memory_timeline.ownership import Owned, gradients_of
 from memlab.units import format_bytes, parse_bytes
@@ -168,7 +168,7 @@ class _Imagination(FakeTensorMode):
                 f"expected imagined tensors, found a real one in {func}: build the model inside the block, and bring a "
                 "batch in with gpu.imagined(batch)"
             ) from None
-        return statistics_in_fp32(func, result) if self.imagines in CARDS else result
+        return as_cuda_returns(func, result) if self.imagines in CARDS else result
 
 
 def _apply(module: Module, fn, recurse: bool = True) -> Module:
