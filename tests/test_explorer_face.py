@@ -22,7 +22,7 @@ from memlab.book.browser import browser  # noqa: E402
 
 BOOK = Path(__file__).parents[1] / "memlab" / "book"
 LINE = Line("f", "y = x")
-LEFT, RIGHT = 62, 12  # the margins beside the axes
+LEFT, RIGHT, TOP, BOTTOM = 62, 12, 24, 300 - 34  # the margins beside the axes; where they begin and end
 LIGHT, DARK = ("#ffffff", "#111111"), ("#111111", "#ffffff")
 OPEN = """async ([sent, values, [paper, ink], width]) => {
   if (window.face) face.close();
@@ -93,13 +93,16 @@ def storage(id, nbytes, category="activation"):
 
 def timeline(*changes, category="activation"):
     """A timeline of (storage, delta) events."""
-    largest = {id: max(delta for other, delta in changes if other == id) for id, _ in changes}
+    largest = {}
+    for id, delta in changes:
+        largest[id] = max(delta, largest.get(id, 0))
     return Timeline(
         [storage(id, nbytes, category) for id, nbytes in largest.items()],
         [Event(id, delta, "add", "forward", LINE) for id, delta in changes],
     )
 
 
+@functools.cache
 def births(count, category="activation"):
     """A step that only grows: its peak is its last moment."""
     return timeline(*((id, MiB) for id in range(count)), category=category)
@@ -166,9 +169,11 @@ def alike(pixel, colour):
     return pixel[3] > 200 and all(abs(one - other) < 40 for one, other in zip(pixel, wanted, strict=False))
 
 
-def place(page, event, nbytes):
-    """Where a moment's column begins, and how high so many bytes stand."""
-    return page.evaluate("([event, nbytes]) => [face.x(event), face.y(nbytes)]", [event, nbytes])
+def place(timelines, event, nbytes, budget=0):
+    """Where a moment's column begins, and how high so many bytes stand: in a whole step, 900 pixels wide."""
+    moments = max(len(one) for one in timelines) + 1
+    highest = 1.1 * max(budget, *(one.peak_bytes for one in timelines))
+    return LEFT + event / moments * (900 - LEFT - RIGHT), BOTTOM - nbytes / highest * (BOTTOM - TOP)
 
 
 # ---- no moment is lost
@@ -190,7 +195,7 @@ def test_no_view_of_a_step_however_long_leaves_out_its_fullest_moment(show, even
             const wanted = most(seen.filter((event) => event <= step.length));
             const { points, end } = face.columns(step);
             const wide = points.filter(([x], i) => (i + 1 < points.length ? points[i + 1][0] : end) > x);
-            const under = Array.from({ length: Math.floor(face.width) + 1 }, (_, i) => face.eventAt(62 + i));
+            const under = Array.from({ length: Math.floor(face.width) + 9 }, (_, i) => face.eventAt(58 + i));
             const found = [most(wide.map(([, event]) => event)), most(under)];
             if (found.some((bytes) => bytes !== wanted)) lost.push([from, to, wanted, ...found]);
           }
@@ -201,15 +206,15 @@ def test_no_view_of_a_step_however_long_leaves_out_its_fullest_moment(show, even
 
 
 def test_every_moment_has_a_column_of_its_own_and_the_last_is_as_wide_as_any(show):
-    page = show(births(5))
-    column = (900 - LEFT - RIGHT) / 6  # the moment before the first event, and one after each
+    one = births(5)
+    page = show(one)
     for event in range(6):
-        x = LEFT + (event + 0.5) * column
+        x, _ = place([one], event + 0.5, 0)
         page.mouse.move(x, page.locator("canvas[tabindex]").bounding_box()["y"] + 100)
         settle(page)
         assert moment(page) == event and text(page, "readout").startswith(f"{format_bytes(event * MiB)} held")
         for height, filled in ((event + 0.2, False), (event - 0.2, event > 0)):
-            pixel = colours(page, x, place(page, 0, height * MiB)[1])[0]
+            pixel = colours(page, x, place([one], 0, height * MiB)[1])[0]
             assert alike(pixel, COLOURS["activation"]) == filled
     press(page, "Control+Home")
     assert moment(page) == 5
@@ -245,8 +250,8 @@ def test_what_is_alive_and_how_long_is_as_in_python_also_where_storages_are_resi
 def test_the_peak_has_the_colour_of_its_category_up_to_its_top(show, events, spike, theme):
     one = busy(events, spike)
     page = show(one, theme=theme)
-    x, y = place(page, spike, one.peak_bytes)
-    width = max(1, int(place(page, spike + 1, 0)[0] - x))
+    x, y = place([one], spike, one.peak_bytes)
+    width = max(1, int(place([one], spike + 1, 0)[0] - x))
     found = [pixel for pixel in colours(page, x - 1, y + 4, width + 2) if alike(pixel, COLOURS["activation"])]
     assert len(found) >= min(width, 2)
     assert inked(colours(page, x, y - 6)) == 1  # the mark of the peak
@@ -257,7 +262,7 @@ def test_the_peak_has_the_colour_of_its_category_up_to_its_top(show, events, spi
 def test_the_top_of_what_is_held_is_drawn_in_ink(show, events, theme):
     one = timeline((0, 2 * MiB), *[(1, 1), (1, -1)] * (events // 2))
     page = show(one, theme=theme)
-    x, y = place(page, events // 3, 2 * MiB)
+    x, y = place([one], events // 3, one.peak_bytes)
     brightness = [sum(pixel[:3]) for pixel in colours(page, x, y, 1, 2) if pixel[3] > 200]  # from the line down
     assert (min(brightness) < 250) if theme == LIGHT else (max(brightness) > 520)
 
@@ -265,25 +270,25 @@ def test_the_top_of_what_is_held_is_drawn_in_ink(show, events, theme):
 def test_the_budget_is_a_line_across_the_whole_step(show):
     for budget, drawn in ((9 * MiB, True), (None, False)):
         page = show(births(5), births(9), budget=budget)
-        _, y = place(page, 0, 9 * MiB)
+        _, y = place([births(9)], 0, 9 * MiB, 9 * MiB)
         line = colours(page, LEFT, y - 1, 500, 2)
         assert (inked(line) > 250) == drawn
 
 
 def test_each_other_timeline_is_drawn_as_an_outline(show):
-    x, y = place(show(births(5), births(9)), 8.5, 8 * MiB)
-    assert inked(colours(show(births(5), births(9)), x - 20, y - 1, 40, 3)) > 20
+    x, y = place([births(9)], 8.5, 8 * MiB)
     page = show(births(5), births(9))
+    assert inked(colours(page, x - 20, y - 1, 40, 3)) > 20 and inked(colours(page, x - 20, y + 10, 40, 9)) == 0
     page.locator("select").select_option("1")
     settle(page)
     assert alike(*colours(page, x, y + 10), COLOURS["activation"])
 
 
 def test_no_tick_label_is_cut_off(show):
-    page = show(busy(50_000, 33_333), width=900)
-    labels = colours(page, 0, 270, 900, 12)
-    rightmost = max(i % 900 for i, (*_, opacity) in enumerate(labels) if opacity > 100)
-    assert 880 < rightmost < 899
+    page = show(busy(50_000, 33_333))
+    labels = colours(page, 800, 270, 100, 12)
+    rightmost = max(i % 100 for i, (*_, opacity) in enumerate(labels) if opacity > 100)
+    assert 80 < rightmost < 99
 
 
 def test_the_readout_wraps_in_a_narrow_page(show):
@@ -322,7 +327,7 @@ def test_a_pin_beyond_the_end_is_shown_at_the_end(show):
 def test_only_the_main_button_pins(show):
     page = show(births(5))
     for button, pinned in (("right", None), ("middle", None), ("left", 2)):
-        x = LEFT + 2.5 * (900 - LEFT - RIGHT) / 6
+        x, _ = place([births(5)], 2.5, 0)
         page.locator("canvas[tabindex]").click(position={"x": x, "y": 100}, button=button)
         assert page.evaluate("() => model.get('event')") == pinned
 

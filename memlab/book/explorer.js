@@ -123,7 +123,7 @@ class Explorer {
     this.order = { column: 0, down: true };
     this.selected = null;
     this.reach = 0;
-    this.stop = new AbortController();
+    this.ended = new AbortController();
     this.build();
     this.listen();
     this.adopt();
@@ -188,7 +188,7 @@ class Explorer {
 
   listen() {
     const on = (target, name, act, options = {}) =>
-      target.addEventListener(name, act, { signal: this.stop.signal, ...options });
+      target.addEventListener(name, act, { signal: this.ended.signal, ...options });
     on(this.root, "keydown", (event) => this.pressed(event));
     // The letters typed here are not JupyterLab's commands, but its chords are (Ctrl+S). The window is told before it.
     const letters = ({ ctrlKey, metaKey }) => this.root.toggleAttribute("data-lm-suppress-shortcuts", !ctrlKey && !metaKey);
@@ -217,7 +217,7 @@ class Explorer {
   }
 
   close() {
-    this.stop.abort();
+    this.ended.abort();
     this.watch.disconnect();
     this.model.off("change:event change:shown", this.follow);
     cancelAnimationFrame(this.frame);
@@ -416,22 +416,29 @@ class Explorer {
   // Where many events share a pixel, the fullest of them: neither the drawing nor the pointer misses a peak.
   eventAt(pixel) {
     const perPixel = (this.view[1] - this.view[0]) / this.width;
-    const from = clamp(Math.floor(this.view[0] + (pixel - MARGIN.left) * perPixel), 0, this.step.length);
-    return this.step.fullest(from, Math.min(Math.max(from + 1, Math.ceil(from + perPixel)), this.step.length + 1));
+    const at = this.view[0] + clamp(pixel - MARGIN.left, 0, this.width - 1) * perPixel;
+    const first = Math.min(Math.floor(at), this.step.length);
+    return this.step.fullest(first, clamp(Math.ceil(at + perPixel), first + 1, this.after(this.step)));
+  }
+
+  // The first moment after those of a step that are in view.
+  after(step) {
+    return Math.min(Math.ceil(this.view[1]), step.length + 1);
   }
 
   // [x, event] of each drawn column of a step.
   columns(step) {
     const [from, to] = this.view;
+    const start = Math.floor(from);
+    const stop = this.after(step);
     const perColumn = Math.max(1, (to - from) / this.width);
-    const stop = Math.min(Math.ceil(to), step.length + 1);
-    const found = [];
-    for (let at = Math.floor(from); at < stop; at += perColumn) {
-      const first = Math.floor(at);
-      const event = step.fullest(first, Math.min(Math.max(first + 1, Math.floor(at + perColumn)), stop));
-      found.push([clamp(this.x(at), MARGIN.left, MARGIN.left + this.width), event]);
-    }
-    return { points: found, end: clamp(this.x(step.length + 1), MARGIN.left, MARGIN.left + this.width) };
+    const many = Math.ceil((Math.min(to, stop) - start) / perColumn - 0.001);
+    const points = Array.from({ length: Math.max(0, many) }, (_, i) => {
+      const at = start + i * perColumn;
+      const event = step.fullest(Math.floor(at), i + 1 < many ? Math.floor(at + perColumn) : stop);
+      return [clamp(this.x(at), MARGIN.left, MARGIN.left + this.width), event];
+    });
+    return { points, end: clamp(this.x(step.length + 1), MARGIN.left, MARGIN.left + this.width) };
   }
 
   fill(pen, { colour, hatch }, ratio) {
