@@ -190,9 +190,7 @@ class Explorer {
     const on = (target, name, act, options = {}) =>
       target.addEventListener(name, act, { signal: this.ended.signal, ...options });
     on(this.root, "keydown", (event) => this.pressed(event));
-    // The letters typed here are not JupyterLab's commands, but its chords are (Ctrl+S). The window is told before it.
-    const letters = ({ ctrlKey, metaKey }) => this.root.toggleAttribute("data-lm-suppress-shortcuts", !ctrlKey && !metaKey);
-    on(window, "keydown", letters, { capture: true });
+    on(window, "keydown", (event) => this.shield(event), { capture: true }); // the window hears of it before JupyterLab
     on(this.root, "click", (event) => this.clicked(event));
     on(this.body, "focusin", (event) => this.reached(event.target.closest("tr").sectionRowIndex));
     on(this.chooser, "change", () => this.save({ event: null, shown: Number(this.chooser.value) }));
@@ -226,6 +224,12 @@ class Explorer {
   }
 
   // ---- what the reader does
+
+  // The letters typed here are no commands of JupyterLab's, but its chords are (Ctrl+S), unless they edit the search.
+  shield({ key, ctrlKey, metaKey, target }) {
+    const chord = (ctrlKey || metaKey) && !(target === this.search && "acvxyz".includes(key.toLowerCase()));
+    this.root.toggleAttribute("data-lm-suppress-shortcuts", !chord);
+  }
 
   pressed(event) {
     if (event.ctrlKey || event.metaKey) return;
@@ -552,6 +556,7 @@ class Explorer {
   drawBudget(pen, ink) {
     const y = this.y(this.budget);
     pen.strokeStyle = pen.fillStyle = ink;
+    pen.lineWidth = 1.5;
     pen.setLineDash([8, 4]);
     pen.beginPath();
     pen.moveTo(MARGIN.left, y);
