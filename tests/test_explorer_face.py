@@ -5,6 +5,7 @@ Skipped without Chromium, unless MEMLAB_BROWSER=required says that there must be
 
 import base64
 import functools
+import itertools
 import random
 from pathlib import Path
 
@@ -208,8 +209,8 @@ def test_no_view_of_a_step_however_long_leaves_out_its_fullest_moment(show, even
 def test_every_moment_has_a_column_of_its_own_and_the_last_is_as_wide_as_any(show):
     one = births(5)
     page = show(one)
-    for event in range(6):
-        x, _ = place([one], event + 0.5, 0)
+    for event, part in itertools.product(range(6), (0.1, 0.9)):
+        x, _ = place([one], event + part, 0)
         page.mouse.move(x, page.locator("canvas[tabindex]").bounding_box()["y"] + 100)
         settle(page)
         assert moment(page) == event and text(page, "readout").startswith(f"{format_bytes(event * MiB)} held")

@@ -60,7 +60,7 @@ def jupyterlab(folder: str | Path) -> Iterator[str]:
             "JUPYTERLAB_SETTINGS_DIR": "settings",
             "JUPYTERLAB_WORKSPACES_DIR": "workspaces",
             "IPYTHONDIR": "ipython",
-            "npm_config_cache": "npm",  # JupyterLab asks npm for its version, which writes a log of it
+            "npm_config_cache": "npm",  # an extension of JupyterLab asks npm where it is, and npm logs that
         }
         env = os.environ | {name: str(Path(home, place)) for name, place in inside.items()}
         env.pop("MPLBACKEND", None)  # with it, ipykernel leaves the backend alone
