@@ -176,18 +176,25 @@ def press(page, *keys):
 # ---- chapters
 
 
-@pytest.mark.parametrize("name", CHAPTERS)
-def test_a_chapter_opens_whole(lab, name):
-    page = lab(name)
-    count = len(nbformat.read(BOOK / name, as_version=4).cells)
-    assert page.page.locator(".jp-Notebook .jp-Cell").count() == count
-    assert page.errors() == [] and page.complaints == []
+@pytest.fixture(scope="module")
+def chapter(request, lab):
+    """A chapter's name and its page, which is opened once for all that is tried in it."""
+    page = lab(request.param)
+    yield request.param, page
     page.close()
 
 
-@pytest.mark.parametrize("name", RUN)
-def test_a_chapter_runs_from_top_to_bottom_and_its_widgets_live(lab, name):
-    page = lab(name)
+@pytest.mark.parametrize("chapter", CHAPTERS, indirect=True)
+def test_a_chapter_opens_whole(chapter):
+    name, page = chapter
+    count = len(nbformat.read(BOOK / name, as_version=4).cells)
+    assert page.page.locator(".jp-Notebook .jp-Cell").count() == count
+    assert page.errors() == [] and page.complaints == []
+
+
+@pytest.mark.parametrize("chapter", RUN, indirect=True)
+def test_a_chapter_runs_from_top_to_bottom_and_its_widgets_live(chapter):
+    _, page = chapter
     page.run_all()
     settle(page)
     assert page.errors() == []
@@ -200,7 +207,6 @@ def test_a_chapter_runs_from_top_to_bottom_and_its_widgets_live(lab, name):
     assert page.page.locator(".memlab-readout").first.inner_text() != before
     if page.page.locator(".widget-slider").count():
         assert slid(page)
-    page.close()
 
 
 def slid(page, key="ArrowRight"):
