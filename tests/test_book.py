@@ -12,7 +12,7 @@ from memlab.book.allocator import allocated_peak
 from memlab.book.claims import Claim, claim, evidence
 from memlab.book.figures import MOST_POINTS, bars, compare, plot
 from memlab.book.source import show_source
-from memlab.book.style import COLOURS, HATCHES, Picture, canvas, is_sentence
+from memlab.book.style import COLOURS, HATCHES, Picture, canvas, caption, is_sentence
 from memlab.book.tables import Table, by_category, holders, storages
 from memlab.book.workloads import GPT, text_batch
 from memlab.memory_timeline import CATEGORIES, Event, Line, Meter, Storage, Timeline
@@ -153,6 +153,34 @@ def test_a_table_reads_the_same_as_text_and_as_markdown():
         "| :--- | ---: |",
         "| a\\|b | 1,234 |",
         "| c | 5 |",
+    ]
+
+
+def test_a_tables_cells_are_text_unless_it_says_that_they_are_markdown():
+    plain = ["optimizer_state", "(phases)", "a > b, d[0]", "a_b & c", "F.cross_entropy(x, y)"]
+    for cell in plain:
+        assert f"| {cell} |" in Table(["line"], [(cell,)])._repr_markdown_()
+    for cell, spelt in [
+        ("__init__", "\\_\\_init\\_\\_"),
+        ("x**2", "x\\*\\*2"),
+        ("a<b>c", "a&lt;b>c"),
+        ("&lt;", "&amp;lt;"),
+        ("$a", "<span>&#36;</span>a"),
+        ('d["a"](x)', 'd["a"\\](x)'),
+    ]:
+        assert Table([cell], [(cell,)])._repr_markdown_() == f"| {spelt} |\n| :--- |\n| {spelt} |"
+    assert "| [a](b) `c` |" in Table(["path"], [("[a](b) `c`",)], markdown=True)._repr_markdown_()
+
+
+def test_a_caption_shows_names_as_they_are(monkeypatch):
+    displayed = []
+    monkeypatch.setattr("IPython.display.display", lambda data, **how: displayed.append(data))
+    caption("The peak of *args is in __init__.")
+    assert displayed == [
+        {
+            "text/markdown": "*The peak of \\*args is in \\_\\_init\\_\\_.*",
+            "text/plain": "The peak of *args is in __init__.",
+        }
     ]
 
 

@@ -5,6 +5,11 @@ Skipped without Chromium, unless MEMLAB_BROWSER=required says that there must be
 
 import os
 import shutil
+import signal
+import subprocess
+import sys
+import urllib.error
+import urllib.request
 from pathlib import Path
 
 import nbformat
@@ -15,19 +20,13 @@ from nbformat.v4 import new_code_cell, new_notebook
 from memlab.book.workloads import GPT, text_batch
 from memlab.memory_timeline import Meter
 from memlab.units import KiB, MiB, format_bytes
+from tests.browser_helpers import need_browser
 
 BOOK = Path(__file__).parents[1] / "chapters"
 CHAPTERS = sorted(path.name for path in BOOK.glob("*.ipynb"))
 RUN = CHAPTERS[:3]
 
-if os.environ.get("MEMLAB_BROWSER") != "required":
-    pytest.importorskip("playwright", reason="Playwright is not installed")
-    pytest.importorskip("jupyterlab", reason="JupyterLab is not installed")
-    if shutil.which("chromium") is None:
-        from memlab.book.browser import chromium
-
-        if chromium() is None:
-            pytest.skip("there is no Chromium on this machine", allow_module_level=True)
+need_browser("jupyterlab")
 
 from memlab.book.browser import Page, browser, jupyterlab  # noqa: E402
 from memlab.book.responsiveness import measure, prepare  # noqa: E402
@@ -39,6 +38,12 @@ from memlab.memory_timeline import Timeline
 explorer = explore({name: Timeline.load(f"{name}.json") for name in ("first", "second")}, budget="2 MiB")
 explorer
 """
+TELL = """
+from memlab.book.style import caption
+from memlab.book.tables import Table
+caption(" ".join(SIGNS))
+Table(["line", *SIGNS], [(sign, *SIGNS) for sign in SIGNS])
+"""
 SLIDE = """
 from memlab.book.interactive import Interactive
 from memlab.book.style import Picture, canvas
@@ -46,10 +51,21 @@ def draw(height=2):
     if height == 4:
         raise ValueError("four is too many")
     figure, axes = canvas(4, 3)
-    axes.plot([0, height])
     return Picture(figure, f"A line rises to a height of {height}.")
-Interactive(draw, height=[1, 2, 3, 4])
+Interactive(draw, height=[1, 2, None, 3, 4])
 """
+SIGNS = (
+    "__init__: self.w = a",
+    "y = x*w + z*v",
+    "t = x**2 + y**2",
+    "mask = a<b>c",
+    '<img src="nowhere.png">',
+    'd["a"](x) &lt; `b` ~~c~~',
+    "$a + $b, $$c$$ and \\(d\\) or \\begin{e}\\end{e}",
+    "a | b \\| c \\ @@0@@",
+    "optimizer_state, _private and dunder__name__s",
+)
+NAME = "one of 100% #1.ipynb"
 
 
 @pytest.fixture(scope="session")
@@ -69,7 +85,7 @@ def steps():
     return found
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def lab(tmp_path_factory, steps):
     """A function that opens a notebook: a copy of a chapter, or one of the small ones above."""
     folder = tmp_path_factory.mktemp("lab")
@@ -78,9 +94,9 @@ def lab(tmp_path_factory, steps):
     for name, timeline in steps.items():
         timeline.save(folder / f"{name}.json")
     broken = ["1 / 0", 'from IPython.display import HTML\nHTML(\'<img src="nowhere.png" alt="nothing">\')']
-    for name, sources in {"explore": [EXPLORE], "slide": [SLIDE], "broken": broken}.items():
+    for name, sources in {NAME: [EXPLORE, SLIDE, f"SIGNS = {SIGNS}{TELL}"], "broken.ipynb": broken}.items():
         cells = [new_code_cell(source.strip(), metadata={"tags": ["raises-exception"]}) for source in sources]
-        nbformat.write(new_notebook(cells=cells, metadata={"kernelspec": KERNEL}), folder / f"{name}.ipynb")
+        nbformat.write(new_notebook(cells=cells, metadata={"kernelspec": KERNEL}), folder / name)
     prepare(folder, list(steps.values()), steps["first"])
     with jupyterlab(folder) as address, browser() as opened:
         yield lambda name: Page(opened, address, name)
@@ -88,10 +104,11 @@ def lab(tmp_path_factory, steps):
 
 @pytest.fixture(scope="module")
 def explorer(lab):
-    """The explorer of both steps, run and waiting."""
-    page = lab("explore.ipynb")
+    """A notebook with the explorer of both steps, sliders and a table, run and waiting."""
+    page = lab(NAME)
     page.run_all()
     page.page.wait_for_selector(".memlab-explorer tbody tr")
+    page.page.wait_for_selector(".widget-slider")
     yield page
     assert page.errors() == [] and page.complaints == []
     page.close()
@@ -159,18 +176,25 @@ def press(page, *keys):
 # ---- chapters
 
 
-@pytest.mark.parametrize("name", CHAPTERS)
-def test_a_chapter_opens_whole(lab, name):
-    page = lab(name)
-    count = len(nbformat.read(BOOK / name, as_version=4).cells)
-    assert page.page.locator(".jp-Notebook .jp-Cell").count() == count
-    assert page.errors() == [] and page.complaints == []
+@pytest.fixture(scope="module")
+def chapter(request, lab):
+    """A chapter's name and its page, which is opened once for all that is tried in it."""
+    page = lab(request.param)
+    yield request.param, page
     page.close()
 
 
-@pytest.mark.parametrize("name", RUN)
-def test_a_chapter_runs_from_top_to_bottom_and_its_widgets_live(lab, name):
-    page = lab(name)
+@pytest.mark.parametrize("chapter", CHAPTERS, indirect=True)
+def test_a_chapter_opens_whole(chapter):
+    name, page = chapter
+    count = len(nbformat.read(BOOK / name, as_version=4).cells)
+    assert page.page.locator(".jp-Notebook .jp-Cell").count() == count
+    assert page.errors() == [] and page.complaints == []
+
+
+@pytest.mark.parametrize("chapter", RUN, indirect=True)
+def test_a_chapter_runs_from_top_to_bottom_and_its_widgets_live(chapter):
+    _, page = chapter
     page.run_all()
     settle(page)
     assert page.errors() == []
@@ -183,7 +207,6 @@ def test_a_chapter_runs_from_top_to_bottom_and_its_widgets_live(lab, name):
     assert page.page.locator(".memlab-readout").first.inner_text() != before
     if page.page.locator(".widget-slider").count():
         assert slid(page)
-    page.close()
 
 
 def slid(page, key="ArrowRight"):
@@ -207,15 +230,49 @@ def test_what_is_broken_is_told(lab):
     page.close()
 
 
-def test_a_slider_draws_again_and_a_failing_callback_is_seen(lab):
-    page = lab("slide.ipynb")
-    page.run_all()
-    page.page.wait_for_selector(".widget-slider")
-    assert slid(page) == "A line rises to a height of 3." and page.errors() == []
+def test_a_slider_draws_again_and_a_failing_callback_is_seen(explorer):
+    assert slid(explorer) == "A line rises to a height of None."
+    assert slid(explorer) == "A line rises to a height of 3." and explorer.errors() == []
     told = "draw(height=4) raised ValueError: four is too many"
-    assert slid(page) == told and page.errors() == [told]
-    assert slid(page, "ArrowLeft") == "A line rises to a height of 3." and page.errors() == []
-    page.close()
+    assert slid(explorer) == told and explorer.errors() == [told]
+    assert slid(explorer, "ArrowLeft") == "A line rises to a height of 3." and explorer.errors() == []
+
+
+def test_code_in_a_table_or_a_caption_is_shown_letter_for_letter(explorer):
+    explorer.page.wait_for_timeout(500)  # MathJax comes last
+    shown = explorer.page.evaluate(
+        """() => [...document.querySelectorAll(".jp-RenderedMarkdown")].map((output) =>
+          [[...output.querySelectorAll("td:first-child")].map((cell) => cell.textContent), output.textContent.trim(),
+           output.querySelectorAll("img, strong, del, code, a, mjx-container").length])"""
+    )
+    *_, (_, caption, _), (cells, _, _) = shown
+    assert cells == list(SIGNS) and caption == " ".join(SIGNS)
+    assert all(formatted == 0 for *_, formatted in shown)
+
+
+def test_sigterm_ends_jupyterlab_too_and_a_stranger_is_not_let_in(tmp_path):
+    (tmp_path / "served").mkdir()
+    (tmp_path / "temporary").mkdir()
+    code = """
+import sys, time
+from memlab.book.browser import jupyterlab
+with jupyterlab(sys.argv[1]) as address:
+    print(address, flush=True)
+    time.sleep(60)
+"""
+    env = os.environ | {"TMPDIR": str(tmp_path / "temporary")}
+    with subprocess.Popen(
+        [sys.executable, "-c", code, tmp_path / "served"], stdout=subprocess.PIPE, text=True, env=env
+    ) as lab:
+        server, _, token = lab.stdout.readline().strip().partition("?")
+        assert urllib.request.urlopen(f"{server}api/contents?{token}").status == 200
+        with pytest.raises(urllib.error.HTTPError, match="403"):
+            urllib.request.urlopen(f"{server}api/contents")
+        lab.send_signal(signal.SIGTERM)
+        assert lab.wait(30) == 128 + signal.SIGTERM
+    with pytest.raises(urllib.error.URLError):
+        urllib.request.urlopen(server)
+    assert list((tmp_path / "temporary").iterdir()) == []
 
 
 def test_the_benchmark_times_a_slide_a_hover_and_an_opening(lab):
@@ -294,6 +351,12 @@ def test_the_keyboard_reaches_every_moment_and_jupyterlab_hears_none_of_it(explo
     press(explorer, "Enter")
     assert explorer.ask("print(explorer.event)") == f"{first.peak_event}\n"
     assert format_bytes(first.peak_bytes) in surface.get_attribute("aria-valuetext")
+
+
+def test_a_chord_is_jupyterlabs(explorer, surface):
+    assert explorer.page.evaluate("() => window.jupyterapp.shell.currentWidget.context.model.dirty")
+    press(explorer, "Control+s")
+    explorer.page.wait_for_function("() => !window.jupyterapp.shell.currentWidget.context.model.dirty")
 
 
 def test_sorting_filtering_and_searching_keep_what_they_should(explorer, surface, steps):

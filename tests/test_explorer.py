@@ -93,6 +93,16 @@ def test_it_shows_a_picture_that_stands_in_for_the_widget_and_says_the_same_in_t
     assert metadata["image/png"]["alt"] in data["text/plain"] and "storages" in data["text/plain"]
 
 
+def test_it_is_shown_with_a_caption_and_a_table(step, monkeypatch):
+    displayed = []
+    monkeypatch.setattr("IPython.display.display", lambda data, **how: displayed.append(data))
+    explorer = explore(step)
+    explorer._ipython_display_()
+    view, words, table = displayed
+    assert "application/vnd.jupyter.widget-view+json" in view and table is explorer.table
+    assert words == {"text/markdown": f"*{explorer.picture.alt}*", "text/plain": explorer.picture.alt}
+
+
 def test_several_timelines_are_compared_on_one_axis(step):
     explorer = explore({"first": step, "second": gpt_step(steps=2)}, budget="1 MiB")
     assert "first peaks at" in explorer.picture.alt and "1.0 MiB" in explorer.picture.alt

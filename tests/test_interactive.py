@@ -1,8 +1,11 @@
 """Sliders call a plain function: at the start, at each move, and with a clear word where it fails."""
 
 import asyncio
+import gc
 import re
+import weakref
 
+import numpy as np
 import pytest
 
 from memlab.book import interactive
@@ -34,6 +37,19 @@ def image(made):
     return made.widget.children[-1].value
 
 
+def move(made, place, control=0):
+    controls(made)[control].value = place
+
+
+def shown(made):
+    """The sentence of the picture at each place of the first control."""
+    sentences = []
+    for place in range(len(controls(made)[0].options)):
+        move(made, place)
+        sentences += re.findall('alt="(.*?)"', image(made)) or [image(made)]
+    return sentences
+
+
 def test_it_starts_at_the_functions_own_defaults_or_else_at_the_first_value():
     assert Interactive(line, height=[1, 2, 3]).start == {"height": 2}
     assert Interactive(lambda n: line(n), n=range(5, 8)).start == {"n": 5}
@@ -47,15 +63,15 @@ def test_a_number_gets_a_slider_a_truth_a_checkbox_and_a_text_buttons():
 def test_moving_a_control_shows_another_picture_with_its_own_alt_text():
     made = Interactive(line, height={"low": 2, "high": 1000})
     before = image(made)
-    controls(made)[0].value = 1000
+    move(made, 1)
     assert image(made) != before and 'alt="A solid line rises to 1000."' in image(made)
     assert re.search(r'<img width="270" height="180" .* src="data:image/png;base64,iVBOR', image(made))
 
 
 def test_a_picture_is_drawn_once_and_remembered():
     made = Interactive(line, height=[1, 2])
-    for value in (1, 2, 1, 2):
-        controls(made)[0].value = value
+    for place in (0, 1, 0, 1):
+        move(made, place)
     assert drawn == [(2, False, "solid"), (1, False, "solid")]
 
 
@@ -63,18 +79,31 @@ def test_the_next_picture_is_drawn_ahead_while_the_reader_looks():
     made = Interactive(line, height=[1, 2, 3, 4])
 
     async def slide_and_look():
-        controls(made)[0].value = 3
+        move(made, 2)
         assert len(drawn) == 2
         await asyncio.sleep(10 * interactive.AHEAD_AFTER)
         assert drawn[2:] == [(4, False, "solid")]
-        controls(made)[0].value = 4  # the end: nothing is ahead
+        move(made, 3)  # the end: nothing is ahead
         await asyncio.sleep(10 * interactive.AHEAD_AFTER)
-        controls(made)[0].value = 2
-        controls(made)[0].value = 3  # back before the first one's time has come
+        move(made, 1)
+        move(made, 2)  # back before the first one's time has come
         await asyncio.sleep(10 * interactive.AHEAD_AFTER)
 
     asyncio.run(slide_and_look())
     assert len(drawn) == 3
+
+
+def test_what_is_ahead_of_a_reader_who_goes_back_is_further_back():
+    made = Interactive(line, height=[1, 2, 3, 4], dashed=[False, True])
+
+    async def slide_and_look():
+        move(made, 2)
+        move(made, True, control=1)
+        move(made, 1)  # from 3 to 2
+        await asyncio.sleep(10 * interactive.AHEAD_AFTER)
+
+    asyncio.run(slide_and_look())
+    assert drawn[-2:] == [(2, True, "solid"), (1, True, "solid")]
 
 
 def test_a_slow_or_failing_picture_is_not_drawn_ahead(monkeypatch):
@@ -85,16 +114,73 @@ def test_a_slow_or_failing_picture_is_not_drawn_ahead(monkeypatch):
 
     async def slide_and_look():
         made = Interactive(picky, n=[1, 2, 3])
-        controls(made)[0].value = 2
+        move(made, 1)
         await asyncio.sleep(10 * interactive.AHEAD_AFTER)
         assert "<img" in image(made)
         monkeypatch.setattr(interactive, "AHEAD_AT_MOST", 0)
         slow = Interactive(line, height=[2, 3, 4])
-        controls(slow)[0].value = 3
+        move(slow, 1)
         await asyncio.sleep(10 * interactive.AHEAD_AFTER)
 
     asyncio.run(slide_and_look())
     assert drawn == [(1, False, "solid"), (2, False, "solid"), (2, False, "solid"), (3, False, "solid")]
+
+
+def test_after_one_slow_picture_no_remembered_and_no_quick_one_leads_to_drawing_ahead(monkeypatch):
+    # Of all pictures only that of 3 takes time: a second.
+    monkeypatch.setattr(interactive.time, "perf_counter", lambda: float(sum(height == 3 for height, *_ in drawn)))
+
+    async def slide_and_look():
+        made = Interactive(line, height=[1, 2, 3, 4, 5, 6])
+        for place in (2, 4, 2, 4):
+            move(made, place)
+            await asyncio.sleep(10 * interactive.AHEAD_AFTER)
+
+    asyncio.run(slide_and_look())
+    assert [height for height, *_ in drawn] == [2, 3, 5]
+
+
+def test_none_arrays_and_equal_values_are_shown_each_at_its_own_place():
+    assert shown(Interactive(lambda n: line(n), n=[1, None, 2])) == [
+        f"A solid line rises to {n}." for n in (1, None, 2)
+    ]
+    assert shown(Interactive(line, height=np.arange(4))) == [f"A solid line rises to {n}." for n in range(4)]
+    flat, peak = np.zeros(5000), np.zeros(5000)
+    peak[2500] = 7  # their reprs are the same
+    made = Interactive(lambda points=peak: line(points.max()), points={"flat": flat, "peak": peak})
+    assert made.start["points"] is peak
+    assert shown(made) == ["A solid line rises to 0.0.", "A solid line rises to 7.0."]
+    kinds = []
+    made = Interactive(lambda of=True: kinds.append(type(of)) or line(), of={"int": 1, "float": 1.0, "bool": True})
+    assert controls(made)[0].label == "bool"
+    shown(made)
+    assert kinds == [bool, int, float]
+
+
+def test_labels_are_what_the_reader_sees_also_for_true_and_false():
+    made = Interactive(line, dashed={"with": True, "without": False})
+    assert [label for label, _ in controls(made)[0].options] == ["with", "without"]
+    assert controls(made)[0].label == "without" and "with" in repr(made)
+    for order in ([False, True], [True, False]):
+        drawn.clear()
+        made = Interactive(line, dashed=order)
+        controls(made)[0].value = True
+        assert [dashed for _, dashed, _ in drawn] == [False, True]
+    assert type(controls(Interactive(line, kind=["True", "False", "solid"]))[0]).__name__ == "ToggleButtons"
+
+
+def test_only_the_first_figure_is_kept():
+    figures = weakref.WeakSet()
+
+    def draw(n=1):
+        picture = line(n)
+        figures.add(picture.figure)
+        return picture
+
+    made = Interactive(draw, n=range(1, 6))
+    assert len(set(shown(made))) == 5
+    gc.collect()
+    assert list(figures) == [made.picture.figure]
 
 
 def test_the_grid_is_every_combination_of_values():
@@ -109,11 +195,10 @@ def test_a_failing_function_says_so_in_place_of_the_picture_and_the_next_move_dr
         return line(n)
 
     made = Interactive(picky, n=[1, 2, 3])
-    controls(made)[0].value = 2
-    assert 'class="memlab-failed"' in image(made) and "picky(n=2) raised ValueError: n must be &lt;odd&gt;" in image(
-        made
-    )
-    controls(made)[0].value = 3
+    move(made, 1)
+    assert 'class="memlab-failed"' in image(made)
+    assert "picky(n=2) raised ValueError: n must be &lt;odd&gt;" in image(made)
+    move(made, 2)
     assert "<img" in image(made)
 
 
@@ -124,11 +209,27 @@ def test_a_saved_notebook_keeps_the_first_picture_and_a_sentence():
     assert metadata["image/png"]["alt"] == "A solid line rises to 2."
 
 
+def test_it_shows_itself_with_a_caption(monkeypatch):
+    displayed = []
+    monkeypatch.setattr("IPython.display.display", lambda data, **how: displayed.append(data))
+    Interactive(line, height=[1, 2])._ipython_display_()
+    view, words = displayed
+    assert "application/vnd.jupyter.widget-view+json" in view
+    assert words["text/markdown"] == "*Slide height (1 to 2). At the start: A solid line rises to 2.*"
+
+
+def test_a_sentence_with_quotes_and_angles_stays_inside_its_attribute():
+    made = Interactive(lambda n: line(n), n=['"><b>bold'])
+    assert 'alt="A solid line rises to &quot;&gt;&lt;b&gt;bold."' in image(made)
+
+
 def test_a_control_that_draws_nothing_is_refused():
     with pytest.raises(ValueError, match="expected at least one slider"):
         Interactive(line)
     with pytest.raises(ValueError, match="expected at least one value for height"):
         Interactive(line, height=[])
+    with pytest.raises(ValueError, match="expected a label for each value of height, found two of '1'"):
+        Interactive(line, height=[1, 2, "1"])
     with pytest.raises(ValueError, match=r"expected the default of height among \[1, 3\], found 2"):
         Interactive(line, height=[1, 3])
     with pytest.raises(TypeError, match="expected one of draw's parameters, height, dashed, kind; found 'width'"):

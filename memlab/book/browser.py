@@ -11,14 +11,17 @@ import argparse
 import contextlib
 import json
 import os
+import secrets
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import quote
 
 START_SECONDS = 60
 WAIT_SECONDS = 30
@@ -40,12 +43,13 @@ def chromium() -> str | None:
 
 @contextlib.contextmanager
 def jupyterlab(folder: str | Path) -> Iterator[str]:
-    """Serve `folder` with JupyterLab, with settings of its own, and give its address; all of it is gone afterwards.
+    """Serve `folder` with JupyterLab, with settings of its own, and give its address, with the token that opens it.
 
-    The folder itself is served, and a notebook saved in the browser is saved there: hand in a copy.
-    Raises RuntimeError, with what JupyterLab printed, if it does not start.
+    Afterwards server and kernels are gone with their settings, also after Ctrl-C and SIGTERM (a SIGKILL leaves them).
+    The folder itself is served: what is saved in the browser stays there, with JupyterLab's checkpoint beside it. Hand
+    in a copy. Raises RuntimeError, with what JupyterLab printed, if it does not start.
     """
-    with tempfile.TemporaryDirectory(prefix="memlab-lab-", ignore_cleanup_errors=True) as home:
+    with _exit_on_sigterm(), tempfile.TemporaryDirectory(prefix="memlab-lab-", ignore_cleanup_errors=True) as home:
         for name, values in SETTINGS.items():
             path = Path(home, "settings", "@jupyterlab", f"{name}.jupyterlab-settings")
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -56,11 +60,17 @@ def jupyterlab(folder: str | Path) -> Iterator[str]:
             "JUPYTERLAB_SETTINGS_DIR": "settings",
             "JUPYTERLAB_WORKSPACES_DIR": "workspaces",
             "IPYTHONDIR": "ipython",
+            "npm_config_cache": "npm",  # an extension of JupyterLab asks npm where it is, and npm logs that
         }
         env = os.environ | {name: str(Path(home, place)) for name, place in inside.items()}
         env.pop("MPLBACKEND", None)  # with it, ipykernel leaves the backend alone
+        env["JUPYTER_TOKEN"] = secrets.token_hex()  # other users of this machine see the address, but not this
         command = [sys.executable, "-m", "jupyterlab", "--allow-root", "--no-browser", "--port=0"]
-        command += ["--LabApp.expose_app_in_browser=True", "--IdentityProvider.token=", str(Path(folder).resolve())]
+        command += [
+            "--LabApp.expose_app_in_browser=True",
+            f"--NotebookNotary.data_dir={home}",
+            str(Path(folder).resolve()),
+        ]
         with open(Path(home, "log"), "w+", encoding="utf-8") as log:
             server = subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)
             try:
@@ -74,7 +84,8 @@ def _address(server: subprocess.Popen, runtime: Path, log: str) -> str:
     while server.poll() is None and time.monotonic() < deadline:
         for path in runtime.glob("jpserver-*.json"):
             with contextlib.suppress(ValueError):  # the file is still being written
-                return json.loads(path.read_text(encoding="utf-8"))["url"]
+                found = json.loads(path.read_text(encoding="utf-8"))
+                return f"{found['url']}?token={found['token']}"
         time.sleep(0.05)
     raise RuntimeError(f"expected JupyterLab to start within {START_SECONDS} s; it printed\n{Path(log).read_text()}")
 
@@ -91,8 +102,28 @@ def _end(server: subprocess.Popen) -> None:
 
 
 @contextlib.contextmanager
+def _exit_on_sigterm() -> Iterator[None]:
+    """Let SIGTERM end this program as sys.exit does, so that what it has started is ended as well."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may say what a signal does
+        return
+
+    def leave(number, frame):
+        sys.exit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextlib.contextmanager
 def browser() -> Iterator:
-    """A headless browser (Playwright's `Browser`). Raises RuntimeError where there is no Chromium or no Playwright."""
+    """A headless browser (Playwright's `Browser`); its profile is gone afterwards.
+
+    Raises RuntimeError where there is no Chromium or no Playwright.
+    """
     if (path := chromium()) is None:
         raise RuntimeError("expected Chromium or Chrome, found neither; install one (apt install chromium)")
     try:
@@ -101,12 +132,16 @@ def browser() -> Iterator:
         raise RuntimeError("expected Playwright, found none; pip install 'memlab[test]'") from None
     # Chromium keeps to itself neither as root nor in a container's small /dev/shm.
     arguments = ["--no-sandbox", "--disable-dev-shm-usage"]
-    with sync_playwright() as driver:
-        opened = driver.chromium.launch(executable_path=path, args=arguments)
+    with _exit_on_sigterm():
+        manager = sync_playwright()
         try:
+            opened = manager.start().chromium.launch(executable_path=path, args=arguments)
             yield opened
-        finally:
             opened.close()
+        finally:
+            # Ctrl-C ends Chromium too, so that closing it may fail; what is to be seen is the KeyboardInterrupt.
+            with contextlib.suppress(Exception):
+                manager.__exit__()
 
 
 class Page:
@@ -118,7 +153,8 @@ class Page:
         self.complaints: list[str] = []
         self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
         self.page.on("console", lambda line: line.type == "error" and self.complaints.append(line.text))
-        self.page.goto(f"{address}doc/tree/{name}?reset")
+        server, _, token = address.partition("?")
+        self.page.goto(f"{server}doc/tree/{quote(name)}?reset&{token}")
         self.page.wait_for_selector(".jp-Notebook .jp-Cell")
         self.page.evaluate(f"async () => {{ {_PANEL} await panel.context.ready; await panel.revealed; }}")
 

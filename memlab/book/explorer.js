@@ -115,13 +115,15 @@ class Explorer {
     this.categories = model.get("categories");
     this.steps = model.get("timelines").map((sent) => new Step(sent, this.categories));
     this.budget = model.get("budget");
-    this.longest = Math.max(1, ...this.steps.map((step) => step.length));
+    // A step of n events has n + 1 moments, and each is a column: moment i is drawn from x(i) to x(i + 1).
+    this.longest = Math.max(2, ...this.steps.map((step) => step.length + 1));
     this.highest = Math.max(1, this.budget || 0, ...this.steps.map((step) => step.totals[step.peak])) * 1.1;
     this.view = [0, this.longest];
     this.hidden = new Set();
     this.order = { column: 0, down: true };
     this.selected = null;
-    this.stop = new AbortController();
+    this.reach = 0;
+    this.ended = new AbortController();
     this.build();
     this.listen();
     this.adopt();
@@ -132,7 +134,8 @@ class Explorer {
   }
 
   get pinned() {
-    return this.model.get("event");
+    const event = this.model.get("event");
+    return event === null ? null : clamp(event, 0, this.step.length);
   }
 
   // The moment that the table tells of: the pin, or else where the pointer or the arrow keys last were.
@@ -153,6 +156,7 @@ class Explorer {
     this.chips = this.categories.map((category, i) => this.chip(category, i));
     this.heads = COLUMNS.map((name, i) => make("button", { type: "button", "data-column": i }, name));
     this.body = make("tbody");
+    const names = make("tr", {}, ...this.heads.map((head) => make("th", { scope: "col" }, head)));
     this.detail = make("div", { class: "memlab-detail" });
     this.foot = make("div", { class: "memlab-foot", role: "status" });
     this.root.append(
@@ -169,8 +173,7 @@ class Explorer {
         make("div", { class: "memlab-chips", role: "group", "aria-label": "categories in the table" }, ...this.chips),
         this.search,
         make("div", { class: "memlab-scroll" },
-          make("table", {}, make("thead", {}, make("tr", {}, ...this.heads.map((head) => make("th", { scope: "col" }, head)))),
-            this.body)),
+          make("table", { role: "grid", "aria-label": "what is held" }, make("thead", {}, names), this.body)),
         this.detail, this.foot));
   }
 
@@ -185,12 +188,15 @@ class Explorer {
 
   listen() {
     const on = (target, name, act, options = {}) =>
-      target.addEventListener(name, act, { signal: this.stop.signal, ...options });
+      target.addEventListener(name, act, { signal: this.ended.signal, ...options });
     on(this.root, "keydown", (event) => this.pressed(event));
+    on(window, "keydown", (event) => this.shield(event), { capture: true }); // the window hears of it before JupyterLab
     on(this.root, "click", (event) => this.clicked(event));
-    on(this.chooser, "change", () => this.save({ shown: Number(this.chooser.value), event: null }));
+    on(this.body, "focusin", (event) => this.reached(event.target.closest("tr").sectionRowIndex));
+    on(this.chooser, "change", () => this.save({ event: null, shown: Number(this.chooser.value) }));
     on(this.search, "input", () => this.changed());
     on(this.top, "pointerdown", (event) => {
+      if (event.button !== 0) return;
       this.drag = { x: event.offsetX, view: [...this.view], moved: false };
       this.top.setPointerCapture(event.pointerId);
     });
@@ -209,18 +215,26 @@ class Explorer {
   }
 
   close() {
-    this.stop.abort();
+    this.ended.abort();
     this.watch.disconnect();
     this.model.off("change:event change:shown", this.follow);
     cancelAnimationFrame(this.frame);
+    this.root.replaceChildren();
+    this.steps = this.model = this.current = null; // whoever still holds the closed explorer does not hold its numbers
   }
 
   // ---- what the reader does
 
+  // The letters typed here are no commands of JupyterLab's, but its chords are (Ctrl+S), unless they edit the search.
+  shield({ key, ctrlKey, metaKey, target }) {
+    const chord = (ctrlKey || metaKey) && !(target === this.search && "acvxyz".includes(key.toLowerCase()));
+    this.root.toggleAttribute("data-lm-suppress-shortcuts", !chord);
+  }
+
   pressed(event) {
+    if (event.ctrlKey || event.metaKey) return;
     event.stopPropagation();
-    if (event.target === this.search || event.target === this.chooser) return;
-    if (event.ctrlKey || event.metaKey || event.altKey) return;
+    if (event.altKey || event.target === this.search || event.target === this.chooser) return;
     if (event.target.closest("tbody") && this.pressedInTable(event)) return;
     const far = event.shiftKey ? 10 : 1;
     const acts = {
@@ -252,6 +266,14 @@ class Explorer {
     else return false;
     event.preventDefault();
     return true;
+  }
+
+  // Tab reaches one row of the table, as of any grid: the one that had the focus last.
+  reached(row) {
+    const { rows } = this.body;
+    if (rows[this.reach]) rows[this.reach].tabIndex = -1;
+    if (rows[row]) rows[row].tabIndex = 0;
+    this.reach = row;
   }
 
   clicked(event) {
@@ -298,7 +320,7 @@ class Explorer {
     this.event = event;
     if (this.pinned !== null) this.pin(event);
     const [from, to] = this.view;
-    if (event < from || event > to) this.look(event - (to - from) / 2, to - from);
+    if (event < from || event + 1 > to) this.look(event - (to - from) / 2, to - from);
     this.changed();
   }
 
@@ -333,6 +355,7 @@ class Explorer {
     this.changed();
   }
 
+  // One after the other, as the kernel does it: a pin is let go before the timeline that it is of.
   save(values) {
     for (const [name, value] of Object.entries(values)) this.model.set(name, value);
     this.model.save_changes();
@@ -390,25 +413,36 @@ class Explorer {
     return HEIGHT - MARGIN.bottom - (bytes / this.highest) * (HEIGHT - MARGIN.top - MARGIN.bottom);
   }
 
+  sees(event) {
+    return this.view[0] < event + 1 && event < this.view[1];
+  }
+
   // Where many events share a pixel, the fullest of them: neither the drawing nor the pointer misses a peak.
   eventAt(pixel) {
     const perPixel = (this.view[1] - this.view[0]) / this.width;
-    const from = clamp(Math.floor(this.view[0] + (pixel - MARGIN.left) * perPixel), 0, this.step.length);
-    return this.step.fullest(from, Math.min(Math.max(from + 1, Math.ceil(from + perPixel)), this.step.length + 1));
+    const at = this.view[0] + clamp(pixel - MARGIN.left, 0, this.width - 1) * perPixel;
+    const first = Math.min(Math.floor(at), this.step.length);
+    return this.step.fullest(first, clamp(Math.ceil(at + perPixel), first + 1, this.after(this.step)));
+  }
+
+  // The first moment after those of a step that are in view.
+  after(step) {
+    return Math.min(Math.ceil(this.view[1]), step.length + 1);
   }
 
   // [x, event] of each drawn column of a step.
   columns(step) {
     const [from, to] = this.view;
+    const start = Math.floor(from);
+    const stop = this.after(step);
     const perColumn = Math.max(1, (to - from) / this.width);
-    const found = [];
-    for (let at = Math.floor(from); at <= Math.min(Math.ceil(to), step.length); at += perColumn) {
-      const first = Math.floor(at);
-      const event = step.fullest(first, Math.min(Math.max(first + 1, Math.floor(at + perColumn)), step.length + 1));
-      found.push([clamp(this.x(first), MARGIN.left, MARGIN.left + this.width), event]);
-    }
-    const end = this.x(Math.min(to, step.length + (step.length < this.longest ? 0 : 1)));
-    return { points: found, end: clamp(end, MARGIN.left, MARGIN.left + this.width) };
+    const many = Math.ceil((Math.min(to, stop) - start) / perColumn - 0.001);
+    const points = Array.from({ length: Math.max(0, many) }, (_, i) => {
+      const at = start + i * perColumn;
+      const event = step.fullest(Math.floor(at), i + 1 < many ? Math.floor(at + perColumn) : stop);
+      return [clamp(this.x(at), MARGIN.left, MARGIN.left + this.width), event];
+    });
+    return { points, end: clamp(this.x(step.length + 1), MARGIN.left, MARGIN.left + this.width) };
   }
 
   fill(pen, { colour, hatch }, ratio) {
@@ -457,23 +491,34 @@ class Explorer {
         pen.closePath();
         pen.fillStyle = this.fill(pen, category, ratio);
         pen.fill();
-        pen.strokeStyle = "black";
+        pen.strokeStyle = ink;
         pen.lineWidth = 0.5;
-        pen.stroke();
+        if (this.roomy) pen.stroke();
       }
       lower = upper;
     });
+    pen.beginPath();
+    this.trace(pen, points, end, this.step.totals, false, !this.roomy);
+    pen.strokeStyle = ink;
+    pen.lineWidth = 1;
+    pen.stroke();
     this.steps.forEach((step, i) => step !== this.step && this.drawOutline(pen, ink, step, i));
     this.steps.forEach((step) => this.drawPeak(pen, ink, step));
     if (this.budget) this.drawBudget(pen, ink);
   }
 
-  trace(pen, points, end, edge, back) {
+  // Outlines around columns of a pixel or two would leave nothing of their colour: those get a cap each.
+  get roomy() {
+    return this.width / (this.view[1] - this.view[0]) >= 3;
+  }
+
+  trace(pen, points, end, edge, back, caps = false) {
     const corners = points.flatMap(([x, event], i) => {
       const right = i + 1 < points.length ? points[i + 1][0] : end;
       return [[x, this.y(edge[event])], [right, this.y(edge[event])]];
     });
-    for (const [x, y] of back ? corners.reverse() : corners) pen.lineTo(x, y);
+    if (back) corners.reverse();
+    corners.forEach(([x, y], i) => (caps && i % 2 === 0 ? pen.moveTo(x, y) : pen.lineTo(x, y)));
   }
 
   drawOutline(pen, ink, step, i) {
@@ -491,8 +536,8 @@ class Explorer {
   }
 
   drawPeak(pen, ink, step) {
-    if (step.peak < this.view[0] || step.peak > this.view[1]) return;
-    const [x, y] = [this.x(step.peak), this.y(step.totals[step.peak])];
+    if (!this.sees(step.peak)) return;
+    const [x, y] = [Math.max(this.x(step.peak), MARGIN.left), this.y(step.totals[step.peak])];
     pen.fillStyle = ink;
     pen.beginPath();
     pen.moveTo(x, y - 1);
@@ -511,6 +556,7 @@ class Explorer {
   drawBudget(pen, ink) {
     const y = this.y(this.budget);
     pen.strokeStyle = pen.fillStyle = ink;
+    pen.lineWidth = 1.5;
     pen.setLineDash([8, 4]);
     pen.beginPath();
     pen.moveTo(MARGIN.left, y);
@@ -537,8 +583,9 @@ class Explorer {
     pen.textAlign = "center";
     const [from, to] = this.view;
     const every = ticks(to - from, Math.max(2, this.width / 90), 10)[1] || 1;
-    for (let at = Math.ceil(from / every) * every; at <= to; at += every) {
-      if (Number.isInteger(at)) pen.fillText(count(at), this.x(at), bottom + 14);
+    for (let at = Math.ceil(from / every) * every; at < to; at += every) {
+      const half = pen.measureText(count(at)).width / 2;
+      if (Number.isInteger(at)) pen.fillText(count(at), Math.min(this.x(at), this.outer - half - 1), bottom + 14);
     }
     pen.fillText("event (an allocation or a free)", MARGIN.left + this.width / 2, bottom + 29);
     pen.textAlign = "left";
@@ -571,15 +618,15 @@ class Explorer {
     if (this.selected !== null) {
       const [born, freed] = this.step.lifetime(this.selected);
       const left = clamp(this.x(born), MARGIN.left, MARGIN.left + this.width);
-      const right = clamp(this.x(freed === null ? this.step.length : freed), MARGIN.left, MARGIN.left + this.width);
+      const right = clamp(this.x(freed === null ? this.step.length + 1 : freed), MARGIN.left, MARGIN.left + this.width);
       pen.globalAlpha = 0.12;
       pen.fillRect(left, MARGIN.top, Math.max(1, right - left), bottom - MARGIN.top);
       pen.globalAlpha = 1;
       pen.fillRect(left, bottom, Math.max(2, right - left), 4);
     }
     for (const [event, pinned] of [[this.event, false], [this.pinned, true]]) {
-      if (event === null || event < this.view[0] || event > this.view[1]) continue;
-      const x = this.x(event);
+      if (event === null || !this.sees(event)) continue;
+      const x = Math.max(this.x(event), MARGIN.left);
       pen.setLineDash(pinned ? [] : [3, 2]);
       pen.lineWidth = pinned ? 2 : 1;
       pen.beginPath();
@@ -644,6 +691,7 @@ class Explorer {
   }
 
   fillRows(found) {
+    const focused = this.body.contains(document.activeElement);
     while (this.body.rows.length < found.length) {
       this.body.append(make("tr", { tabindex: -1 }, ...COLUMNS.map(() => make("td"))));
     }
@@ -653,7 +701,6 @@ class Explorer {
       if (row.hidden) continue;
       const [storage, bytes] = found[i];
       row.dataset.storage = storage;
-      row.tabIndex = i === 0 ? 0 : -1;
       row.setAttribute("aria-selected", storage === this.selected);
       const cells = [formatBytes(bytes), this.categories[this.step.category[storage]].name, ...this.step.rows.map((column) => column[storage])];
       cells.forEach((text, j) => {
@@ -661,6 +708,9 @@ class Explorer {
         if (cell.textContent !== text) cell.textContent = cell.title = text;
       });
     }
+    this.reached(clamp(this.reach, 0, Math.max(0, found.length - 1)));
+    const next = found.length ? this.body.rows[this.reach] : this.top;
+    if (focused && next !== document.activeElement) next.focus(); // its row has just been hidden
   }
 }
 
@@ -674,7 +724,7 @@ function ticks(highest, wanted, base) {
 
 export default {
   render({ model, el }) {
-    const root = make("div", { class: "memlab-explorer", "data-lm-suppress-shortcuts": "true" });
+    const root = make("div", { class: "memlab-explorer" });
     el.append(root);
     const explorer = new Explorer(model, root);
     return () => explorer.close();

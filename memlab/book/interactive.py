@@ -16,6 +16,8 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping
 
+import numpy as np
+
 from memlab.book.style import Picture, caption
 
 AHEAD_AFTER = 0.05  # seconds of quiet before the next picture is drawn ahead
@@ -28,11 +30,11 @@ class Interactive:
         Interactive(draw, batch=[1, 2, 4, 8], layers=range(1, 5), checkpointed=[False, True])
 
     draw: a function that returns a Picture; it starts where its own defaults say, or else at each first value.
-    sliders: for each parameter its values in order, as a range, a list, or a dict of label → value. Numbers get a
-    slider, True and False a checkbox, texts a row of buttons.
+    sliders: for each parameter its values in order, as a range, a list, or a dict of label → value. True and
+    False get a checkbox, texts a row of buttons, all else a slider.
 
-    Raises TypeError if draw has no such parameter or returns no Picture, ValueError for a parameter without values, or
-    with a default that is not among them.
+    Raises TypeError if draw has no such parameter or returns no Picture, ValueError for a parameter without values,
+    with two of one label, or with a default that is not among them.
     """
 
     def __init__(self, draw: Callable[..., Picture], **sliders):
@@ -40,21 +42,19 @@ class Interactive:
             raise ValueError("expected at least one slider, such as batch=[1, 2, 4]; found none")
         self.draw = draw
         self.choices = {name: _labelled(name, values) for name, values in sliders.items()}
-        self.start = _start(draw, self.choices)
-        self._drawn: dict[str, Picture] = {}
-        self._images: dict[str, str] = {}
-        self._ahead: asyncio.TimerHandle | None = None
+        self._start = _start(draw, self.choices)
+        self.start = self._values(self._start)
         self.picture = self.at(**self.start)
+        self._images: dict[tuple[int, ...], str] = {}
+        self._slowest = 0.0  # seconds
+        self._ahead: asyncio.TimerHandle | None = None
 
     def at(self, **values) -> Picture:
-        """The picture at these values; drawn once, and then remembered."""
-        key = repr(values)
-        if key not in self._drawn:
-            picture = self.draw(**values)
-            if not isinstance(picture, Picture):
-                raise TypeError(f"expected {self._call(values)} to return a Picture, found {type(picture).__name__}")
-            self._drawn[key] = picture
-        return self._drawn[key]
+        """The picture at these values."""
+        picture = self.draw(**values)
+        if not isinstance(picture, Picture):
+            raise TypeError(f"expected {self._call(values)} to return a Picture, found {type(picture).__name__}")
+        return picture
 
     def grid(self) -> Iterator[dict]:
         """Every combination of the controls' values."""
@@ -69,53 +69,58 @@ class Interactive:
             import ipywidgets
         except ImportError:
             return None
-        controls = {name: _control(ipywidgets, name, self.choices[name], self.start[name]) for name in self.choices}
-        view = ipywidgets.HTML(self._image(self.start))
+        controls = [
+            _control(ipywidgets, name, labels, place)
+            for (name, labels), place in zip(self.choices.items(), self._start, strict=True)
+        ]
+        self._images[self._start] = _image(self.picture)
+        view = ipywidgets.HTML(self._images[self._start])
+        seen = self._start
 
         def redraw(change) -> None:
-            values = {name: control.value for name, control in controls.items()}
-            moved = next(name for name in controls if controls[name] is change["owner"])
-            start = time.perf_counter()
+            nonlocal seen
+            before, seen = seen, tuple(map(_place, controls, self.choices.values()))
             try:
-                view.value = self._image(values)
+                view.value = self._drawn(seen)
             except Exception as error:  # a traceback would go to the server's log, where no reader looks
-                words = html.escape(f"{self._call(values)} raised {type(error).__name__}: {error}")
+                words = html.escape(f"{self._call(self._values(seen))} raised {type(error).__name__}: {error}")
                 view.value = f'<p class="memlab-failed" role="alert" style="color: #b00020">{words}</p>'
-            if time.perf_counter() - start < AHEAD_AT_MOST:
-                self._draw_ahead(values, moved, change["old"])
+            self._draw_ahead(before, seen)
 
-        for control in controls.values():
+        for control in controls:
             control.observe(redraw, "value")
-        return ipywidgets.VBox([*controls.values(), view])
+        return ipywidgets.VBox([*controls, view])
 
-    def _draw_ahead(self, values: Mapping, moved: str, old) -> None:
+    def _draw_ahead(self, before: tuple[int, ...], seen: tuple[int, ...]) -> None:
         """If nothing else is asked of the kernel for a moment, draw what one more move the same way would show."""
         if self._ahead is not None:
             self._ahead.cancel()
-        places = list(self.choices[moved].values())
-        at = places.index(values[moved])
-        further = at + (1 if at > places.index(old) else -1)
+        further = tuple(now + (now > old) - (now < old) for old, now in zip(before, seen, strict=True))
+        there = all(0 <= at < len(labels) for at, labels in zip(further, self.choices.values(), strict=True))
+        if not there or self._slowest > AHEAD_AT_MOST:
+            return
 
         def draw() -> None:
             with contextlib.suppress(Exception):  # it is told when the reader asks for it
-                self._image({**values, moved: places[further]})
+                self._drawn(further)
 
         with contextlib.suppress(RuntimeError):  # no loop: not in a kernel
-            loop = asyncio.get_running_loop()
-            self._ahead = loop.call_later(AHEAD_AFTER, draw) if 0 <= further < len(places) else None
+            self._ahead = asyncio.get_running_loop().call_later(AHEAD_AFTER, draw)
 
-    def _image(self, values: Mapping) -> str:
-        key = repr(values)
-        if key not in self._images:
-            picture = self.at(**values)
-            width, height = (round(inches * picture.figure.dpi) for inches in picture.figure.get_size_inches())
-            data = base64.b64encode(picture.png()).decode()
-            # With its size stated and decoded at once, the page does not jump while a slider moves.
-            self._images[key] = (
-                f'<img width="{width}" height="{height}" decoding="sync" style="max-width: none" '
-                f'src="data:image/png;base64,{data}" alt="{html.escape(picture.alt)}">'
-            )
-        return self._images[key]
+    def _drawn(self, places: tuple[int, ...]) -> str:
+        """The image with every control at its place; drawn once, and then remembered (but not its figure)."""
+        if places not in self._images:
+            start = time.perf_counter()
+            try:
+                self._images[places] = _image(self.at(**self._values(places)))
+            finally:
+                self._slowest = max(self._slowest, time.perf_counter() - start)
+        return self._images[places]
+
+    def _values(self, places: tuple[int, ...]) -> dict:
+        """What draw is called with: values may be equal, or arrays, or None; their places tell them apart."""
+        pairs = zip(self.choices.items(), places, strict=True)
+        return {name: list(labels.values())[place] for (name, labels), place in pairs}
 
     def _call(self, values: Mapping) -> str:
         arguments = ", ".join(f"{name}={value!r}" for name, value in values.items())
@@ -139,8 +144,24 @@ class Interactive:
         return f"Slide {controls}. At the start: {self.picture.alt}"
 
 
+def _image(picture: Picture) -> str:
+    width, height = (round(inches * picture.figure.dpi) for inches in picture.figure.get_size_inches())
+    data = base64.b64encode(picture.png()).decode()
+    # With its size stated and decoded at once, the page does not jump while a slider moves.
+    return (
+        f'<img width="{width}" height="{height}" decoding="sync" style="max-width: none" '
+        f'src="data:image/png;base64,{data}" alt="{html.escape(picture.alt)}">'
+    )
+
+
 def _labelled(name: str, values) -> dict[str, object]:
-    labels = dict(values) if isinstance(values, Mapping) else {_label(value): value for value in values}
+    pairs = values.items() if isinstance(values, Mapping) else ((value, value) for value in values)
+    labels: dict[str, object] = {}
+    for key, value in pairs:
+        label = _label(key)
+        if label in labels:
+            raise ValueError(f"expected a label for each value of {name}, found two of {label!r}; hand in other labels")
+        labels[label] = value
     if not labels:
         raise ValueError(f"expected at least one value for {name}, found none")
     return labels
@@ -150,29 +171,39 @@ def _label(value) -> str:
     return f"{value:,}" if type(value) in (int, float) else str(value)
 
 
-def _start(draw: Callable, choices: Mapping[str, Mapping]) -> dict:
+def _start(draw: Callable, choices: Mapping[str, Mapping]) -> tuple[int, ...]:
+    """The place of each control at the start."""
     parameters = inspect.signature(draw).parameters
-    start = {}
+    places = []
     for name, labels in choices.items():
         if name not in parameters:
             raise TypeError(f"expected one of draw's parameters, {', '.join(parameters) or '(none)'}; found {name!r}")
-        values = list(labels.values())
-        default = parameters[name].default
-        if default is not inspect.Parameter.empty and default not in values:
+        values, default = list(labels.values()), parameters[name].default
+        if default is inspect.Parameter.empty:
+            places.append(0)
+            continue
+        same = [place for place, value in enumerate(values) if value is default]
+        same += [place for place, value in enumerate(values) if np.array_equal(value, default)]
+        if not same:
             raise ValueError(f"expected the default of {name} among {values}, found {default!r}")
-        start[name] = values[0] if default is inspect.Parameter.empty else default
-    return start
+        places.append(same[0])
+    return tuple(places)
 
 
-def _control(ipywidgets, name: str, labels: Mapping[str, object], value):
-    options = list(labels.items())
+def _control(ipywidgets, name: str, labels: Mapping[str, object], place: int):
     looks = {
         "description": name.replace("_", " "),
         "style": {"description_width": "110px"},
         "layout": {"width": "480px"},
     }
-    if len(labels) == 2 and all(isinstance(one, bool) for one in labels.values()):
-        return ipywidgets.Checkbox(value=value, **looks)
+    if len(labels) == 2 and all(isinstance(one, bool) and label == str(one) for label, one in labels.items()):
+        return ipywidgets.Checkbox(value=list(labels)[place] == "True", **looks)
+    options = [(label, at) for at, label in enumerate(labels)]
     if all(isinstance(one, str) for one in labels.values()):
-        return ipywidgets.ToggleButtons(options=options, value=value, **looks | {"layout": {"width": "max-content"}})
-    return ipywidgets.SelectionSlider(options=options, value=value, **looks)
+        return ipywidgets.ToggleButtons(options=options, value=place, **looks | {"layout": {"width": "max-content"}})
+    return ipywidgets.SelectionSlider(options=options, value=place, **looks)
+
+
+def _place(control, labels: Mapping[str, object]) -> int:
+    """The place that a control stands at; a checkbox has none, only True or False."""
+    return list(labels).index(str(control.value)) if isinstance(control.value, bool) else control.value

@@ -91,7 +91,7 @@ def the_map(folder: str | Path = ".") -> Table:
         for chapter in headers(folder).values()
     ]
     columns = ["chapter", "in one sentence", "you need", "minutes", "peak memory", "GPU", "recorded on"]
-    return Table(columns, rows)
+    return Table(columns, rows, markdown=True)
 
 
 def paths(folder: str | Path = ".") -> Table:
@@ -101,7 +101,7 @@ def paths(folder: str | Path = ".") -> Table:
     for name, numbers in PATHS.items():
         steps = [here[n].link if n in here else f"{n:02} {CHAPTERS[n - 1].replace('_', ' ')}" for n in numbers]
         rows.append((name, " → ".join(steps)))
-    return Table(["path", "chapters, in order (those without a link are still to come)"], rows)
+    return Table(["path", "chapters, in order (those without a link are still to come)"], rows, markdown=True)
 
 
 def _recorded(chapter: Header) -> str:

@@ -19,6 +19,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import AutoLocator, MaxNLocator
 from PIL import Image
 
+from memlab.book.markdown import literal
 from memlab.units import GiB, KiB, MiB, format_bytes, parse_bytes
 
 COLOURS = {
@@ -93,7 +94,7 @@ def caption(sentence: str) -> None:
     """Show a sentence under a figure: JupyterLab keeps an image's alt text to itself."""
     from IPython.display import display
 
-    display({"text/markdown": f"*{sentence}*", "text/plain": sentence}, raw=True)
+    display({"text/markdown": f"*{literal(sentence.strip())}*", "text/plain": sentence}, raw=True)
 
 
 def canvas(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from memlab.book.markdown import literal
 from memlab.memory_timeline import Storage, Timeline
 from memlab.units import format_bytes
 
@@ -11,11 +12,12 @@ from memlab.units import format_bytes
 class Table:
     """Columns and rows of text and numbers; numbers are set to the right, and integers get thousands separators.
 
+    markdown: the cells are Markdown, with links and code. Otherwise a notebook shows each sign of a text as it stands.
     Raises ValueError for a row that has not one cell per column.
     """
 
-    def __init__(self, columns: Sequence[str], rows: Iterable[Sequence[object]]):
-        self.columns = list(columns)
+    def __init__(self, columns: Sequence[str], rows: Iterable[Sequence[object]], *, markdown: bool = False):
+        self.columns, self.markdown = list(columns), markdown
         self.rows = [list(row) for row in rows]
         for row in self.rows:
             if len(row) != len(self.columns):
@@ -45,10 +47,14 @@ class Table:
         return "\n".join([lines[0], "  ".join("-" * w for w in widths), *lines[1:]])
 
     def _repr_markdown_(self) -> str:
-        escape = lambda row: [_unbroken(cell).replace("|", "\\|").replace("\n", " ") for cell in row]  # noqa: E731
+        cell = _one_line if self.markdown else literal
         rule = ["---:" if right else ":---" for right in self._right()]
-        rows = [escape(self.columns), rule, *map(escape, self._text())]
+        rows = [map(cell, self.columns), rule, *(map(cell, map(_unbroken, row)) for row in self._text())]
         return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def _one_line(cell: str) -> str:
+    return cell.replace("|", "\\|").replace("\n", " ")
 
 
 def _is_size(cell: object) -> bool:
