@@ -2,6 +2,7 @@
 
 import inspect
 import re
+import sys
 
 import pytest
 import torch
@@ -318,6 +319,14 @@ def test_transformers_models_take_flash_attention_as_on_a_gpu(name, use_cache, b
             model(input_ids=x, labels=x, use_cache=use_cache).loss.backward()
     attention = {op for op, *_ in kept(meter.timeline) if "attention" in op}
     assert attention == {"_scaled_dot_product_flash_attention"}
+
+
+def test_transformers_imported_too_late_is_told(monkeypatch):
+    pytest.importorskip("transformers")
+    masks = "transformers.masking_utils"
+    monkeypatch.delitem(sys.modules, masks, raising=False)
+    with pytest.warns(UserWarning, match="Import it before `with imagine"), imagine("H100-80GB"):
+        monkeypatch.setitem(sys.modules, masks, object())
 
 
 # ---- what is not possible says what to do

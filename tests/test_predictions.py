@@ -99,11 +99,11 @@ def test_wherever_the_sliders_stand_the_prediction_adds_up():
 def test_the_bars_say_what_was_asked_and_which_card_holds_it(monkeypatch):
     sliders = what_if(layers=2, width=256, tokens=256, batch=1)
     assert "0.03 billion parameters" in sliders.picture.figure.axes[0].get_title(loc="left")
-    assert "within a T4 16GB" in sliders.picture.figure.axes[0].get_title(loc="left")
+    assert "which fits T4-16GB" in sliders.picture.figure.axes[0].get_title(loc="left")
     imagined = sliders.at(**sliders.start | {"imagined": True})
     assert "imagined: " in imagined.alt and "imagined: " not in sliders.picture.alt
     large = sliders.at(**sliders.start | {"layers": 96, "width": 12288})
-    assert "beyond every card" in large.figure.axes[0].get_title(loc="left")
+    assert "which fits none of the cards" in large.figure.axes[0].get_title(loc="left")
     assert "H200-141GB" in large.alt
     thick = sliders.at(**sliders.start | {"width": 2048, "heads": 4})
     assert "no fused kernel for heads of 512" in thick.figure.axes[0].get_title(loc="left")

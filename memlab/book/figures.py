@@ -11,6 +11,7 @@ from memlab.book.style import (
     LINE_COLOURS,
     LINE_STYLES,
     SMALL_SIZE,
+    TITLE_SIZE,
     Picture,
     budget_bytes,
     budget_words,
@@ -182,6 +183,8 @@ def bars(
         place = {"transform": axes.get_xaxis_transform(), "rotation": 30, "ha": "left", "va": "bottom"}
         axes.text(capacity / scale, 1.01, name, fontsize=SMALL_SIZE, **place)
     finish(axes, f"bytes ({unit})", "", title)
+    if cards:  # the title goes above their names
+        axes.set_title(title, fontsize=TITLE_SIZE, loc="left", pad=58, y=1.0)
     figure.legend(loc="lower center", frameon=False, fontsize=SMALL_SIZE, ncols=len(COLOURS))
     words = "; ".join(
         f"{name}: {format_bytes(sum(parts.values()))} ("

@@ -218,5 +218,5 @@ def capacities() -> dict[str, int]:
 def _fits(nbytes: int) -> str:
     for name, capacity in capacities().items():
         if nbytes <= capacity:
-            return f"within a {name.replace('-', ' ')}"
-    return "beyond every card shown"
+            return f"which fits {name}"
+    return "which fits none of the cards"

@@ -160,6 +160,7 @@ def draw_budget(axes: Axes, limit: int | None, scale: int, *, vertical: bool = F
         axes.text(limit / scale, 1.01, f"budget {format_bytes(limit)}", fontsize=SMALL_SIZE, **place)
     else:
         place = {"transform": axes.get_yaxis_transform(), "ha": "right", "va": "bottom"}
+        place["bbox"] = {"boxstyle": "round,pad=0.15", "facecolor": "white", "alpha": 0.8, "linewidth": 0}
         axes.text(0.99, limit / scale, f"budget {format_bytes(limit)}", fontsize=SMALL_SIZE, **place)
 
 

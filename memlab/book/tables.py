@@ -58,7 +58,7 @@ def _one_line(cell: str) -> str:
 
 
 def _is_size(cell: object) -> bool:
-    return isinstance(cell, str) and cell.endswith((" B", "KiB", "MiB", "GiB", "TiB", "×", "%"))
+    return isinstance(cell, str) and cell.endswith((" B", "KiB", "MiB", "GiB", "TiB", " GB", "×", "%"))
 
 
 def _unbroken(cell: str) -> str:

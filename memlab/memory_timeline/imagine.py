@@ -20,8 +20,10 @@ values. Its figures are at the *storages* level, a lower bound of what the card'
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import sys
+import warnings
 import weakref
 from contextlib import ExitStack
 from typing import NamedTuple
@@ -66,7 +68,7 @@ CARDS = {
 
 
 MOST_HOLDERS = 5
-PACKING = "find_packed_sequence_indices"
+MASKS, PACKING = "transformers.masking_utils", "find_packed_sequence_indices"
 DEVICE_OF = torch.ops.prim.device.default
 
 
@@ -109,9 +111,7 @@ class ImaginedHardware:
                     supported.append(FakeTensor)
                     stack.callback(supported.remove, FakeTensor)
             stack.enter_context(replaced(Module, "_apply", _apply))
-            if (masks := sys.modules.get("transformers.masking_utils")) and hasattr(masks, PACKING):
-                # Transformers asks the batch's values whether it is packed, and assumes so where there are none.
-                stack.enter_context(replaced(masks, PACKING, lambda position_ids: None))
+            stack.enter_context(_unpacked())
             if self.card in CARDS:
                 choose_as_cuda_does(stack, CARDS[self.card].architecture)
             stack.enter_context(_Imagination(self.card))
@@ -184,6 +184,23 @@ def _apply(module: Module, fn, recurse: bool = True) -> Module:
             if buffer is not None:
                 each._buffers[name] = fn(buffer)
     return module
+
+
+@contextlib.contextmanager
+def _unpacked():
+    """Transformers asks a batch's values whether it is packed, and where there are none it assumes so: no is said."""
+    masks = sys.modules.get(MASKS)
+    if masks is not None and hasattr(masks, PACKING):
+        with replaced(masks, PACKING, lambda position_ids: None):
+            yield
+    else:
+        yield
+        if masks is None and MASKS in sys.modules:
+            warnings.warn(
+                "Transformers was imported inside this block, too late for it to learn that its batch is not packed: "
+                "its attention may have been masked, and not fused. Import it before `with imagine(...)`.",
+                stacklevel=4,
+            )
 
 
 # ---- a budget
