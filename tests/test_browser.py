@@ -21,10 +21,11 @@ from memlab.book.workloads import GPT, text_batch
 from memlab.memory_timeline import Meter
 from memlab.units import KiB, MiB, format_bytes
 from tests.browser_helpers import need_browser
+from tests.slider_grids import DRAW_THE_GRID, counts, sliders_in
 
 BOOK = Path(__file__).parents[1] / "chapters"
 CHAPTERS = sorted(path.name for path in BOOK.glob("*.ipynb"))
-RUN = CHAPTERS[:3]
+RUN = CHAPTERS[:3]  # later chapters are opened; what they do is the same, and minutes are dear
 
 need_browser("jupyterlab")
 
@@ -194,7 +195,7 @@ def test_a_chapter_opens_whole(chapter):
 
 @pytest.mark.parametrize("chapter", RUN, indirect=True)
 def test_a_chapter_runs_from_top_to_bottom_and_its_widgets_live(chapter):
-    _, page = chapter
+    name, page = chapter
     page.run_all()
     settle(page)
     assert page.errors() == []
@@ -207,6 +208,7 @@ def test_a_chapter_runs_from_top_to_bottom_and_its_widgets_live(chapter):
     assert page.page.locator(".memlab-readout").first.inner_text() != before
     if page.page.locator(".widget-slider").count():
         assert slid(page)
+    assert len(counts(page.ask(DRAW_THE_GRID))) == sliders_in(nbformat.read(BOOK / name, as_version=4))
 
 
 def slid(page, key="ArrowRight"):

@@ -9,7 +9,9 @@ choices are made as CUDA would make them:
 - optimizers and gradient clipping work on all tensors at once (*foreach*) unless told otherwise;
 - autocast runs softmax, norms and losses in 32 bit.
 
-Only attributes of Python modules are replaced, for as long as the block lasts; PyTorch's own tables stay as they are.
+Only attributes of Python modules are replaced, for as long as the block lasts and for its own thread; PyTorch's tables
+stay as they are. So names that were imported from torch.nn.functional one by one, before the block, do as on a CPU. On
+Hopper a recent cuDNN may take over from flash attention: it keeps the same two tensors, and is not imitated.
 Source: aten/src/ATen/native (Dropout.cpp, transformers/cuda/sdp_utils.cpp, cuda/layer_norm_kernel.cu),
 aten/src/ATen/autocast_mode.h, torch/optim/optimizer.py.
 """
@@ -17,6 +19,7 @@ aten/src/ATen/autocast_mode.h, torch/optim/optimizer.py.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from contextlib import ExitStack
 
@@ -24,24 +27,25 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor
 from torch.amp.autocast_mode import autocast
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
-from torch.optim import optimizer
+from torch.optim import optimizer, swa_utils
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 aten = torch.ops.aten
 HALF = (torch.bfloat16, torch.float16)
 AMPERE = (8, 0)  # the first architecture with flash attention, and with matrix units for BF16
-RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell")
 # What CUDA's autocast runs in 32 bit: casting the arguments, or asking for a result of that dtype.
 CAST_TO_FP32 = """
     acos asin binary_cross_entropy_with_logits cdist cosh cosine_embedding_loss cosine_similarity cross_entropy
-    dist erfinv exp expm1 group_norm hinge_embedding_loss huber_loss kl_div l1_loss layer_norm log log10 log1p
-    log2 logsumexp margin_ranking_loss mse_loss multi_margin_loss multilabel_margin_loss nll_loss norm pdist
-    poisson_nll_loss pow __pow__ __rpow__ reciprocal renorm rsqrt sinh smooth_l1_loss soft_margin_loss softplus
-    tan triplet_margin_loss
+    dist erfinv exp expm1 group_norm hinge_embedding_loss huber_loss interpolate kl_div l1_loss layer_norm log log10
+    log1p log2 logsumexp margin_ranking_loss mse_loss multi_margin_loss multilabel_margin_loss nll_loss norm
+    normalize pdist poisson_nll_loss pow __pow__ __rpow__ reciprocal renorm rsqrt sinh smooth_l1_loss soft_margin_loss
+    softplus tan triplet_margin_loss upsample
 """
-RESULT_IN_FP32 = "cumprod cumsum log_softmax prod softmax sum"
+RESULT_IN_FP32 = "cumprod cumsum linalg_vector_norm log_softmax prod softmax sum"
 CAST_TO_FP32, RESULT_IN_FP32 = frozenset(CAST_TO_FP32.split()), frozenset(RESULT_IN_FP32.split())
 
 # Straight to the dispatch modes, past autograd, which would take a CPU's op apart.
@@ -52,29 +56,73 @@ _PYTHON = torch._C.DispatchKeySet(torch._C.DispatchKey.PythonTLSSnapshot) | torc
 
 @contextlib.contextmanager
 def replaced(owner, name: str, value):
-    """`owner.name` is `value` inside the block, and what it was after it."""
-    before = getattr(owner, name)
+    """`owner.name` is `value` inside the block, and what it was, if it was there at all, after it."""
+    there, before = name in vars(owner), getattr(owner, name, None)
     setattr(owner, name, value)
     try:
         yield before
     finally:
-        setattr(owner, name, before)
+        if there:
+            setattr(owner, name, before)
+        else:
+            delattr(owner, name)
+
+
+def imagining() -> bool:
+    """Whether this thread is inside a block of imagined tensors; others may be training for real meanwhile."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 def choose_as_cuda_does(stack: ExitStack, architecture: tuple[int, int]) -> None:
     """Put the choices above in place until `stack` closes. architecture: CUDA's compute capability, such as (9, 0)."""
-    replace = lambda owner, name, value: stack.enter_context(replaced(owner, name, value))  # noqa: E731
-    replace(F, "dropout", _dropout(F.dropout))
-    replace(F, "scaled_dot_product_attention", _attention(F.scaled_dot_product_attention, architecture))
-    replace(F, "rms_norm", _rms_norm)
+
+    def replace(owner, name: str, make: Callable) -> None:
+        before = getattr(owner, name)
+        ours = make(before)
+
+        @functools.wraps(before)
+        def chosen(*args, **kwargs):
+            return (ours if imagining() else before)(*args, **kwargs)
+
+        stack.enter_context(replaced(owner, name, chosen))
+
+    replace(F, "dropout", _dropout)
+    replace(F, "scaled_dot_product_attention", lambda _: _attention(architecture))
+    replace(F, "rms_norm", lambda _: _rms_norm)
     for name in RECURRENT:
-        replace(torch._VF, name, _refuse_recurrence)
-    devices = optimizer._get_foreach_kernels_supported_devices()
-    replace(optimizer, "_get_foreach_kernels_supported_devices", lambda: [*devices, "cpu"])
-    replace(autocast, "__init__", _autocast_init(autocast.__init__))
-    replace(autocast, "__enter__", _autocast_enter(autocast.__enter__))
-    replace(autocast, "__exit__", _autocast_exit(autocast.__exit__))
-    replace(torch.utils.checkpoint, "_get_autocast_kwargs", _checkpoint_kwargs(torch.utils.checkpoint))
+        replace(torch._VF, name, lambda _: _refuse_recurrence)
+    for user in (optimizer, swa_utils):
+        replace(user, "_get_foreach_kernels_supported_devices", lambda devices: lambda: [*devices(), "cpu"])
+    replace(autocast, "__init__", _autocast_init)
+    replace(autocast, "__enter__", _autocast_enter)
+    replace(autocast, "__exit__", _autocast_exit)
+    replace(torch.utils.checkpoint, "_get_autocast_kwargs", _checkpoint_kwargs)
+    replace(torch, "compile", lambda _: _refuse_compilation)
+    replace(Tensor, "to", _to_the_card)
+    replace(Tensor, "cuda", lambda _: lambda tensor, *_args, **_options: tensor)
+
+
+# ---- the card is the only device there is
+
+
+def _to_the_card(to: Callable) -> Callable:
+    here = lambda value: torch.device("cpu") if _is_cuda(value) else value  # noqa: E731
+
+    def moved(tensor: Tensor, *args, **kwargs):
+        return to(tensor, *map(here, args), **{name: here(value) for name, value in kwargs.items()})
+
+    return moved
+
+
+def _is_cuda(value) -> bool:
+    return getattr(value, "type", None) == "cuda" or (isinstance(value, str) and value.partition(":")[0] == "cuda")
+
+
+def _refuse_compilation(*_args, **_kwargs):
+    raise NotImplementedError(
+        "expected eager code, found torch.compile: a compiler makes other ops, with other bytes; imagine the model "
+        "uncompiled, or measure it compiled on a GPU"
+    )
 
 
 # ---- dropout and norms
@@ -100,8 +148,10 @@ def as_cuda_returns(func, result):
 
 
 def _rms_norm(input: Tensor, normalized_shape, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-    if _autocasting() and input.dtype in HALF:
-        input = input.float()
+    if _autocasting():
+        input, weight = (t.float() if t is not None and t.dtype in HALF else t for t in (input, weight))
+    if weight is not None and weight.dtype != input.dtype:  # for mixed dtypes CUDA has no fused kernel either
+        return torch.rms_norm(input, normalized_shape, weight, eps)
     return _RMSNorm.apply(input, tuple(normalized_shape), weight, eps)
 
 
@@ -116,6 +166,7 @@ class _RMSNorm(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, gradient):
         input, weight, deviation = ctx.saved_tensors
         needed = [ctx.needs_input_grad[0], ctx.needs_input_grad[2]]
@@ -135,7 +186,7 @@ def _refuse_recurrence(*_args, **_kwargs):
 # ---- attention
 
 
-def _attention(on_cpu: Callable, architecture: tuple[int, int]) -> Callable:
+def _attention(architecture: tuple[int, int]) -> Callable:
     def scaled_dot_product_attention(
         query: Tensor,
         key: Tensor,
@@ -172,20 +223,30 @@ def _attention(on_cpu: Callable, architecture: tuple[int, int]) -> Callable:
 
 
 def _choose(query, key, value, mask, is_causal: bool, grouped: bool, architecture: tuple[int, int]) -> str:
-    """Flash, else memory-efficient, else by ops: CUDA's order, and its main conditions."""
-    width, dtype = query.shape[-1], query.dtype
+    """Flash, else memory-efficient, else by ops: CUDA's order, and its main conditions.
+
+    query: (batch, heads, tokens, width); key, value: (batch, key-value heads, tokens, width). `sdpa_kernel` is obeyed.
+    """
+    allowed = torch.backends.cuda
+    width, dtype, half = query.shape[-1], query.dtype, query.dtype in HALF
     if query.dim() != 4 or dtype not in (*HALF, torch.float32) or key.shape[-1] != width:
         return "math"
-    if dtype is torch.bfloat16 and architecture < AMPERE:
+    if any(t.stride(-1) != 1 for t in (query, key, value)) or (dtype is torch.bfloat16 and architecture < AMPERE):
         return "math"
-    aligned_causal = not is_causal or query.shape[-2] == key.shape[-2]
-    same_width = value.shape[-1] == width
-    if mask is None and dtype in HALF and architecture >= AMPERE and same_width and width <= 256 and aligned_causal:
+    alike = query.shape[:2] == key.shape[:2] == value.shape[:2]
+    groups = grouped and query.shape[0] == key.shape[0] and key.shape[:2] == value.shape[:2]
+    trained = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
+    widest = 192 if trained and (8, 6) <= architecture <= (8, 9) else 256
+    if (
+        (half and architecture >= AMPERE and mask is None and allowed.flash_sdp_enabled())
+        and (alike or groups)
+        and (value.shape[-1] == width <= widest)
+        and (not is_causal or query.shape[-2] == key.shape[-2])
+    ):
         return "flash"
-    if grouped and query.shape[1] != key.shape[1]:
-        return "math"
-    aligned = 4 if dtype is torch.float32 else 8
-    return "math" if width % aligned or value.shape[-1] % aligned else "efficient"
+    aligned = 8 if half else 4 if architecture >= AMPERE else 1
+    fits = alike and width % aligned == value.shape[-1] % aligned == 0
+    return "efficient" if fits and allowed.mem_efficient_sdp_enabled() else "math"
 
 
 def _as_bias(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
@@ -214,7 +275,8 @@ class _FP32Ops(TorchFunctionMode):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if name in RESULT_IN_FP32 and _autocasting() and args and getattr(args[0], "dtype", None) in HALF:
-            kwargs = {"dtype": torch.float32, **kwargs}
+            if kwargs.get("dtype") is None:  # F.softmax passes a None on
+                kwargs = {**kwargs, "dtype": torch.float32}
         elif name in CAST_TO_FP32 and _autocasting():
             args, kwargs = tree_map_only(Tensor, lambda t: t.float() if t.dtype in HALF else t, (args, kwargs))
         return func(*args, **kwargs)
@@ -232,8 +294,8 @@ def _autocast_init(init: Callable) -> Callable:
 def _autocast_enter(enter: Callable) -> Callable:
     def __enter__(self):
         result = enter(self)
-        self._fp32_ops = _FP32Ops()
-        self._fp32_ops.__enter__()
+        self._fp32_ops = [*getattr(self, "_fp32_ops", ()), _FP32Ops()]  # one instance may be entered inside itself
+        self._fp32_ops[-1].__enter__()
         return result
 
     return __enter__
@@ -241,15 +303,14 @@ def _autocast_enter(enter: Callable) -> Callable:
 
 def _autocast_exit(leave: Callable) -> Callable:
     def __exit__(self, *error):
-        self._fp32_ops.__exit__(*error)
+        if getattr(self, "_fp32_ops", None):
+            self._fp32_ops.pop().__exit__(*error)
         return leave(self, *error)
 
     return __exit__
 
 
-def _checkpoint_kwargs(module) -> Callable:
-    found = module._get_autocast_kwargs
-
+def _checkpoint_kwargs(found: Callable) -> Callable:
     def _get_autocast_kwargs(device_type="cuda"):
         if _autocasting():
             raise NotImplementedError(

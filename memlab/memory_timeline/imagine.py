@@ -22,9 +22,12 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import os
 import sys
+import threading
 import warnings
 import weakref
+from collections.abc import Iterable
 from contextlib import ExitStack
 from typing import NamedTuple
 
@@ -36,15 +39,16 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
-from torch.nn import Module
+from torch.nn import Module, Parameter
 from torch.nn.modules import module as nn_module
 from torch.optim import optimizer as optim
 from torch.utils import _foreach_utils as foreach
-from torch.utils._pytree import tree_map_only
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from memlab.memory_timeline.gpu_ops import as_cuda_returns, choose_as_cuda_does, replaced
+from memlab.memory_timeline.gpu_ops import as_cuda_returns, choose_as_cuda_does, imagining, replaced
 from memlab.memory_timeline.meter import Meter
-from memlab.memory_timeline.ownership import Owned, gradients_of
+from memlab.memory_timeline.ownership import Owned, gradients_of, owned_by_optimizer, owned_inputs
 from memlab.units import format_bytes, parse_bytes
 
 
@@ -68,6 +72,11 @@ CARDS = {
 
 
 MOST_HOLDERS = 5
+aten = torch.ops.aten
+_HERE = os.path.dirname(__file__) + os.sep
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_READ_VALUES = tuple(os.path.join(_TORCH, *parts) for parts in (("optim", ""), ("nn", "init.py"), ("amp", "")))
+_ONE_AT_A_TIME = threading.Lock()  # what is replaced is the process's, so two machines would undo each other
 MASKS, PACKING = "transformers.masking_utils", "find_packed_sequence_indices"
 DEVICE_OF = torch.ops.prim.device.default
 
@@ -103,20 +112,27 @@ class ImaginedHardware:
         self._undo: ExitStack | None = None
 
     def __enter__(self) -> ImaginedHardware:
-        if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
-            raise RuntimeError("expected one imagined machine at a time, found another block of fake tensors around it")
+        if any(isinstance(mode, Meter) for mode in _get_current_dispatch_mode_stack()):
+            raise RuntimeError(
+                "expected the Meter inside the imagined block, found one around it, which would see nothing"
+            )
+        if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+            raise RuntimeError("expected autocast inside the imagined block, found it around the block")
+        if imagining() or not _ONE_AT_A_TIME.acquire(blocking=False):
+            raise RuntimeError("expected one imagined machine at a time, found another that is still on")
         with ExitStack() as stack:
+            stack.callback(_ONE_AT_A_TIME.release)
             for supported in (optim._foreach_supported_types, foreach._foreach_supported_types):
                 if FakeTensor not in supported:
                     supported.append(FakeTensor)
                     stack.callback(supported.remove, FakeTensor)
             stack.enter_context(replaced(Module, "_apply", _apply))
+            stack.enter_context(replaced(FakeTensor, "__deepcopy__", _deepcopy))
             stack.enter_context(_unpacked())
             if self.card in CARDS:
                 choose_as_cuda_does(stack, CARDS[self.card].architecture)
             stack.enter_context(_Imagination(self.card))
-            if self.budget_bytes is not None:
-                stack.enter_context(_Budget(self))
+            self._budget = None if self.budget_bytes is None else stack.enter_context(_Budget(self))
             self._undo = stack.pop_all()
         return self
 
@@ -128,7 +144,11 @@ class ImaginedHardware:
         mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
         if not isinstance(mode, _Imagination):
             raise RuntimeError("expected to be inside `with imagine(...) as gpu`, found no imagined hardware")
-        return tree_map_only(Tensor, mode.from_tensor, batch)
+        real = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and not isinstance(leaf, FakeTensor)]
+        fakes = {id(tensor): mode.from_tensor(tensor) for tensor in real}
+        if self._budget is not None:
+            self._budget.counts(fakes.values())
+        return tree_map_only(Tensor, lambda tensor: fakes.get(id(tensor), tensor), batch)
 
     def __repr__(self) -> str:
         capacity = "no limit" if self.capacity_bytes is None else format_bytes(self.capacity_bytes)
@@ -147,6 +167,9 @@ class _Imagination(FakeTensorMode):
     def _should_skip_dynamo(cls) -> bool:  # spares 3 µs an op
         return False
 
+    def __deepcopy__(self, memo: dict) -> _Imagination:
+        return self
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is DEVICE_OF:
             return args[0].fake_device
@@ -156,6 +179,8 @@ class _Imagination(FakeTensorMode):
         try:
             result = super().__torch_dispatch__(func, types, args, kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
+            if func is aten._local_scalar_dense.default and _asked_by_torch():
+                return args[0].dtype is not torch.bool  # 1, or no: which ends every loop that asks "is there any left?"
             raise RuntimeError(
                 f"expected code that needs no values, found {func}: imagined tensors have shapes and no values, so "
                 ".item(), .tolist(), bool(...), print of a number, nonzero and masks as an index have no answer; make "
@@ -169,6 +194,28 @@ class _Imagination(FakeTensorMode):
                 "batch in with gpu.imagined(batch)"
             ) from None
         return as_cuda_returns(func, result) if self.imagines in CARDS else result
+
+
+def _asked_by_torch() -> bool:
+    """Whether a value is read by torch's own initialisation, optimizers or loss scaling, which no reader can change."""
+    frame = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename.startswith((_TORCH, _HERE)):
+        if frame.f_code.co_filename.startswith(_READ_VALUES):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _deepcopy(tensor: FakeTensor, memo: dict) -> FakeTensor:
+    """`copy.deepcopy` of a fake tensor, as of a real one: other bytes, the same gradient."""
+    if id(tensor) not in memo:
+        with torch.no_grad():
+            copied = tensor.clone()
+        copied = Parameter(copied, tensor.requires_grad) if isinstance(tensor, Parameter) else copied
+        memo[id(tensor)] = copied.requires_grad_(tensor.requires_grad)
+        if tensor.grad is not None:
+            copied.grad = _deepcopy(tensor.grad, memo)
+    return memo[id(tensor)]
 
 
 def _apply(module: Module, fn, recurse: bool = True) -> Module:
@@ -213,6 +260,7 @@ class _Budget(Meter):
         super().__init__()
         self._hardware = hardware
         self._owned: list[tuple[weakref.ref, str, str]] = []  # parameters and buffers, as modules register them
+        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
     def _set_up(self, stack: ExitStack) -> None:
         super()._set_up(stack)
@@ -230,17 +278,27 @@ class _Budget(Meter):
 
         return hook
 
+    def counts(self, batch: Iterable[Tensor]) -> None:
+        """Hold tensors that come in from outside against the budget, as inputs."""
+        self._adopt(owned_inputs(list(batch)))
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, *more) -> None:
+        super()._before_step(optimizer, *more)
+        self._optimizers.add(optimizer)
+
     def _note_storage(self, storage, tensor, op: int, phase: str, line: int) -> int:
         number = super()._note_storage(storage, tensor, op, phase, line)
         if self._history.held > self._hardware.budget_bytes:
-            raise OutOfMemory(self._explain(number, op, line))
+            raise OutOfMemory(self._explain(number, op, phase, line))
         return number
 
-    def _explain(self, number: int, op: int, line: int) -> str:
+    def _explain(self, number: int, op: int, phase: str, line: int) -> str:
         for reference, category, name in self._owned:
             tensor = reference()
             if tensor is not None:
                 self._recognise([Owned(tensor, category, name), *gradients_of([tensor], {id(tensor): name})])
+        for optimizer in self._optimizers:
+            self._recognise(owned_by_optimizer(optimizer, {}))
         timeline, asked = self.timeline, self._history.sizes[number]
         groups: dict[tuple, list[int]] = {}
         for storage in timeline.alive(len(timeline)):
@@ -254,7 +312,7 @@ class _Budget(Meter):
             [
                 f"imagined {hardware.card}: expected at most {format_bytes(hardware.budget_bytes)} (the budget), "
                 f"found {format_bytes(self._history.held - asked)} held and {format_bytes(asked)} more asked for by "
-                f"{self._ops[op].name} in {self._ops[op].phase}, at",
+                f"{self._ops[op].name if op >= 0 else 'a batch'} in {phase}, at",
                 f"    {self._lines[line]}",
                 "The largest holders:",
                 *(
