@@ -1,8 +1,10 @@
 """Imagined hardware: what runs on it is the real stream of events, with the GPU's ops where those differ."""
 
+import copy
 import inspect
 import re
 import sys
+import threading
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from memlab.book.workloads import GPT, LSTM, text_batch
 from memlab.memory_timeline import CARDS, Meter, OutOfMemory, imagine
-from memlab.memory_timeline.gpu_ops import CAST_TO_FP32, RESULT_IN_FP32
+from memlab.memory_timeline.gpu_ops import CAST_TO_FP32, RESULT_IN_FP32, _choose
 from memlab.units import GiB, MiB, format_bytes, parse_bytes
 from tests.memory_timeline_helpers import WORKLOADS, batch_for, of, one_thread, shape_of  # noqa: F401
 
@@ -129,6 +131,64 @@ def test_fused_attention_is_the_one_that_the_card_has_for_the_dtype(card, dtype,
     assert op in {name for name, *_ in kept(meter.timeline)}
 
 
+@pytest.mark.parametrize(
+    ("why", "shapes", "options", "chosen"),
+    [
+        ("heads, keys and values alike", [(2, 4, 8, 16)] * 3, {}, "flash"),
+        ("grouped keys", [(2, 4, 8, 16), (2, 2, 8, 16), (2, 2, 8, 16)], {"grouped": True}, "flash"),
+        (
+            "grouped keys in FP32",
+            [(2, 4, 8, 16), (2, 2, 8, 16), (2, 2, 8, 16)],
+            {"grouped": True, "fp32": True},
+            "math",
+        ),
+        ("one head of keys, not said to be grouped", [(2, 4, 8, 16), (2, 1, 8, 16), (2, 1, 8, 16)], {}, "math"),
+        ("a batch that broadcasts", [(2, 4, 8, 16), (1, 4, 8, 16), (1, 4, 8, 16)], {}, "math"),
+        ("three dimensions", [(4, 8, 16)] * 3, {}, "math"),
+        ("a mask", [(2, 4, 8, 16)] * 3, {"mask": True}, "efficient"),
+        ("causal and not square", [(2, 4, 8, 16), (2, 4, 16, 16), (2, 4, 16, 16)], {"causal": True}, "efficient"),
+        ("heads of 512", [(1, 1, 8, 512)] * 3, {}, "efficient"),
+        ("FP32", [(2, 4, 8, 12)] * 3, {"fp32": True}, "efficient"),
+        ("FP32, heads of 10", [(2, 4, 8, 10)] * 3, {"fp32": True}, "math"),
+        ("FP32, heads of 10 on a T4", [(2, 4, 8, 10)] * 3, {"fp32": True, "architecture": (7, 5)}, "efficient"),
+        ("heads of 224 in training on an RTX 4090", [(1, 1, 8, 224)] * 3, {"architecture": (8, 9)}, "efficient"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_who_may_be_fused(why, shapes, options, chosen):
+    dtype = torch.float32 if options.get("fp32") else BF16
+    q, k, v = (torch.zeros(shape, dtype=dtype, requires_grad=True) for shape in shapes)
+    mask = torch.ones(8, 8) if options.get("mask") else None
+    how = mask, options.get("causal", False), options.get("grouped", False), options.get("architecture", (9, 0))
+    assert _choose(q, k, v, *how) == chosen
+
+
+def test_a_reader_may_forbid_a_kernel_and_rows_must_be_whole():
+    q = torch.zeros(2, 4, 8, 16, dtype=BF16)
+    with nn.attention.sdpa_kernel(nn.attention.SDPBackend.MATH):
+        assert _choose(q, q, q, None, False, False, (9, 0)) == "math"
+    with nn.attention.sdpa_kernel(nn.attention.SDPBackend.EFFICIENT_ATTENTION):
+        assert _choose(q, q, q, None, False, False, (9, 0)) == "efficient"
+    across = torch.zeros(2, 4, 16, 8, dtype=BF16).mT
+    assert _choose(across, across, across, None, False, False, (9, 0)) == "math"
+
+
+def test_the_memory_efficient_kernel_keeps_nothing_for_a_backward_that_will_not_come():
+    with imagine("H100-80GB"):
+        q = torch.randn(1, 1, 32, 8)
+        with torch.no_grad(), Meter(inputs=q) as meter:
+            F.scaled_dot_product_attention(q, q, q)
+        assert not [s for s in meter.timeline.storages.values() if s.shape == (1, 1, 32)]
+
+
+def test_a_masks_rows_are_padded_to_16_for_the_memory_efficient_kernel():
+    with imagine("H100-80GB"):
+        q, mask = torch.randn(1, 1, 20, 8), torch.zeros(20, 20)
+        with Meter(inputs=(q, mask)) as meter:
+            F.scaled_dot_product_attention(q, q, q, mask)
+        assert [s for s in meter.timeline.storages.values() if s.shape == (20, 32)]
+
+
 def test_flash_attention_keeps_its_output_and_one_float_a_query():
     with imagine("H100-80GB"):
         q, k, v = (torch.randn(2, 4, 64, 16, dtype=BF16, requires_grad=True) for _ in range(3))
@@ -160,6 +220,12 @@ def test_rmsnorm_is_one_op_on_a_gpu_and_keeps_one_float_a_row(bf16):
         timeline = forward_backward(nn.RMSNorm(16), x)
         assert kept(timeline) == {("_fused_rms_norm", (8, 1), "float32")}
         assert x.grad.shape == (8, 16) and x.grad.dtype is BF16
+
+
+def test_rmsnorm_of_two_dtypes_is_no_fused_op():
+    with imagine("H100-80GB"), pytest.warns(UserWarning, match="[Mm]ismatch"):
+        timeline = forward_backward(nn.RMSNorm(16), torch.randn(8, 16, dtype=BF16, requires_grad=True))
+    assert not [op for op, *_ in kept(timeline) if "fused" in op]
 
 
 def test_a_gpus_adamw_takes_all_tensors_at_once_unless_told_otherwise():
@@ -215,6 +281,31 @@ def test_autocast_runs_matrix_products_in_16_bit_and_norms_and_losses_in_32(devi
     casts = sum(s.nbytes for s in of(meter.timeline, "activation") if s.op == "_to_copy" and s.line.source != "")
     matrices = sum(p.numel() for name, p in model.named_parameters() if p.dim() == 2 and "embedding" not in name)
     assert casts >= 2 * matrices  # the weights' 16-bit copies wait for backward
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+@pytest.mark.parametrize("make", [lambda: nn.Softmax(-1), lambda: nn.LogSoftmax(-1), lambda: F.normalize])
+def test_autocast_makes_32_bit_of_softmax_and_norms_however_they_are_called(make, dtype):
+    with imagine("H100-80GB"), torch.autocast("cuda", dtype):
+        x = torch.randn(4, 4) @ torch.randn(4, 4)
+        assert x.dtype is dtype and make()(x).dtype is torch.float32
+
+
+def test_cudas_autocast_is_fp16_unless_told_otherwise_and_casts_what_attention_and_rmsnorm_read():
+    with imagine("H100-80GB"), torch.autocast("cuda"):
+        x = torch.randn(1, 2, 8, 16)
+        assert (x @ x.mT).dtype is torch.float16
+        assert F.scaled_dot_product_attention(x, x, x).dtype is torch.float16
+        assert nn.RMSNorm(16)(x.half()).dtype is torch.float32
+
+
+def test_autocast_begins_inside_the_block_and_ends_with_it():
+    with torch.autocast("cpu", BF16), pytest.raises(RuntimeError, match="expected autocast inside"), imagine("cpu"):
+        pass
+    cast = torch.autocast("cuda", BF16)
+    with imagine("H100-80GB"), cast, cast:
+        pass
+    assert not torch.is_autocast_enabled("cpu")
 
 
 def test_autocast_that_is_switched_off_inside_casts_nothing():
@@ -286,6 +377,30 @@ def test_a_budget_that_suffices_changes_nothing_and_one_below_the_parameters_say
         GPT(layers=2, width=64)
 
 
+def test_a_budget_of_exactly_the_peak_suffices_and_counts_a_batch_from_outside():
+    with imagine("H100-80GB") as gpu, Meter() as meter:
+        build_and_step(gpu)
+    with imagine("H100-80GB", meter.timeline.peak_bytes) as gpu:
+        build_and_step(gpu)
+    batch = torch.zeros(2 * MiB, dtype=torch.uint8)
+    with pytest.raises(OutOfMemory, match="2.0 MiB more asked for by a batch"), imagine("H100-80GB", "1 MiB") as gpu:
+        gpu.imagined(batch)
+
+
+def test_gradients_and_states_are_named_as_what_they_are():
+    x, y = text_batch(2, 8)
+    with imagine("H100-80GB", "64 MiB") as gpu:
+        model = GPT(layers=1, width=64)
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(*gpu.imagined((x, y))).backward()
+        optimizer.step()
+        with pytest.raises(OutOfMemory) as caught:
+            torch.empty(64 * MiB, dtype=torch.uint8)
+    message = str(caught.value)
+    for kind in ("parameter", "gradient", "optimizer state"):
+        assert re.search(rf"{kind}, \d+ × ", message), message
+
+
 def test_out_of_memory_is_what_torch_raises_too():
     with pytest.raises(torch.OutOfMemoryError), imagine("T4-16GB", "1 MiB"):
         torch.empty(MiB + 1, dtype=torch.uint8)
@@ -342,6 +457,66 @@ def test_converting_a_model_keeps_its_parameters_and_the_optimizers_hold_on_them
         model(*gpu.imagined(text_batch(2, 8))).backward()
         optimizer.step()
         assert {p.dtype for p in model.parameters()} == {p.grad.dtype for p in model.parameters()} == {BF16}
+
+
+def test_cuda_is_the_imagined_card():
+    with imagine("H100-80GB"):
+        x = torch.ones(2, device="cuda").to("cuda", BF16).cuda(0)
+        model = nn.Linear(2, 2).to(torch.device("cuda", 1)).cuda()
+        assert model(torch.ones(2).to(device="cuda:0")).shape == x.shape and x.dtype is BF16
+
+
+def test_a_model_and_its_gradients_can_be_copied():
+    with imagine("H100-80GB"):
+        model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+        model(torch.randn(3, 2)).sum().backward()
+        twin = copy.deepcopy(model)
+        assert [type(p) for p in twin.parameters()] == [type(p) for p in model.parameters()]
+        assert twin[0].weight.grad.shape == (2, 2)
+        assert twin[0].weight.untyped_storage()._cdata != model[0].weight.untyped_storage()._cdata
+        torch.optim.swa_utils.AveragedModel(model)
+        assert nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, batch_first=True), 2)(torch.ones(1, 3, 8)).shape
+
+
+def test_torch_may_read_values_in_its_own_initialisation_and_optimizers():
+    with imagine("H100-80GB"):
+        nn.init.trunc_normal_(torch.empty(4, 4))
+        for kind in (torch.optim.Adafactor, torch.optim.ASGD):
+            model = nn.Linear(4, 4)
+            with Meter(model) as meter:
+                model(torch.ones(2, 4)).sum().backward()
+                kind(model.parameters()).step()
+            assert meter.timeline.peak_bytes
+
+
+def test_what_cannot_be_imagined_is_refused_in_a_sentence():
+    with imagine("H100-80GB"):
+        with pytest.raises(NotImplementedError, match="expected eager code"):
+            torch.compile(nn.Linear(2, 2))
+        with pytest.raises(NotImplementedError, match="recurrent"):
+            nn.LSTMCell(2, 2)(torch.ones(1, 2))
+    with Meter(), pytest.raises(RuntimeError, match="expected the Meter inside"), imagine("cpu"):
+        pass
+
+
+def test_another_thread_trains_for_real_meanwhile_and_cannot_imagine_too():
+    found = []
+
+    def train():
+        q = torch.randn(1, 1, 4, 8, requires_grad=True)
+        F.scaled_dot_product_attention(F.dropout(q), q, q).sum().backward()
+        found.append(q.grad.sum().item() == q.grad.sum().item())
+        try:
+            with imagine("cpu"):
+                pass
+        except RuntimeError as error:
+            found.append(str(error))
+
+    with imagine("H100-80GB"):
+        thread = threading.Thread(target=train)
+        thread.start()
+        thread.join()
+    assert found == [True, "expected one imagined machine at a time, found another that is still on"]
 
 
 @pytest.mark.parametrize(

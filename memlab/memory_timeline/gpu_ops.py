@@ -48,6 +48,8 @@ CAST_TO_FP32 = """
 RESULT_IN_FP32 = "cumprod cumsum linalg_vector_norm log_softmax prod softmax sum"
 CAST_TO_FP32, RESULT_IN_FP32 = frozenset(CAST_TO_FP32.split()), frozenset(RESULT_IN_FP32.split())
 
+FROM_FP16 = {"softmax": aten._softmax, "log_softmax": aten._log_softmax}
+
 # Straight to the dispatch modes, past autograd, which would take a CPU's op apart.
 _PYTHON = torch._C.DispatchKeySet(torch._C.DispatchKey.PythonTLSSnapshot) | torch._C.DispatchKeySet(
     torch._C.DispatchKey.Python
@@ -274,6 +276,9 @@ class _FP32Ops(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
+        if name in FROM_FP16 and _autocasting() and args[0].dtype is torch.float16:
+            dim = kwargs["dim"] if "dim" in kwargs else args[1]
+            return FROM_FP16[name](args[0], dim, True)  # CUDA reads FP16 and writes FP32, without a copy between
         if name in RESULT_IN_FP32 and _autocasting() and args and getattr(args[0], "dtype", None) in HALF:
             if kwargs.get("dtype") is None:  # F.softmax passes a None on
                 kwargs = {**kwargs, "dtype": torch.float32}

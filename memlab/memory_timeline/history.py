@@ -95,7 +95,8 @@ class History:
 
     def __init__(self, device: str | None = None):
         self.device = device  # what to call the device of every storage (None: each its own)
-        self.held = 0  # bytes, on all devices
+        self.held = 0  # bytes, of storages that are not in `elsewhere`
+        self.elsewhere: set[int] = set()  # storages in main memory, where the others are on an imagined card
         self.lines = Lines()
         self.ops = Rows(Op)
         self.births = Rows(Birth)  # one row for each storage, by its number
@@ -112,25 +113,29 @@ class History:
     def born(self, tensor: torch.Tensor, nbytes: int, op: int, phase: str, line: int) -> int:
         """A storage of `nbytes` is here since `op`. Returns the number it goes by."""
         number = len(self.sizes)
-        device = tensor.device if self.device is None or hasattr(tensor, "in_main_memory") else self.device
-        self.births.flat += (nbytes, tuple(tensor.shape), tensor.dtype, device, op)
+        self.births.flat += (nbytes, tuple(tensor.shape), tensor.dtype, self.device or tensor.device, op)
         self.held += nbytes
         self.sizes.append(nbytes)
         self.last_read.append(-1)
         if nbytes:
             self.changes.flat += (number, nbytes, op, phase, line)
+        if self.device is not None and hasattr(tensor, "in_main_memory"):
+            self.moved(number, "cpu")
         return number
 
     def resized(self, storage: int, nbytes: int, op: int, phase: str, line: int) -> None:
         """A storage holds `nbytes` from now on; 0 when it is gone."""
         delta = nbytes - self.sizes[storage]
         if delta:
-            self.held += delta
+            self.held += delta if storage not in self.elsewhere else 0
             self.sizes[storage] = nbytes
             self.changes.flat += (storage, delta, op, phase, line)
 
     def moved(self, storage: int, device: str) -> None:
         """A storage turns out to lie on another device than was noted at its birth."""
+        if storage not in self.elsewhere:
+            self.elsewhere.add(storage)
+            self.held -= self.sizes[storage]
         self.births.flat[storage * self.births.width + self.births.row._fields.index("device")] = device
 
     def scratch(self, nbytes: int, device: torch.device, op: int) -> int:
