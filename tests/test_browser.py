@@ -99,8 +99,10 @@ def lab(tmp_path_factory, steps):
         cells = [new_code_cell(source.strip(), metadata={"tags": ["raises-exception"]}) for source in sources]
         nbformat.write(new_notebook(cells=cells, metadata={"kernelspec": KERNEL}), folder / name)
     prepare(folder, list(steps.values()), steps["first"])
-    with jupyterlab(folder) as address, browser() as opened:
-        yield lambda name: Page(opened, address, name)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")  # kernels that run at once share the cores
+        with jupyterlab(folder) as address, browser() as opened:
+            yield lambda name: Page(opened, address, name)
 
 
 @pytest.fixture(scope="module")
@@ -178,25 +180,34 @@ def press(page, *keys):
 
 
 @pytest.fixture(scope="module")
-def chapter(request, lab):
-    """A chapter's name and its page, which is opened once for all that is tried in it."""
-    page = lab(request.param)
-    yield request.param, page
-    page.close()
+def pages(lab):
+    """Every chapter, opened."""
+    opened = {name: lab(name) for name in CHAPTERS}
+    yield opened
+    for page in opened.values():
+        page.close()
 
 
-@pytest.mark.parametrize("chapter", CHAPTERS, indirect=True)
-def test_a_chapter_opens_whole(chapter):
-    name, page = chapter
+@pytest.fixture(scope="module")
+def running(pages):
+    """The chapters that are run, all at once: there are two cores to share."""
+    for name in RUN:
+        pages[name].start_all()
+    return pages
+
+
+@pytest.mark.parametrize("name", CHAPTERS)
+def test_a_chapter_opens_whole(pages, name):
+    page = pages[name]
     count = len(nbformat.read(BOOK / name, as_version=4).cells)
     assert page.page.locator(".jp-Notebook .jp-Cell").count() == count
     assert page.errors() == [] and page.complaints == []
 
 
-@pytest.mark.parametrize("chapter", RUN, indirect=True)
-def test_a_chapter_runs_from_top_to_bottom_and_its_widgets_live(chapter):
-    name, page = chapter
-    page.run_all()
+@pytest.mark.parametrize("name", RUN)
+def test_a_chapter_runs_from_top_to_bottom_and_its_widgets_live(running, name):
+    page = running[name]
+    page.wait_for_all()
     settle(page)
     assert page.errors() == []
     views = [o for o in page.outputs() if "application/vnd.jupyter.widget-view+json" in o.get("data", {})]

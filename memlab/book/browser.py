@@ -160,10 +160,19 @@ class Page:
 
     def run_all(self) -> None:
         """Run every cell, and wait until the last has finished."""
+        self.start_all()
+        self.wait_for_all()
+
+    def start_all(self) -> None:
+        """Begin to run every cell; several pages can run at once."""
         self.page.evaluate(
             f"""async () => {{ {_PANEL} await panel.sessionContext.ready;
-            await window.jupyterapp.commands.execute("notebook:run-all-cells"); }}"""
+            window.memlabRun = window.jupyterapp.commands.execute("notebook:run-all-cells"); }}"""
         )
+
+    def wait_for_all(self) -> None:
+        """Wait until the last cell that `start_all` began has finished."""
+        self.page.evaluate("async () => { await window.memlabRun; }")
 
     def outputs(self) -> list[dict]:
         """Every output of every cell, as nbformat has them."""
