@@ -564,7 +564,11 @@ class Explorer {
     pen.stroke();
     pen.setLineDash([]);
     pen.textAlign = "right";
-    pen.fillText(`budget ${formatBytes(this.budget)}`, MARGIN.left + this.width - 4, y - 4);
+    const words = `budget ${formatBytes(this.budget)}`;
+    pen.strokeStyle = getComputedStyle(this.root).backgroundColor; // a rim, to be read on any colour
+    pen.lineWidth = 3;
+    pen.strokeText(words, MARGIN.left + this.width - 4, y - 5);
+    pen.fillText(words, MARGIN.left + this.width - 4, y - 5);
   }
 
   drawAxes(pen, ink) {
