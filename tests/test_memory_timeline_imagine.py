@@ -16,7 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 from memlab.book.workloads import GPT, LSTM, text_batch
 from memlab.memory_timeline import CARDS, Meter, OutOfMemory, imagine
-from memlab.memory_timeline.gpu_ops import CAST_TO_FP32, RESULT_IN_FP32, _choose
+from memlab.memory_timeline.gpu_autocast import CAST_TO_FP32, RESULT_IN_FP32
+from memlab.memory_timeline.gpu_ops import _choose
 from memlab.units import GiB, MiB, format_bytes, parse_bytes
 from tests.memory_timeline_helpers import WORKLOADS, batch_for, of, one_thread, shape_of  # noqa: F401
 
@@ -483,10 +484,11 @@ def test_torch_may_read_values_in_its_own_initialisation_and_optimizers():
         nn.init.trunc_normal_(torch.empty(4, 4))
         for kind in (torch.optim.Adafactor, torch.optim.ASGD):
             model = nn.Linear(4, 4)
+            optimizer = kind(model.parameters())
             with Meter(model) as meter:
                 model(torch.ones(2, 4)).sum().backward()
-                kind(model.parameters()).step()
-            assert meter.timeline.peak_bytes
+                optimizer.step()
+            assert meter.timeline.bytes_by_category(len(meter.timeline))["optimizer_state"] > 0
 
 
 def test_what_cannot_be_imagined_is_refused_in_a_sentence():
@@ -505,7 +507,7 @@ def test_another_thread_trains_for_real_meanwhile_and_cannot_imagine_too():
     def train():
         q = torch.randn(1, 1, 4, 8, requires_grad=True)
         F.scaled_dot_product_attention(F.dropout(q), q, q).sum().backward()
-        found.append(q.grad.sum().item() == q.grad.sum().item())
+        found.append(type(q.grad) is torch.Tensor and 0 < q.grad.abs().sum().item() < float("inf"))
         try:
             with imagine("cpu"):
                 pass

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from memlab.book.figures import bars
 from memlab.book.interactive import Interactive
 from memlab.book.steps import metered_step
-from memlab.book.style import LABEL_SIZE, SMALL_SIZE, Picture, byte_unit, canvas, finish
+from memlab.book.style import LABEL_SIZE, LINE_COLOURS, SMALL_SIZE, Picture, byte_unit, canvas, finish
 from memlab.book.tables import Table
 from memlab.memory_arithmetic import TrainingStep, Transformer, training_step
 from memlab.memory_timeline import CARDS, Timeline, imagine
@@ -51,7 +51,8 @@ def stretches(timeline: Timeline, model: Transformer) -> dict[str, tuple[int, in
         "backward of the embeddings": (first[-1] + 1, optimizer - 1),
         "optimizer step": (optimizer, len(timeline)),
     }
-    assert found["loss"][0] < backward <= found["loss"][1]
+    if not found["loss"][0] < backward <= found["loss"][1]:
+        raise ValueError(f"expected one metered step of {model}: forward, backward, optimizer; found {timeline!r}")
     return found if layers > 1 else {name: at for name, at in found.items() if name != "backward of the last block"}
 
 
@@ -74,14 +75,21 @@ def predicted_and_measured(step: TrainingStep, timeline: Timeline, title: str = 
     unit, scale = byte_unit(max(timeline.peak_bytes, step.peak_bytes))
     events = range(len(timeline) + 1)
     axes.step(
-        events, [timeline.totals[i] / scale for i in events], where="post", color="#0072B2", lw=1.2, label="measured"
+        events,
+        [timeline.totals[i] / scale for i in events],
+        where="post",
+        color=LINE_COLOURS[0],
+        lw=1.2,
+        label="measured",
     )
     words = []
     for number, (name, (start, stop)) in enumerate(stretches(timeline, step.model).items()):
         moment = step.moment(name)
         height = moment.nbytes / scale
         label = "predicted, the most at each moment" if number == 0 else None
-        axes.plot([start, stop + 1], [height, height], color="#D55E00", lw=2.2, solid_capstyle="butt", label=label)
+        axes.plot(
+            [start, stop + 1], [height, height], color=LINE_COLOURS[1], lw=2.2, solid_capstyle="butt", label=label
+        )
         axes.annotate(
             str(number + 1),
             ((start + stop + 1) / 2, height),
@@ -197,13 +205,15 @@ def what_if(**start) -> Interactive:
         asked = Asked(layers, width, heads, tokens, batch, precision, optimizer)
         step = asked.step()
         rows = {"predicted": step.peak.by_category()}
-        if imagined:
-            rows["imagined"] = {} if precision == "mixed" else _imagined(asked)
+        if imagined and precision != "mixed":
+            rows["imagined"] = _imagined(asked)
         by_hand = "" if asked.attention == "fused" else f" (no fused kernel for heads of {width // heads:,})"
         title = (
             f"{step.model.parameters / 1e9:,.2f} billion parameters{by_hand}; fullest in the {step.peak.moment}: "
             f"{format_bytes(step.peak_bytes)}, {_fits(step.peak_bytes)}"
         )
+        if imagined and precision == "mixed":
+            title += "; imagined from chapter 06 on"
         return bars(rows, title=title, capacities=capacities())
 
     return Interactive(draw, **SLIDERS, imagined=[False, True])

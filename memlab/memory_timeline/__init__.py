@@ -9,10 +9,11 @@
 Read the pages in this order: `timeline` (the record), `meter` (how it is taken), `lines` (whose line it was),
 `ownership` (what existed before, and what a storage became), `accumulation` (the observer's own footprint, and how it
 is undone), `workspace` (what kernels allocate for themselves, from the allocator's log), and `imagine` (hardware that
-isn't there) with `gpu_ops` (where it works unlike a CPU).
+isn't there) with `gpu_ops` and `gpu_autocast` (where it works unlike a CPU) and `budget` (when it is full).
 """
 
-from memlab.memory_timeline.imagine import CARDS, OutOfMemory, imagine
+from memlab.memory_timeline.budget import OutOfMemory
+from memlab.memory_timeline.imagine import CARDS, imagine
 from memlab.memory_timeline.meter import Meter
 from memlab.memory_timeline.timeline import CATEGORIES, Event, Line, Span, Storage, Timeline
 

@@ -7,13 +7,13 @@ choices are made as CUDA would make them:
 - fused attention is flash (16 bit) or memory-efficient (32 bit, or a mask), and keeps one float a query;
 - LayerNorm keeps its mean and deviation in 32 bit when its input has 16, and so does RMSNorm, in one fused op;
 - optimizers and gradient clipping work on all tensors at once (*foreach*) unless told otherwise;
-- autocast runs softmax, norms and losses in 32 bit.
+- autocast runs softmax, norms and losses in 32 bit (gpu_autocast.py).
 
 Only attributes of Python modules are replaced, for as long as the block lasts and for its own thread; PyTorch's tables
 stay as they are. So names that were imported from torch.nn.functional one by one, before the block, do as on a CPU. On
 Hopper a recent cuDNN may take over from flash attention: it keeps the same two tensors, and is not imitated.
 Source: aten/src/ATen/native (Dropout.cpp, transformers/cuda/sdp_utils.cpp, cuda/layer_norm_kernel.cu),
-aten/src/ATen/autocast_mode.h, torch/optim/optimizer.py.
+torch/optim/optimizer.py.
 """
 
 from __future__ import annotations
@@ -24,31 +24,16 @@ from collections.abc import Callable
 from contextlib import ExitStack
 
 import torch
-import torch.utils.checkpoint
 from torch import Tensor
-from torch.amp.autocast_mode import autocast
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.optim import optimizer, swa_utils
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map_only
+
+from memlab.memory_timeline.gpu_autocast import CHOICES, HALF, autocasting
 
 aten = torch.ops.aten
-HALF = (torch.bfloat16, torch.float16)
 AMPERE = (8, 0)  # the first architecture with flash attention, and with matrix units for BF16
 RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell")
-# What CUDA's autocast runs in 32 bit: casting the arguments, or asking for a result of that dtype.
-CAST_TO_FP32 = """
-    acos asin binary_cross_entropy_with_logits cdist cosh cosine_embedding_loss cosine_similarity cross_entropy
-    dist erfinv exp expm1 group_norm hinge_embedding_loss huber_loss interpolate kl_div l1_loss layer_norm log log10
-    log1p log2 logsumexp margin_ranking_loss mse_loss multi_margin_loss multilabel_margin_loss nll_loss norm
-    normalize pdist poisson_nll_loss pow __pow__ __rpow__ reciprocal renorm rsqrt sinh smooth_l1_loss soft_margin_loss
-    softplus tan triplet_margin_loss upsample
-"""
-RESULT_IN_FP32 = "cumprod cumsum linalg_vector_norm log_softmax prod softmax sum"
-CAST_TO_FP32, RESULT_IN_FP32 = frozenset(CAST_TO_FP32.split()), frozenset(RESULT_IN_FP32.split())
-
-FROM_FP16 = {"softmax": aten._softmax, "log_softmax": aten._log_softmax}
 
 # Straight to the dispatch modes, past autograd, which would take a CPU's op apart.
 _PYTHON = torch._C.DispatchKeySet(torch._C.DispatchKey.PythonTLSSnapshot) | torch._C.DispatchKeySet(
@@ -95,10 +80,8 @@ def choose_as_cuda_does(stack: ExitStack, architecture: tuple[int, int]) -> None
         replace(torch._VF, name, lambda _: _refuse_recurrence)
     for user in (optimizer, swa_utils):
         replace(user, "_get_foreach_kernels_supported_devices", lambda devices: lambda: [*devices(), "cpu"])
-    replace(autocast, "__init__", _autocast_init)
-    replace(autocast, "__enter__", _autocast_enter)
-    replace(autocast, "__exit__", _autocast_exit)
-    replace(torch.utils.checkpoint, "_get_autocast_kwargs", _checkpoint_kwargs)
+    for owner, name, make in CHOICES:
+        replace(owner, name, make)
     replace(torch, "compile", lambda _: _refuse_compilation)
     replace(Tensor, "to", _to_the_card)
     replace(Tensor, "cuda", lambda _: lambda tensor, *_args, **_options: tensor)
@@ -150,7 +133,7 @@ def as_cuda_returns(func, result):
 
 
 def _rms_norm(input: Tensor, normalized_shape, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-    if _autocasting():
+    if autocasting():
         input, weight = (t.float() if t is not None and t.dtype in HALF else t for t in (input, weight))
     if weight is not None and weight.dtype != input.dtype:  # for mixed dtypes CUDA has no fused kernel either
         return torch.rms_norm(input, normalized_shape, weight, eps)
@@ -199,7 +182,7 @@ def _attention(architecture: tuple[int, int]) -> Callable:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        if _autocasting():
+        if autocasting():
             dtype = torch.get_autocast_dtype("cpu")
             # The last argument first, as C++ does.
             value, key, query = (t.to(dtype) if t.dtype is torch.float32 else t for t in (value, key, query))
@@ -261,67 +244,3 @@ def _as_bias(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
     if length % 16:
         mask = F.pad(mask, (0, -length % 16))[..., :length]
     return mask.expand(*query.shape[:-1], length)
-
-
-# ---- autocast
-
-
-def _autocasting() -> bool:
-    return torch.is_autocast_enabled("cpu")
-
-
-class _FP32Ops(TorchFunctionMode):
-    """Runs in 32 bit what CUDA's autocast does and a CPU's does not."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
-        if name in FROM_FP16 and _autocasting() and args[0].dtype is torch.float16:
-            dim = kwargs["dim"] if "dim" in kwargs else args[1]
-            return FROM_FP16[name](args[0], dim, True)  # CUDA reads FP16 and writes FP32, without a copy between
-        if name in RESULT_IN_FP32 and _autocasting() and args and getattr(args[0], "dtype", None) in HALF:
-            if kwargs.get("dtype") is None:  # F.softmax passes a None on
-                kwargs = {**kwargs, "dtype": torch.float32}
-        elif name in CAST_TO_FP32 and _autocasting():
-            args, kwargs = tree_map_only(Tensor, lambda t: t.float() if t.dtype in HALF else t, (args, kwargs))
-        return func(*args, **kwargs)
-
-
-def _autocast_init(init: Callable) -> Callable:
-    def __init__(self, device_type, dtype=None, enabled=True, cache_enabled=None):
-        if device_type == "cuda":
-            device_type, dtype = "cpu", dtype or torch.get_autocast_dtype("cuda")
-        init(self, device_type, dtype, enabled, cache_enabled)
-
-    return __init__
-
-
-def _autocast_enter(enter: Callable) -> Callable:
-    def __enter__(self):
-        result = enter(self)
-        self._fp32_ops = [*getattr(self, "_fp32_ops", ()), _FP32Ops()]  # one instance may be entered inside itself
-        self._fp32_ops[-1].__enter__()
-        return result
-
-    return __enter__
-
-
-def _autocast_exit(leave: Callable) -> Callable:
-    def __exit__(self, *error):
-        if getattr(self, "_fp32_ops", None):
-            self._fp32_ops.pop().__exit__(*error)
-        return leave(self, *error)
-
-    return __exit__
-
-
-def _checkpoint_kwargs(found: Callable) -> Callable:
-    def _get_autocast_kwargs(device_type="cuda"):
-        if _autocasting():
-            raise NotImplementedError(
-                "expected checkpointing without autocast; found both: a recomputation under an imagined GPU's autocast "
-                "would cast as a CPU's does. Imagine the step in pure BF16, or measure it on a GPU"
-            )
-        return found(device_type)
-
-    return _get_autocast_kwargs

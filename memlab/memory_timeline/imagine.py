@@ -26,8 +26,6 @@ import os
 import sys
 import threading
 import warnings
-import weakref
-from collections.abc import Iterable
 from contextlib import ExitStack
 from typing import NamedTuple
 
@@ -40,15 +38,14 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.nn import Module, Parameter
-from torch.nn.modules import module as nn_module
 from torch.optim import optimizer as optim
 from torch.utils import _foreach_utils as foreach
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from memlab.memory_timeline.budget import Budget
 from memlab.memory_timeline.gpu_ops import as_cuda_returns, choose_as_cuda_does, imagining, replaced
-from memlab.memory_timeline.meter import Meter
-from memlab.memory_timeline.ownership import Owned, gradients_of, owned_by_optimizer, owned_inputs
+from memlab.memory_timeline.meter import DEVICE_OF, Meter
 from memlab.units import format_bytes, parse_bytes
 
 
@@ -62,7 +59,7 @@ class Card(NamedTuple):
 # Capacities as PyTorch's own out-of-memory messages print them; another driver moves them by up to 1 %.
 CARDS = {
     "T4-16GB": Card("14.75 GiB", (7, 5)),
-    "V100-16GB": Card("15.77 GiB", (7, 0)),
+    "V100-16GB": Card("15.78 GiB", (7, 0)),
     "RTX4090-24GB": Card("23.64 GiB", (8, 9)),
     "A100-40GB": Card("39.50 GiB", (8, 0)),
     "A100-80GB": Card("79.25 GiB", (8, 0)),
@@ -70,19 +67,12 @@ CARDS = {
     "H200-141GB": Card("139.80 GiB", (9, 0)),
 }
 
-
-MOST_HOLDERS = 5
 aten = torch.ops.aten
 _HERE = os.path.dirname(__file__) + os.sep
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _READ_VALUES = tuple(os.path.join(_TORCH, *parts) for parts in (("optim", ""), ("nn", "init.py"), ("amp", "")))
 _ONE_AT_A_TIME = threading.Lock()  # what is replaced is the process's, so two machines would undo each other
 MASKS, PACKING = "transformers.masking_utils", "find_packed_sequence_indices"
-DEVICE_OF = torch.ops.prim.device.default
-
-
-class OutOfMemory(torch.OutOfMemoryError):
-    """An imagined card is full. The message names the request, the line, and who holds the rest."""
 
 
 def imagine(card: str, budget_bytes: int | str | None = None) -> ImaginedHardware:
@@ -132,7 +122,9 @@ class ImaginedHardware:
             if self.card in CARDS:
                 choose_as_cuda_does(stack, CARDS[self.card].architecture)
             stack.enter_context(_Imagination(self.card))
-            self._budget = None if self.budget_bytes is None else stack.enter_context(_Budget(self))
+            self._budget = (
+                None if self.budget_bytes is None else stack.enter_context(Budget(self.card, self.budget_bytes))
+            )
             self._undo = stack.pop_all()
         return self
 
@@ -248,77 +240,3 @@ def _unpacked():
                 "its attention may have been masked, and not fused. Import it before `with imagine(...)`.",
                 stacklevel=4,
             )
-
-
-# ---- a budget
-
-
-class _Budget(Meter):
-    """A meter of everything in the block that raises at the allocation which exceeds the budget."""
-
-    def __init__(self, hardware: ImaginedHardware):
-        super().__init__()
-        self._hardware = hardware
-        self._owned: list[tuple[weakref.ref, str, str]] = []  # parameters and buffers, as modules register them
-        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-
-    def _set_up(self, stack: ExitStack) -> None:
-        super()._set_up(stack)
-        stack.callback(self._owned.clear)
-        for category, watch in (
-            ("parameter", nn_module.register_module_parameter_registration_hook),
-            ("buffer", nn_module.register_module_buffer_registration_hook),
-        ):
-            stack.callback(watch(self._registered(category)).remove)
-
-    def _registered(self, category: str):
-        def hook(module: Module, name: str, tensor: Tensor | None) -> None:
-            if tensor is not None:
-                self._owned.append((weakref.ref(tensor), category, f"{type(module).__name__}.{name}"))
-
-        return hook
-
-    def counts(self, batch: Iterable[Tensor]) -> None:
-        """Hold tensors that come in from outside against the budget, as inputs."""
-        self._adopt(owned_inputs(list(batch)))
-
-    def _before_step(self, optimizer: torch.optim.Optimizer, *more) -> None:
-        super()._before_step(optimizer, *more)
-        self._optimizers.add(optimizer)
-
-    def _note_storage(self, storage, tensor, op: int, phase: str, line: int) -> int:
-        number = super()._note_storage(storage, tensor, op, phase, line)
-        if self._history.held > self._hardware.budget_bytes:
-            raise OutOfMemory(self._explain(number, op, phase, line))
-        return number
-
-    def _explain(self, number: int, op: int, phase: str, line: int) -> str:
-        for reference, category, name in self._owned:
-            tensor = reference()
-            if tensor is not None:
-                self._recognise([Owned(tensor, category, name), *gradients_of([tensor], {id(tensor): name})])
-        for optimizer in self._optimizers:
-            self._recognise(owned_by_optimizer(optimizer, {}))
-        timeline, asked = self.timeline, self._history.sizes[number]
-        groups: dict[tuple, list[int]] = {}
-        for storage in timeline.alive(len(timeline)):
-            if storage.id != number:
-                # What backward will need is not known before it runs.
-                known = storage.category if storage.category != "temporary" else f"made in {storage.phase}"
-                groups.setdefault((known.replace("_", " "), str(storage.line)), []).append(storage.nbytes)
-        holders = sorted(groups.items(), key=lambda group: -sum(group[1]))
-        hardware = self._hardware
-        return "\n".join(
-            [
-                f"imagined {hardware.card}: expected at most {format_bytes(hardware.budget_bytes)} (the budget), "
-                f"found {format_bytes(self._history.held - asked)} held and {format_bytes(asked)} more asked for by "
-                f"{self._ops[op].name if op >= 0 else 'a batch'} in {phase}, at",
-                f"    {self._lines[line]}",
-                "The largest holders:",
-                *(
-                    f"    {format_bytes(sum(sizes)):>10}  {category}, {len(sizes)} × {where}"
-                    for (category, where), sizes in holders[:MOST_HOLDERS]
-                ),
-                "Without budget_bytes the step runs to its end, and a Meter shows the whole of it.",
-            ]
-        )

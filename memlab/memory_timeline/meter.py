@@ -197,10 +197,8 @@ class Meter(TorchDispatchMode):
             fake = [kind.__name__ == "FakeTensor" for kind in wrappers]
             if any(fake) and not self._imagined:
                 return func(*args, **(kwargs or {}))  # somebody else's, such as a compiler's: they have no bytes
-            if not all(fake):
-                return (
-                    NotImplemented  # a wrapper such as DTensor: let it unwrap itself, and see the ops on what is inside
-                )
+            if not all(fake):  # a wrapper such as DTensor: let it unwrap itself, and see the ops on what is inside
+                return NotImplemented
         live, forward_of, flat = self._live, self._forward_of, self._ops.flat
         number = len(flat) // 6
         try:

@@ -1,0 +1,106 @@
+"""Autocast as a GPU does it, on imagined tensors, which for PyTorch are a CPU's.
+
+A CPU's autocast casts the same matrix products to 16 bit, and caches the same casts of weights. What it lacks is CUDA's
+list of ops that run in 32 bit: softmax, norms, losses. They are cast before they are called, so a function that calls
+one of them inside itself (attention by nn.MultiheadAttention, say) is not followed there.
+
+Source: aten/src/ATen/autocast_mode.h.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor
+from torch.amp.autocast_mode import autocast
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
+
+aten = torch.ops.aten
+HALF = (torch.bfloat16, torch.float16)
+# What CUDA's autocast runs in 32 bit: casting the arguments, or asking for a result of that dtype.
+CAST_TO_FP32 = """
+    acos asin binary_cross_entropy_with_logits cdist cosh cosine_embedding_loss cosine_similarity cross_entropy
+    dist erfinv exp expm1 group_norm hinge_embedding_loss huber_loss interpolate kl_div l1_loss layer_norm log log10
+    log1p log2 logsumexp margin_ranking_loss mse_loss multi_margin_loss multilabel_margin_loss nll_loss norm
+    normalize pdist poisson_nll_loss pow __pow__ __rpow__ reciprocal renorm rsqrt sinh smooth_l1_loss soft_margin_loss
+    softplus tan triplet_margin_loss upsample
+"""
+RESULT_IN_FP32 = "cumprod cumsum linalg_vector_norm log_softmax prod softmax sum"
+CAST_TO_FP32, RESULT_IN_FP32 = frozenset(CAST_TO_FP32.split()), frozenset(RESULT_IN_FP32.split())
+
+FROM_FP16 = {"softmax": aten._softmax, "log_softmax": aten._log_softmax}
+
+
+def autocasting() -> bool:
+    """Whether the code that runs is under autocast, which for imagined tensors is the CPU's."""
+    return torch.is_autocast_enabled("cpu")
+
+
+class _FP32Ops(TorchFunctionMode):
+    """Runs in 32 bit what CUDA's autocast does and a CPU's does not."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name in FROM_FP16 and autocasting() and args[0].dtype is torch.float16:
+            dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
+            if isinstance(dim, int):  # CUDA reads FP16 and writes FP32, without a copy between
+                return FROM_FP16[name](args[0], dim, True)
+        if name in RESULT_IN_FP32 and autocasting() and args and getattr(args[0], "dtype", None) in HALF:
+            if kwargs.get("dtype") is None:  # F.softmax passes a None on
+                kwargs = {**kwargs, "dtype": torch.float32}
+        elif name in CAST_TO_FP32 and autocasting():
+            args, kwargs = tree_map_only(Tensor, lambda t: t.float() if t.dtype in HALF else t, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+def _autocast_init(init: Callable) -> Callable:
+    def __init__(self, device_type, dtype=None, enabled=True, cache_enabled=None):
+        if device_type == "cuda":
+            device_type, dtype = "cpu", dtype or torch.get_autocast_dtype("cuda")
+        init(self, device_type, dtype, enabled, cache_enabled)
+
+    return __init__
+
+
+def _autocast_enter(enter: Callable) -> Callable:
+    def __enter__(self):
+        result = enter(self)
+        self._fp32_ops = [*getattr(self, "_fp32_ops", ()), _FP32Ops()]  # one instance may be entered inside itself
+        self._fp32_ops[-1].__enter__()
+        return result
+
+    return __enter__
+
+
+def _autocast_exit(leave: Callable) -> Callable:
+    def __exit__(self, *error):
+        if getattr(self, "_fp32_ops", None):
+            self._fp32_ops.pop().__exit__(*error)
+        return leave(self, *error)
+
+    return __exit__
+
+
+def _checkpoint_kwargs(found: Callable) -> Callable:
+    def _get_autocast_kwargs(device_type="cuda"):
+        if autocasting():
+            raise NotImplementedError(
+                "expected checkpointing without autocast; found both: a recomputation under an imagined GPU's autocast "
+                "would cast as a CPU's does. Imagine the step in pure BF16, or measure it on a GPU"
+            )
+        return found(device_type)
+
+    return _get_autocast_kwargs
+
+
+CHOICES = (
+    (autocast, "__init__", _autocast_init),
+    (autocast, "__enter__", _autocast_enter),
+    (autocast, "__exit__", _autocast_exit),
+    (torch.utils.checkpoint, "_get_autocast_kwargs", _checkpoint_kwargs),
+)
+"""What an imagined GPU puts in place: whose attribute, its name, and what makes ours of what is there."""
