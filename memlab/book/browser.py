@@ -19,7 +19,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from urllib.parse import quote
 
@@ -219,9 +219,17 @@ class Page:
         self.page.screenshot(path=str(path))
 
     def close(self) -> None:
-        """Close the page and end its kernel."""
-        self.page.evaluate(f"async () => {{ {_PANEL} await panel.sessionContext.shutdown(); }}")
-        self.page.close()
+        """End its kernel and close the page."""
+        close_all([self])
+
+
+def close_all(pages: Sequence[Page]) -> None:
+    """End the kernels of several notebooks, all at once, and close their pages."""
+    for page in pages:
+        page.page.evaluate(f"() => {{ {_PANEL} window.memlabEnd = panel.sessionContext.shutdown(); }}")
+    for page in pages:
+        page.page.evaluate("async () => { await window.memlabEnd; }")
+        page.page.close()
 
 
 _PANEL = "const panel = window.jupyterapp.shell.currentWidget;"

@@ -54,7 +54,8 @@ HOVER = """(x) => new Promise(done => {
 OPEN = """async () => {
   const { commands, shell } = window.jupyterapp;
   await commands.execute("notebook:clear-all-cell-outputs");
-  shell.currentWidget.content.activeCellIndex = 2;
+  const { content } = shell.currentWidget;
+  content.activeCellIndex = content.widgets.findIndex(cell => cell.model.sharedModel.source.includes("explore("));
   const start = performance.now();
   commands.execute("notebook:run-cell");
   while (!document.querySelector(".memlab-explorer tbody tr")) await new Promise(requestAnimationFrame);
@@ -70,12 +71,14 @@ def response_times(steps: Sequence[Timeline], many: Timeline, rounds: int) -> di
     Raises RuntimeError where there is no Chromium or no Playwright.
     """
     with tempfile.TemporaryDirectory() as folder:
-        name = prepare(folder, steps, many)
+        name = _prepare(folder, steps, many)
         with jupyterlab(folder) as address, browser() as opened:
-            return measure(Page(opened, address, name), len(steps) - 1, rounds)
+            page = Page(opened, address, name)
+            page.run_all()
+            return measure(page, len(steps) - 1, rounds)
 
 
-def prepare(folder: str | Path, steps: Sequence[Timeline], many: Timeline) -> str:
+def _prepare(folder: str, steps: Sequence[Timeline], many: Timeline) -> str:
     """Write the notebook to be timed, and its timelines, into a folder; the notebook's name."""
     for name, timeline in {**dict(enumerate(steps)), "many": many}.items():
         timeline.save(Path(folder, f"{name}.json"))
@@ -85,13 +88,13 @@ def prepare(folder: str | Path, steps: Sequence[Timeline], many: Timeline) -> st
 
 
 def measure(page: Page, slides: int, rounds: int) -> dict[str, list[float]]:
-    """Run the prepared notebook in its page, move its slider, hover, open its explorer again and again; close it."""
-    page.run_all()
+    """Move the first slider of a notebook that has run, hover over its explorer, and open that again and again.
+
+    Every other output of the notebook is cleared for it.
+    """
     time = page.page.evaluate
-    times = {
+    return {
         "slide": [time(SLIDE) for _ in range(slides) if not page.page.wait_for_timeout(LOOK)],
         "hover": [time(HOVER, 80 + 7 * n) for n in range(4 * rounds)],
         "open": [time(OPEN) for _ in range(max(2, rounds // 5))],
     }
-    page.close()
-    return times
