@@ -1,0 +1,155 @@
+"""What all checks share: an answer is run under limits, and what is wrong with it is said so that it teaches."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import threading
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode
+
+from memlab.book.checks.limits import CHECK_BYTES, CHECK_SECONDS, TooLong, limited
+from memlab.units import format_bytes
+
+_OURS = (str(Path(__file__).parents[2]), str(Path(torch.__file__).parent))
+
+
+class Wrong(AssertionError):
+    """An answer that is not right yet. A notebook shows its sentence, without a traceback."""
+
+    def _render_traceback_(self) -> list[str]:
+        return [f"Not yet: {self}"]
+
+
+def exercise(check: Callable[..., str]) -> Callable[..., None]:
+    """Make a check of a function that looks at an answer, raises Wrong, or returns what there is to say of a right one.
+
+    It runs under limits of time and memory, with autograd on and FP32 as the default, whatever ran before. What the
+    answer raises becomes Wrong, with the line that raised it, and so does what it leaves behind: a dispatch mode, a
+    hook, a thread. Warnings cost nothing.
+    """
+
+    @functools.wraps(check)
+    def run(*answers) -> None:
+        with _wrong(), _as_new(), warnings.catch_warnings(), contextlib.redirect_stderr(sys.stdout), limited():
+            warnings.simplefilter("ignore")
+            praise = check(*answers)
+        print(f"Right. {praise}")
+
+    return run
+
+
+@contextlib.contextmanager
+def _wrong() -> Iterator[None]:
+    try:
+        yield
+    except (Wrong, KeyboardInterrupt):
+        raise
+    except NotImplementedError:
+        raise Wrong("there is no answer yet: put yours in place of `raise NotImplementedError`.") from None
+    except TooLong:
+        raise Wrong(f"your code was still running after {CHECK_SECONDS} s; does a loop in it ever end?") from None
+    except BaseException as error:
+        if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
+            raise Wrong(f"your code asked for more than {format_bytes(CHECK_BYTES)} of memory.") from None
+        what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        raise Wrong(f"your code raised {what}{_where(error)}") from None
+
+
+def _where(error: BaseException) -> str:
+    """The innermost line of the answer's own code that an error went through."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_OURS)]
+    return f"\n    in {frames[-1].name}: {frames[-1].line}" if frames and frames[-1].line else ""
+
+
+def _surroundings() -> dict[str, object]:
+    """What code can change for all that runs after it, by the words for having left it so."""
+    return {
+        "a dispatch mode switched on": len(_get_current_dispatch_mode_stack()),
+        "autograd switched off": torch.is_grad_enabled(),
+        "another default dtype": torch.get_default_dtype(),
+        "a hook on every module": len(torch.nn.modules.module._global_forward_hooks),
+        "a thread running": threading.active_count(),
+    }
+
+
+@contextlib.contextmanager
+def _as_new() -> Iterator[None]:
+    """Torch as after its import; afterwards as before, and Wrong if the block has left something switched on."""
+    grad, dtype = torch.is_grad_enabled(), torch.get_default_dtype()
+    torch.set_grad_enabled(True)
+    torch.set_default_dtype(torch.float32)
+    before = _surroundings()
+    try:
+        yield
+        after = _surroundings()
+    finally:
+        torch.set_grad_enabled(grad)
+        torch.set_default_dtype(dtype)
+        while len(_get_current_dispatch_mode_stack()) > before["a dispatch mode switched on"]:
+            _pop_mode()
+    if left := [words for words, value in after.items() if value != before[words]]:
+        raise Wrong(f"right so far, but your code left {' and '.join(left)}; put it back when the work is done.")
+
+
+# ---- answers of the expected kind
+
+
+def a_function(answer: object, name: str) -> Callable:
+    """The answer, if it is a function or a class. Raises Wrong."""
+    if not callable(answer):
+        raise Wrong(f"expected a function {name}, found {_kind(answer)}.")
+    return answer
+
+
+def whole_bytes(answer: object, name: str) -> int:
+    """The answer, if it is a whole number of bytes. Raises Wrong, and says what to do about fractions and texts."""
+    if type(answer) is float and answer == int(answer):
+        raise Wrong(f"{name}: bytes are whole numbers (int), found the float {answer!r}; divide with //.")
+    if type(answer) is not int:
+        raise Wrong(f"{name}: expected a whole number of bytes (int), found {_kind(answer)}.")
+    return answer
+
+
+def same_bytes(answer: object, expected: int, name: str, hint: str = "") -> None:
+    """Raise Wrong unless the answer is exactly `expected` bytes; common slips are named."""
+    found = whole_bytes(answer, name)
+    if found != expected:
+        raise Wrong(f"{name} is {expected:,} B, you have {found:,} B{_slip(found, expected)}. {hint}".rstrip())
+
+
+def _slip(found: int, expected: int) -> str:
+    """What an answer looks like that is wrong by a well-known factor."""
+    slips = {8: "eight times as much: bits are not bytes", 4: "four times as much", 2: "twice as much"}
+    for factor, words in slips.items():
+        if found == factor * expected:
+            return f", {words}"
+    for factor, words in {2: "half", 4: "a quarter: are those elements, at 4 bytes each?", 8: "an eighth"}.items():
+        if factor * found == expected:
+            return f", {words}"
+    for unit, nbytes in {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}.items():
+        if found and found == expected // nbytes:
+            return f", which are {unit}: answer in bytes"
+    return f", {abs(found - expected):,} B too {'many' if found > expected else 'few'}"
+
+
+def a_mapping(answer: object, name: str) -> dict:
+    """The answer, if it is a dict (or a kind of dict, such as a Counter). Raises Wrong."""
+    if not isinstance(answer, dict):
+        raise Wrong(f"{name}: expected a dict, found {_kind(answer)}.")
+    return dict(answer)
+
+
+def _kind(answer: object) -> str:
+    try:
+        text = repr(answer)
+    except Exception:
+        text = "…"
+    text = text if len(text) <= 60 else text[:57] + "…"
+    return "None (is a return missing?)" if answer is None else f"{type(answer).__name__} {text}"
