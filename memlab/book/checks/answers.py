@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_
 from memlab.book.checks.limits import CHECK_BYTES, CHECK_SECONDS, TooLong, limited
 from memlab.units import format_bytes
 
+UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 _OURS = (str(Path(__file__).parents[2]), str(Path(torch.__file__).parent))
 
 
@@ -37,9 +38,10 @@ def exercise(check: Callable[..., str]) -> Callable[..., None]:
 
     @functools.wraps(check)
     def run(*answers) -> None:
-        with _wrong(), _as_new(), warnings.catch_warnings(), contextlib.redirect_stderr(sys.stdout), limited():
+        with _wrong(), _as_new(), warnings.catch_warnings(), contextlib.redirect_stderr(sys.stdout):
             warnings.simplefilter("ignore")
-            praise = check(*answers)
+            with limited(CHECK_SECONDS, CHECK_BYTES):
+                praise = check(*answers)
         print(f"Right. {praise}")
 
     return run
@@ -117,26 +119,35 @@ def whole_bytes(answer: object, name: str) -> int:
     return answer
 
 
-def same_bytes(answer: object, expected: int, name: str, hint: str = "") -> None:
-    """Raise Wrong unless the answer is exactly `expected` bytes; common slips are named."""
+def same_bytes(answer: object, expected: int, name: str, hint: str = "", *, secret: bool = False) -> None:
+    """Raise Wrong unless the answer is exactly `expected` bytes; common slips are named.
+
+    secret: the number itself is the answer, so the message does not give it away.
+    """
     found = whole_bytes(answer, name)
-    if found != expected:
-        raise Wrong(f"{name} is {expected:,} B, you have {found:,} B{_slip(found, expected)}. {hint}".rstrip())
+    if found == expected:
+        return
+    slip = _slip(found, expected)
+    many = "too many" if found > expected else "too few"
+    if secret:
+        raise Wrong(f"{name}: {found:,} B are {slip or many}. {hint}".rstrip())
+    slip = slip or f"{abs(found - expected):,} B {many}"
+    raise Wrong(f"{name} is {expected:,} B, you have {found:,} B: {slip}. {hint}".rstrip())
 
 
 def _slip(found: int, expected: int) -> str:
-    """What an answer looks like that is wrong by a well-known factor."""
-    slips = {8: "eight times as much: bits are not bytes", 4: "four times as much", 2: "twice as much"}
-    for factor, words in slips.items():
-        if found == factor * expected:
-            return f", {words}"
-    for factor, words in {2: "half", 4: "a quarter: are those elements, at 4 bytes each?", 8: "an eighth"}.items():
-        if factor * found == expected:
-            return f", {words}"
-    for unit, nbytes in {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}.items():
-        if found and found == expected // nbytes:
-            return f", which are {unit}: answer in bytes"
-    return f", {abs(found - expected):,} B too {'many' if found > expected else 'few'}"
+    """What an answer looks like that is wrong by a well-known factor; "" if it looks like none."""
+    if found <= 0 or expected <= 0:
+        return ""
+    more = {2: "twice as much as it should be", 4: "four times as much as it should be"}
+    more[8] = "eight times as much as it should be: bits, not bytes?"
+    less = {2: "half of what it should be", 8: "an eighth of what it should be"}
+    less[4] = "a quarter of what it should be: elements of 4 bytes, not bytes?"
+    if found % expected == 0 and found // expected in more:
+        return more[found // expected]
+    if expected % found == 0 and expected // found in less:
+        return less[expected // found]
+    return next((f"{u}, not bytes" for u, size in UNITS.items() if found == expected // size), "")
 
 
 def a_mapping(answer: object, name: str) -> dict:

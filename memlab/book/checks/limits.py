@@ -33,7 +33,7 @@ class TooLong(BaseException):
 
 
 @contextlib.contextmanager
-def limited(seconds: float = CHECK_SECONDS, nbytes: int = CHECK_BYTES) -> Iterator[None]:
+def limited(seconds: float, nbytes: int) -> Iterator[None]:
     """Stop the block with TooLong after `seconds`, and let it take `nbytes` more than the process holds now.
 
     The request that goes beyond raises MemoryError (in torch, RuntimeError). What stood before is put back afterwards.

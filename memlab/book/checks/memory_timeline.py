@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable
 
@@ -36,6 +37,7 @@ def _evaluation(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Timeline:
     return meter.timeline
 
 
+@functools.cache
 def steps() -> dict[str, Timeline]:
     """Steps whose peaks are held by different categories."""
     torch.manual_seed(0)
@@ -44,6 +46,7 @@ def steps() -> dict[str, Timeline]:
         "eight texts through a GPT": _step(gpt, text_batch(8, 16)),
         "one text through a GPT, AdamW": _step(gpt, text_batch(1, 16), optimizer="AdamW"),
         "an evaluation of an MLP on one example": _evaluation(wide, _mlp_batch(1)),
+        "a batch of 256 through a deep MLP": _step(MLP(64, 256, layers=4), _mlp_batch(256)),
         "an evaluation of a narrow MLP on 4,096 examples": _evaluation(MLP(64, 8), _mlp_batch(4096)),
     }
 
@@ -97,6 +100,7 @@ def bytes_by_line(answer: object) -> str:
     return "Every byte that the step made, by the line that made it, at any moment."
 
 
+@functools.cache
 def adam_step() -> Timeline:
     """Exercise 3's step: a GPT's second, one text, AdamW one tensor after another."""
     torch.manual_seed(0)
@@ -113,34 +117,32 @@ def unexplained(counters: object, batch: object, scratch: object) -> str:
         sums["counters" if storage.category == "optimizer_state" and not storage.shape else storage.category] += (
             storage.nbytes
         )
-    same_bytes(counters, sums["counters"], "counters_bytes", "Adam keeps one number a parameter tensor, in FP32.")
-    same_bytes(
-        batch,
-        sums["input"],
-        "batch_bytes",
-        "x and y are two views of one text, shifted by one: what do they share? And how wide is an integer in torch?",
-    )
-    same_bytes(
-        scratch,
-        sums["temporary"],
-        "scratch_bytes",
-        "Look at the temporaries alive at the peak: storages(timeline, category='temporary'). Which parameter is being "
-        "updated, and which was updated just before it?",
-    )
+    for found, name, expected, hint in (
+        (counters, "counters_bytes", sums["counters"], "Adam keeps one FP32 number for each parameter tensor."),
+        (
+            batch,
+            "batch_bytes",
+            sums["input"],
+            "x and y are two views of one text, shifted by one: what do they share? How wide is an integer in torch?",
+        ),
+        (
+            scratch,
+            "scratch_bytes",
+            sums["temporary"],
+            "Look at the temporaries of the peak: storages(second, category='temporary'). Which parameter is being "
+            "updated, and which was updated just before it?",
+        ),
+    ):
+        same_bytes(found, expected, name, hint, secret=True)
     return "Three parts, and not one byte is left over."
 
 
-def _forgetful_batches() -> tuple[list[tuple[Tensor, Tensor]], tuple[Tensor, Tensor]]:
-    torch.manual_seed(1)
-    return [_mlp_batch(32) for _ in range(4)], _mlp_batch(64)
-
-
 def _trained(train: Callable) -> tuple[list, Timeline, nn.Module]:
-    """What a training loop returns, and its timeline."""
+    """What a training loop returns, and its timeline: a deep model, and more examples to validate on than to learn."""
     torch.manual_seed(0)
-    model = MLP(64, 64)
+    model = MLP(64, 64, layers=6)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    batches, validation = _forgetful_batches()
+    batches, validation = [_mlp_batch(8) for _ in range(4)], _mlp_batch(512)
     with Meter(model, optimizer, inputs=(batches, validation)) as meter:
         history = train(model, optimizer, batches, validation)
     return history, meter.timeline, model

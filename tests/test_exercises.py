@@ -1,0 +1,125 @@
+"""The exercises: solutions get every point, each wrong answer loses its own and no other, and nbgrader agrees."""
+
+import builtins
+import functools
+import importlib
+import linecache
+
+import nbformat
+import pytest
+import torch
+
+from memlab.book.checks import answers
+from memlab.book.checks.limits import limited
+from memlab.book.exercises import sources
+from memlab.units import GiB
+from tests import exercises_memory_timeline
+
+ANSWERS = {"memory_timeline": exercises_memory_timeline}
+NOTEBOOKS = {path.stem: path for path in sources()}
+
+
+def cells(chapter):
+    return [cell for cell in nbformat.read(NOTEBOOKS[chapter], as_version=4).cells if cell.cell_type == "code"]
+
+
+def told(cell, field):
+    return cell.metadata.get("nbgrader", {}).get(field)
+
+
+def pairs(chapter):
+    """Each answer's cell and the check that follows it, by their ids."""
+    ids = [(told(cell, "grade_id"), told(cell, "solution"), told(cell, "grade")) for cell in cells(chapter)]
+    answered = None
+    for grade_id, is_answer, is_check in ids:
+        answered = grade_id if is_answer else answered
+        if is_check:
+            yield answered, grade_id
+
+
+def run(source, name, space):
+    """Execute a cell under limits; None, or the error it ended with."""
+    linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
+    try:
+        with limited(10, GiB):
+            exec(compile(source, name, "exec"), space)
+    except BaseException as error:
+        return error
+
+
+@functools.cache
+def given(chapter):
+    """The names that a notebook's given cells make."""
+    space = {"__name__": "__main__", "__builtins__": builtins}
+    for number, cell in enumerate(cells(chapter)):
+        if not told(cell, "solution") and not told(cell, "grade"):
+            assert run(cell.source, f"<given cell {number} of {chapter}>", space) is None
+    return space
+
+
+def submitted(chapter, **replaced):
+    """Run a submission's answers and checks in order, as nbgrader does; what each check came to: None, or its error."""
+    space, outcome = dict(given(chapter)), {}
+    for number, cell in enumerate(cells(chapter)):
+        grade_id, name = told(cell, "grade_id"), f"<cell {number} of {chapter}>"
+        if told(cell, "solution"):
+            run(replaced.get(grade_id, cell.source).strip(), name, space)
+        if told(cell, "grade"):
+            outcome[grade_id] = run(cell.source, name, space)
+    return outcome
+
+
+@pytest.fixture
+def fast(monkeypatch):
+    """Checks that are patient for a second only, and that are not read from disk for each cell."""
+    monkeypatch.setattr(importlib, "reload", lambda module: module)
+    monkeypatch.setattr(answers, "CHECK_SECONDS", 1)
+
+
+WRONG = [
+    (chapter, cell, mistake)
+    for chapter, module in ANSWERS.items()
+    for cell, mistakes in module.WRONG.items()
+    for mistake in mistakes
+]
+RIGHT = [
+    (chapter, cell, style)
+    for chapter, module in ANSWERS.items()
+    for cell, ways in module.RIGHT.items()
+    for style in ways
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def warm():
+    """The first optimizer of a process makes torch import for seconds; and two cores need no threads for so little."""
+    weight = torch.zeros(1, requires_grad=True)
+    optimizer = torch.optim.AdamW([weight])
+    weight.sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("chapter", ANSWERS)
+def test_the_solutions_get_every_point(chapter, fast):
+    assert set(submitted(chapter).values()) == {None}
+
+
+@pytest.mark.parametrize(("chapter", "cell", "mistake"), WRONG)
+def test_a_wrong_answer_loses_its_own_points_and_no_others(chapter, cell, mistake, fast, capfd):
+    outcome = submitted(chapter, **{cell: ANSWERS[chapter].WRONG[cell][mistake]})
+    lost = {check for check, error in outcome.items() if error is not None}
+    assert lost == {check for answer, check in pairs(chapter) if answer == cell}
+    (error,) = (outcome[check] for check in lost)
+    unsaid = isinstance(error, NameError) and mistake in ("does not compile", "an empty cell")
+    assert unsaid or (isinstance(error, answers.Wrong) and len(str(error)) > 20)
+
+
+@pytest.mark.parametrize(("chapter", "cell", "style"), RIGHT)
+def test_another_right_answer_gets_every_point(chapter, cell, style, fast):
+    outcome = submitted(chapter, **{cell: ANSWERS[chapter].RIGHT[cell][style]})
+    assert [str(error) for error in outcome.values() if error is not None] == []
