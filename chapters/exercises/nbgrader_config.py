@@ -1,15 +1,17 @@
-"""The course: what nbgrader is told when it is run in this folder. README.md says how."""
+"""The course, as nbgrader is told of it when it runs in this folder. README.md has the commands and the limits."""
 
 import os
 
-# Grading looks at a CPU, also on a machine with a GPU, and PyTorch's own notes do not count as errors.
+# Grading uses the CPU, also where there is a GPU; what PyTorch tells of itself on stderr would cost points.
 os.environ.update(CUDA_VISIBLE_DEVICES="", TORCH_CPP_LOG_LEVEL="ERROR", KINETO_LOG_LEVEL="99")
 
 c = get_config()  # noqa: F821 (nbgrader defines it)
 c.CourseDirectory.course_id = "memlab"
+c.CourseDirectory.root = os.path.dirname(os.path.realpath(__file__))
 c.ClearSolutions.code_stub = {"python": "raise NotImplementedError  # your answer"}
 c.OverwriteCells.add_missing_cells = True  # a check cell that was deleted is put back
-c.Execute.timeout = 30  # seconds a cell; a check ends itself after 10
+c.Execute.timeout = 30  # seconds a cell
+c.Execute.shutdown_kernel = "immediate"  # nothing in it is worth waiting for
 c.Execute.extra_arguments = [
     "--HistoryManager.hist_file=:memory:",
     # before a submission runs: a limit of memory, and nothing but nbgrader ends the kernel

@@ -127,6 +127,8 @@ def same_bytes(answer: object, expected: int, name: str, hint: str = "", *, secr
     found = whole_bytes(answer, name)
     if found == expected:
         return
+    if secret and found == 0:
+        raise Wrong(f"there is no answer yet: {name} is 0.")
     slip = _slip(found, expected)
     many = "too many" if found > expected else "too few"
     if secret:
