@@ -112,7 +112,7 @@ def a_function(answer: object, name: str) -> Callable:
 
 def whole_bytes(answer: object, name: str) -> int:
     """The answer, if it is a whole number of bytes. Raises Wrong, and says what to do about fractions and texts."""
-    if type(answer) is float and answer == int(answer):
+    if type(answer) is float and answer.is_integer():
         raise Wrong(f"{name}: bytes are whole numbers (int), found the float {answer!r}; divide with //.")
     if type(answer) is not int:
         raise Wrong(f"{name}: expected a whole number of bytes (int), found {_kind(answer)}.")

@@ -1,0 +1,219 @@
+"""The machinery behind the check cells: limits that hold and go, errors that teach, patches that do not count."""
+
+import signal
+import subprocess
+import sys
+import threading
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+
+from memlab.book import checks
+from memlab.book.checks.answers import Wrong, a_mapping, exercise, same_bytes, whole_bytes
+from memlab.book.checks.limits import TooLong, limited
+from memlab.units import GiB, MiB
+
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits a process's data")
+in_subprocess = {"capture_output": True, "text": True, "timeout": 60, "cwd": Path(__file__).parents[1]}
+
+
+def ask(answer):
+    """A check of nothing: call the answer."""
+    exercise(lambda function: function() or "Fine.")(answer)
+
+
+# ---- limits
+
+
+def test_what_never_ends_is_ended_and_no_alarm_is_left():
+    with pytest.raises(TooLong, match="after 0.2 s"), limited(0.2, GiB):
+        while True:
+            pass
+    assert signal.getitimer(signal.ITIMER_REAL) == (0, 0) and signal.getsignal(signal.SIGALRM) == signal.SIG_DFL
+
+
+@on_linux
+@pytest.mark.parametrize(
+    "hoard", [lambda: [0] * (2 * GiB // 8), lambda: bytearray(2 * GiB), lambda: torch.empty(2 * GiB)]
+)
+def test_a_request_beyond_the_limit_fails_and_the_limit_goes(hoard):
+    import resource
+
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    with pytest.raises((MemoryError, RuntimeError)), limited(10, 512 * MiB):
+        hoard()
+    assert resource.getrlimit(resource.RLIMIT_DATA) == before
+    with limited(10, 512 * MiB):
+        assert len(bytearray(64 * MiB)) == 64 * MiB
+
+
+def test_off_the_main_thread_only_time_is_not_limited():
+    done = []
+    with limited(1, GiB):
+        thread = threading.Thread(target=lambda: [done.append(1) for _ in [0] if not limited(1, GiB).__enter__()])
+        thread.start()
+        thread.join()
+    assert done == [1]
+
+
+@on_linux
+def test_a_guarded_process_cannot_hoard_nor_end_itself_by_chance():
+    code = """
+import os
+from memlab.book.checks.limits import guard
+guard(256 * 2**20)
+for attempt in (lambda: os._exit(3), os.abort, lambda: bytearray(2**30)):
+    try:
+        attempt()
+    except (SystemExit, MemoryError) as error:
+        print(type(error).__name__, error)
+print(len(bytearray(2**20)))
+"""
+    ended = subprocess.run([sys.executable, "-c", code], **in_subprocess)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.splitlines() == [
+        "SystemExit os._exit() would have ended the kernel, and the grading with it",
+        "SystemExit os.abort() would have ended the kernel, and the grading with it",
+        "MemoryError ",
+        str(2**20),
+    ]
+
+
+# ---- what is said
+
+
+def raises(error):
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (lambda: raises(NotImplementedError), "there is no answer yet"),
+        (lambda: 1 / 0, r"ZeroDivisionError: division by zero\n    in <lambda>: .*1 / 0"),
+        (lambda: raises(SystemExit), "SystemExit"),
+        (lambda: raises(MemoryError), "more than 1.0 GiB"),
+        (lambda: raises(AssertionError("mine")), "AssertionError: mine"),
+        (lambda: torch.set_grad_enabled(False) and "", "left autograd switched off"),
+        (lambda: torch.set_default_dtype(torch.float64), "left another default dtype"),
+        (lambda: TorchDispatchMode().__enter__() and "", "left a dispatch mode switched on"),
+    ],
+)
+def test_whatever_goes_wrong_is_said_and_nothing_is_left(answer, said):
+    with pytest.raises(Wrong, match=said) as found:
+        ask(answer)
+    assert found.value._render_traceback_() == [f"Not yet: {found.value}"]
+    assert torch.is_grad_enabled() and torch.get_default_dtype() == torch.float32
+    assert len(_get_current_dispatch_mode_stack()) == 0
+
+
+def test_a_thread_left_running_is_told():
+    stop = threading.Event()
+    with pytest.raises(Wrong, match="left a thread running"):
+        ask(lambda: threading.Thread(target=stop.wait).start())
+    stop.set()
+
+
+def test_warnings_and_noise_cost_nothing(capfd):
+    def noisy():
+        warnings.warn("look out", stacklevel=1)
+        print("something", file=sys.stderr)
+
+    ask(noisy)
+    printed, complained = capfd.readouterr()
+    assert printed == "something\nRight. Fine.\n" and complained == ""
+
+
+def test_a_check_begins_with_autograd_on_whatever_ran_before():
+    with torch.no_grad():
+        ask(lambda: raises(RuntimeError("off")) if not torch.is_grad_enabled() else None)
+        assert not torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        (2000, "twice"),
+        (500, "half"),
+        (4000, "four times"),
+        (250, "elements of 4 bytes"),
+        (8000, "bits"),
+        (125, "an eighth"),
+        (1001, "1 B too many"),
+        (10, "990 B too few"),
+        (0, "1,000 B too few"),
+        (-1000, "2,000 B too few"),
+        (1000.0, "divide with //"),
+        (1000.5, "expected a whole number"),
+        ("1000", "str '1000'"),
+        (True, "bool"),
+        (None, "is a return missing"),
+        (float("nan"), "expected a whole number"),
+        (torch.tensor(1000), "Tensor"),
+    ],
+)
+def test_a_wrong_number_of_bytes_is_named_by_what_it_looks_like(found, said):
+    with pytest.raises(Wrong, match=said):
+        same_bytes(found, 1000, "it")
+
+
+def test_a_number_in_another_unit_is_recognised_and_a_secret_is_kept():
+    with pytest.raises(Wrong, match="MiB, not bytes"):
+        same_bytes(7, 7 * MiB + 5, "it")
+    with pytest.raises(Wrong) as found:
+        same_bytes(1001, 1000, "it", "Look again.", secret=True)
+    assert str(found.value) == "it: 1,001 B are too many. Look again."
+
+
+def test_an_object_equal_to_everything_is_no_number_and_a_list_no_mapping():
+    class Anything(int):
+        __eq__ = lambda self, other: True  # noqa: E731
+        __hash__ = int.__hash__
+
+    with pytest.raises(Wrong, match="expected a whole number"):
+        whole_bytes(Anything(), "it")
+    with pytest.raises(Wrong, match="expected a dict"):
+        a_mapping([], "it")
+
+
+# ---- patches
+
+
+def test_patched_checks_and_a_patched_meter_do_not_count():
+    """In a process of its own, since memlab is taken from disk anew."""
+    code = """
+from importlib import reload
+import memlab.memory_timeline
+from memlab.book import checks
+
+mine = checks.of("memory_timeline")
+mine.leaks = lambda answer: print("Right.")
+checks.of = lambda chapter: mine
+memlab.memory_timeline.Meter = memlab.memory_timeline.meter.Meter = None
+again = reload(checks).of("memory_timeline")
+assert again is not mine and again.Meter is not None
+try:
+    again.leaks(lambda step: {})
+except AssertionError as error:
+    print("Not yet:", str(error).splitlines()[0])
+"""
+    ended = subprocess.run([sys.executable, "-c", code], **in_subprocess)
+    assert ended.stdout == "Not yet: leaks(step) called step 0 times; expected 1 to 10.\n", ended.stderr
+
+
+def test_a_first_import_takes_nothing_from_disk_anew():
+    loaded = {name: module for name, module in sys.modules.items() if name.startswith("memlab.")}
+    del sys.modules["memlab.book.checks"]
+    try:
+        __import__("memlab.book.checks")
+        assert all(sys.modules[name] is module for name, module in loaded.items() if name != "memlab.book.checks")
+    finally:
+        sys.modules["memlab.book.checks"] = checks
+
+
+def test_a_chapter_without_exercises_is_told():
+    with pytest.raises(ModuleNotFoundError, match="memlab.book.checks.poetry"):
+        checks.of("poetry")
