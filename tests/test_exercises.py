@@ -4,6 +4,7 @@ import builtins
 import functools
 import importlib
 import linecache
+import re
 
 import nbformat
 import pytest
@@ -12,6 +13,7 @@ import torch
 from memlab.book.checks import answers
 from memlab.book.checks.limits import limited
 from memlab.book.exercises import sources
+from memlab.book.notebooks import problems
 from memlab.units import GiB
 from tests import exercises_memory_timeline
 
@@ -25,6 +27,10 @@ def cells(chapter):
 
 def told(cell, field):
     return cell.metadata.get("nbgrader", {}).get(field)
+
+
+def header(chapter):
+    return nbformat.read(NOTEBOOKS[chapter], as_version=4).cells[0].source
 
 
 def pairs(chapter):
@@ -102,6 +108,29 @@ def warm():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+def test_every_assignment_has_wrong_answers_for_each_exercise():
+    assert set(ANSWERS) == set(NOTEBOOKS)
+    for chapter, module in ANSWERS.items():
+        assert set(module.WRONG) == {answer for answer, _ in pairs(chapter)} and len(module.WRONG) >= 4
+        assert set(module.RIGHT) <= set(module.WRONG) and min(map(len, module.WRONG.values())) >= 5
+
+
+@pytest.mark.parametrize("chapter", NOTEBOOKS)
+def test_a_source_is_clean_and_says_goal_minutes_points_and_hints_of_each_exercise(chapter):
+    assert problems(NOTEBOOKS[chapter]) == []
+    told_points = []
+    for cell in nbformat.read(NOTEBOOKS[chapter], as_version=4).cells:
+        if cell.cell_type == "markdown" and cell.source.startswith("## "):
+            minutes, worth = re.search(r"\*\*Goal:\*\* .+ \*\*(\d+) minutes, (\d+) points?\.\*\*", cell.source).groups()
+            told_points.append(int(worth))
+            title = re.escape(cell.source.splitlines()[0].split(" · ")[1])
+            assert re.search(rf"\| {title} \| {minutes} \| {worth} \|", header(chapter)), title
+    assert told_points == [told(cell, "points") for cell in cells(chapter) if told(cell, "grade")]
+    assert f"{sum(told_points)} points" in header(chapter)
+    text = "".join(c.source for c in nbformat.read(NOTEBOOKS[chapter], as_version=4).cells)
+    assert text.count("<details><summary>Hint") >= len(told_points) and "Explain the discrepancy" in text
 
 
 @pytest.mark.parametrize("chapter", ANSWERS)
