@@ -54,6 +54,10 @@ def jupyterlab(folder: str | Path) -> Iterator[str]:
             path = Path(home, "settings", "@jupyterlab", f"{name}.jupyterlab-settings")
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(values), encoding="utf-8")
+        # What a reader has: the instructor's panels, where they are installed, would load with every page.
+        page = Path(home, "config", "labconfig", "page_config.json")
+        page.parent.mkdir(parents=True)
+        page.write_text(json.dumps({"disabledExtensions": {"@jupyter/nbgrader": True}}), encoding="utf-8")
         inside = {
             "JUPYTER_RUNTIME_DIR": "run",
             "JUPYTER_CONFIG_DIR": "config",
