@@ -30,9 +30,9 @@ class Wrong(AssertionError):
 def exercise(check: Callable[..., str]) -> Callable[..., None]:
     """Make a check of a function that looks at an answer, raises Wrong, or returns what there is to say of a right one.
 
-    It runs under limits of time and memory, with autograd on and FP32 as the default, whatever ran before. What the
-    answer raises becomes Wrong, with the line that raised it, and so does what it leaves behind: a dispatch mode, a
-    hook, a thread. Warnings cost nothing.
+    It runs under limits of time and memory, on one thread (where cores are shared, many wait for each other), with
+    autograd on and FP32 as the default, whatever ran before. What the answer raises becomes Wrong, with the line that
+    raised it, and so does what it leaves behind: a dispatch mode, a hook, a thread. Warnings cost nothing.
     """
 
     @functools.wraps(check)
@@ -82,7 +82,8 @@ def _surroundings() -> dict[str, object]:
 @contextlib.contextmanager
 def _as_new() -> Iterator[None]:
     """Torch as after its import; afterwards as before, and Wrong if the block has left something switched on."""
-    grad, dtype = torch.is_grad_enabled(), torch.get_default_dtype()
+    grad, dtype, threads = torch.is_grad_enabled(), torch.get_default_dtype(), torch.get_num_threads()
+    torch.set_num_threads(1)
     torch.set_grad_enabled(True)
     torch.set_default_dtype(torch.float32)
     before = _surroundings()
@@ -90,6 +91,7 @@ def _as_new() -> Iterator[None]:
         yield
         after = _surroundings()
     finally:
+        torch.set_num_threads(threads)
         torch.set_grad_enabled(grad)
         torch.set_default_dtype(dtype)
         while len(_get_current_dispatch_mode_stack()) > before["a dispatch mode switched on"]:
@@ -130,7 +132,7 @@ def _slip(found: int, expected: int) -> str:
     for factor, words in slips.items():
         if found == factor * expected:
             return f", {words}"
-    for factor, words in {2: "half", 4: "a quarter: are those elements, at 4 bytes each?", 8: "an eighth"}.items():
+    for factor, words in {2: "half", 4: "a quarter, as if those were elements", 8: "an eighth"}.items():
         if factor * found == expected:
             return f", {words}"
     for unit, nbytes in {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}.items():
