@@ -32,12 +32,12 @@ def largest_category(timeline):
 def largest_category(timeline):
     return timeline.peak_event
 """,
-        "never ends": """
+        "an endless loop": """
 def largest_category(timeline):
     while True:
         pass
 """,
-        "never ends, and catches whatever stops it once": """
+        "an endless loop that catches what stops it once": """
 def largest_category(timeline):
     while True:
         try:
@@ -50,7 +50,7 @@ def largest_category(timeline):
 def largest_category(timeline):
     raise SystemExit
 """,
-        "does not compile": "def largest_category(timeline)\n    return 1",
+        "a syntax error": "def largest_category(timeline)\n    return 1",
         "an empty cell": "",
     },
     "bytes-by-line-answer": {

@@ -15,12 +15,13 @@ from memlab.book.checks.limits import limited
 from memlab.book.exercises import sources
 from memlab.book.notebooks import problems
 from memlab.units import GiB
-from tests import exercises_memory_timeline
+from tests import exercises_memory_arithmetic, exercises_memory_timeline
 
-ANSWERS = {"memory_timeline": exercises_memory_timeline}
+ANSWERS = {"memory_timeline": exercises_memory_timeline, "memory_arithmetic": exercises_memory_arithmetic}
 NOTEBOOKS = {path.stem: path for path in sources()}
 
 
+@functools.cache
 def cells(chapter):
     return [cell for cell in nbformat.read(NOTEBOOKS[chapter], as_version=4).cells if cell.cell_type == "code"]
 
@@ -63,16 +64,16 @@ def given(chapter):
     return space
 
 
-def submitted(chapter, **replaced):
-    """Run a submission's answers and checks in order, as nbgrader does; what each check came to: None, or its error."""
-    space, outcome = dict(given(chapter)), {}
-    for number, cell in enumerate(cells(chapter)):
-        grade_id, name = told(cell, "grade_id"), f"<cell {number} of {chapter}>"
-        if told(cell, "solution"):
-            run(replaced.get(grade_id, cell.source).strip(), name, space)
-        if told(cell, "grade"):
-            outcome[grade_id] = run(cell.source, name, space)
-    return outcome
+def checked(chapter, cell, source):
+    """What the check of one answer cell says of a source put there: None, or its error."""
+    space = dict(given(chapter))
+    run(source.strip(), f"<{cell} of {chapter}>", space)
+    return run(calls(chapter)[cell], f"<check of {cell}>", space)
+
+
+def solutions(chapter):
+    """Each answer cell's id and its solution."""
+    return {told(cell, "grade_id"): cell.source for cell in cells(chapter) if told(cell, "solution")}
 
 
 @pytest.fixture
@@ -94,6 +95,12 @@ RIGHT = [
     for cell, ways in module.RIGHT.items()
     for style in ways
 ]
+
+
+def calls(chapter):
+    """Each answer cell's id and the source of its check."""
+    sources = {told(cell, "grade_id"): cell.source for cell in cells(chapter)}
+    return {answer: sources[check] for answer, check in pairs(chapter)}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -127,28 +134,41 @@ def test_a_source_is_clean_and_says_goal_minutes_points_and_hints_of_each_exerci
             told_points.append(int(worth))
             title = re.escape(cell.source.splitlines()[0].split(" · ")[1])
             assert re.search(rf"\| {title} \| {minutes} \| {worth} \|", header(chapter)), title
-    assert told_points == [told(cell, "points") for cell in cells(chapter) if told(cell, "grade")]
+    assert sum(told_points) == sum(told(cell, "points") for cell in cells(chapter) if told(cell, "grade"))
     assert f"{sum(told_points)} points" in header(chapter)
     text = "".join(c.source for c in nbformat.read(NOTEBOOKS[chapter], as_version=4).cells)
     assert text.count("<details><summary>Hint") >= len(told_points) and "Explain the discrepancy" in text
 
 
 @pytest.mark.parametrize("chapter", ANSWERS)
-def test_the_solutions_get_every_point(chapter, fast):
-    assert set(submitted(chapter).values()) == {None}
+def test_each_solution_alone_gets_its_points(chapter, fast):
+    assert {cell: checked(chapter, cell, source) for cell, source in solutions(chapter).items()} == dict.fromkeys(
+        solutions(chapter)
+    )
 
 
 @pytest.mark.parametrize(("chapter", "cell", "mistake"), WRONG)
-def test_a_wrong_answer_loses_its_own_points_and_no_others(chapter, cell, mistake, fast, capfd):
-    outcome = submitted(chapter, **{cell: ANSWERS[chapter].WRONG[cell][mistake]})
-    lost = {check for check, error in outcome.items() if error is not None}
-    assert lost == {check for answer, check in pairs(chapter) if answer == cell}
-    (error,) = (outcome[check] for check in lost)
-    unsaid = isinstance(error, NameError) and mistake in ("does not compile", "an empty cell")
+def test_a_wrong_answer_loses_its_points_and_is_told_why(chapter, cell, mistake, fast, capfd):
+    error = checked(chapter, cell, ANSWERS[chapter].WRONG[cell][mistake])
+    unsaid = isinstance(error, NameError) and mistake in ("a syntax error", "an empty cell")
     assert unsaid or (isinstance(error, answers.Wrong) and len(str(error)) > 20)
 
 
 @pytest.mark.parametrize(("chapter", "cell", "style"), RIGHT)
-def test_another_right_answer_gets_every_point(chapter, cell, style, fast):
-    outcome = submitted(chapter, **{cell: ANSWERS[chapter].RIGHT[cell][style]})
-    assert [str(error) for error in outcome.values() if error is not None] == []
+def test_another_right_answer_gets_its_points(chapter, cell, style, fast):
+    error = checked(chapter, cell, ANSWERS[chapter].RIGHT[cell][style])
+    assert error is None, error
+
+
+@pytest.mark.parametrize(("chapter", "cell"), [(chapter, cell) for chapter in ANSWERS for cell in solutions(chapter)])
+def test_wrong_answers_cost_no_other_exercise_a_point(chapter, cell, fast):
+    """All of them in one program, one after the other, and then the other exercises' solutions."""
+    space = dict(given(chapter))
+    for mistake, source in ANSWERS[chapter].WRONG[cell].items():
+        if "endless" not in mistake:
+            run(source.strip(), f"<{mistake}>", space)
+            run(calls(chapter)[cell], f"<check of {mistake}>", space)
+    others = {other: source for other, source in solutions(chapter).items() if other != cell}
+    for other, source in others.items():
+        assert run(source, f"<{other}>", space) is None
+        assert run(calls(chapter)[other], f"<check of {other}>", space) is None

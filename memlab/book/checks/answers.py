@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
+from torch.nn.modules.module import _global_forward_hooks as _hooks
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode
 
 from memlab.book.checks.limits import CHECK_BYTES, CHECK_SECONDS, TooLong, limited
@@ -31,9 +32,9 @@ class Wrong(AssertionError):
 def exercise(check: Callable[..., str]) -> Callable[..., None]:
     """Make a check of a function that looks at an answer, raises Wrong, or returns what there is to say of a right one.
 
-    It runs under limits of time and memory, with autograd on and FP32 as the default, whatever ran before. What the
-    answer raises becomes Wrong, with the line that raised it, and so does what it leaves behind: a dispatch mode, a
-    hook, a thread. Warnings cost nothing.
+    It runs under limits of time and memory, on one thread (where cores are shared, many wait for each other), with
+    autograd on and FP32 as the default, whatever ran before. What the answer raises becomes Wrong, with the line that
+    raised it, and so does what it leaves behind: a dispatch mode, a hook, a thread. Warnings cost nothing.
     """
 
     @functools.wraps(check)
@@ -76,7 +77,7 @@ def _surroundings() -> dict[str, object]:
         "a dispatch mode switched on": len(_get_current_dispatch_mode_stack()),
         "autograd switched off": torch.is_grad_enabled(),
         "another default dtype": torch.get_default_dtype(),
-        "a hook on every module": len(torch.nn.modules.module._global_forward_hooks),
+        "a hook on every module": len(_hooks),
         "a thread running": threading.active_count(),
     }
 
@@ -84,7 +85,9 @@ def _surroundings() -> dict[str, object]:
 @contextlib.contextmanager
 def _as_new() -> Iterator[None]:
     """Torch as after its import; afterwards as before, and Wrong if the block has left something switched on."""
-    grad, dtype = torch.is_grad_enabled(), torch.get_default_dtype()
+    grad, dtype, threads = torch.is_grad_enabled(), torch.get_default_dtype(), torch.get_num_threads()
+    hooks = dict(_hooks)
+    torch.set_num_threads(1)
     torch.set_grad_enabled(True)
     torch.set_default_dtype(torch.float32)
     before = _surroundings()
@@ -92,8 +95,11 @@ def _as_new() -> Iterator[None]:
         yield
         after = _surroundings()
     finally:
+        torch.set_num_threads(threads)
         torch.set_grad_enabled(grad)
         torch.set_default_dtype(dtype)
+        _hooks.clear()
+        _hooks.update(hooks)
         while len(_get_current_dispatch_mode_stack()) > before["a dispatch mode switched on"]:
             _pop_mode()
     if left := [words for words, value in after.items() if value != before[words]]:
