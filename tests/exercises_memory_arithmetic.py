@@ -233,7 +233,7 @@ WRONG: dict[str, dict[str, str]] = {
         "a constant": search("return 5"),
         "equal to everything": ANYTHING + search("return Anything()"),
         "the story's peak, whatever is given": search(BISECTION.replace("peak(", "story_peak(")),
-        "a bisection that never ends": search("low, high = 0, 1000\nwhile low < high:\n    low = (low + high) // 2"),
+        "an endless bisection": search("low, high = 0, 1000\nwhile low < high:\n    low = (low + high) // 2"),
         "an endless loop of calls": search("while True:\n    peak(1)"),
         "an endless loop that catches all": search(
             """
