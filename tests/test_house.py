@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[1]
 COMMANDS = ("record", "benchmark", "__main__")
 # These exist to drive Jupyter and matplotlib; importing them may do what those do.
 DRIVERS = tuple(
-    f"memlab.book.{name}" for name in ("notebooks", "style", "figures", "explorer", "interactive", "predictions")
+    f"memlab.book.{name}" for name in ("notebooks", "run", "style", "figures", "explorer", "interactive", "predictions")
 )
 
 
