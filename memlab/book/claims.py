@@ -155,7 +155,7 @@ def evidence(folder: str = ".") -> Table:
             row.append(records.says_of(document, found.id, folder))
     if not gpus:
         columns.append("recorded GPUs")
-        rows = [[*row, NOT_RECORDED.removeprefix("open: ")] for row in rows]
+        rows = [[*row, records.NONE] for row in rows]
     for path in damaged:
         columns.append(path.name)
         rows = [[*row, "damaged: see python -m memlab"] for row in rows]

@@ -24,9 +24,10 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-from memlab.book.claims import Claim
+from memlab.book.claims import NOT_RECORDED, Claim
 
 FORMAT, VERSION = "memlab-record", 1
+NONE = NOT_RECORDED.removeprefix("open: ")
 LIBRARY = Path(__file__).parents[1]
 MEASURED_BOOK_PAGES = {"workloads", "steps", "allocator"}
 """The pages of memlab.book that decide what is measured; the others draw, tabulate or explain it."""
@@ -75,8 +76,10 @@ def _check(document: dict) -> None:
         _texts(name, entry, "date", "commit", "source", "torch", "driver")
         if not isinstance(entry["seconds"], int | float):
             raise TypeError(f"{name}: seconds is {entry['seconds']!r}")
-        for failure in [entry] * (entry["status"] == "failed") + [entry["failed_since"]] * ("failed_since" in entry):
-            _texts(name, failure, "date", "commit", "torch", "error")
+        if entry["status"] == "failed":
+            _texts(name, entry, "error")
+        if "failed_since" in entry:
+            _texts(f"{name}, failed_since", entry["failed_since"], "date", "commit", "torch", "error")
         for id, fields in entry["claims"].items():
             Claim(id, **fields)
     if (benchmark := document["benchmark"]) is not None:
@@ -194,7 +197,7 @@ def state_of(document: dict, chapter: str, folder: str | Path = ".") -> str:
     """What a GPU's record knows of a chapter: "not recorded yet", "recorded", "stale", "failed" or two of them."""
     entry = document["chapters"].get(chapter)
     if entry is None:
-        return "not recorded yet"
+        return NONE
     if entry["status"] == "failed":
         return "failed"
     words = "stale" if is_stale(chapter, entry, folder) else "recorded"
@@ -209,4 +212,4 @@ def says_of(document: dict, id: str, folder: str | Path = ".") -> str:
             figure = "—" if found.measured is None else found.text(found.measured)
             when = f"torch {entry['torch']}, {entry['date']}"
             return f"{figure}: {found.standing} ({when})" if state == "recorded" else f"{state}: {figure} ({when})"
-    return "not recorded yet"
+    return NONE

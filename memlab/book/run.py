@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import re
 import sys
@@ -44,11 +45,12 @@ def run(
 
     Raises NotebookError if a cell fails, runs out of time or kills the kernel, and KeyboardInterrupt as it comes.
     """
-    started = 0
+    started, began = 0, threading.Event()
 
     def remember(cell: NotebookNode, cell_index: int) -> None:
         nonlocal started
         started = cell_index
+        began.set()
         on_cell(cell_index)
 
     client = NotebookClient(
@@ -63,7 +65,7 @@ def run(
     # With MPLBACKEND set, ipykernel leaves the backend alone and figures never reach the notebook.
     env = {name: value for name, value in os.environ.items() if name != "MPLBACKEND"}
     try:
-        _interruptible(client, env)
+        _interruptible(client, env, began)
     except CellExecutionError as error:
         traceback = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
         raise NotebookError(f"{path}: cell {started} failed with {error.ename}: {error.evalue}\n{traceback}") from None
@@ -73,39 +75,49 @@ def run(
         raise NotebookError(f"{path}: the kernel died in cell {started} (out of memory?)") from None
 
 
-def _interruptible(client: NotebookClient, env: dict[str, str]) -> None:
+def _interruptible(client: NotebookClient, env: dict[str, str], began: threading.Event) -> None:
     """Execute in a thread of its own, where nbclient cannot take Ctrl-C and SIGTERM for itself.
 
     In the main thread it would: it ends the kernel and goes on as if that had died, and nobody is told of the Ctrl-C.
+    `began` is set when the first cell starts; from then on nbclient ends its kernel however it is left.
     """
-    began = threading.Event()
-    ended: list[BaseException] = []
+    over = threading.Event()
+    failure: list[BaseException] = []
 
     async def work() -> None:
-        nonlocal loop, task
-        loop, task = asyncio.get_running_loop(), asyncio.current_task()
-        began.set()
+        nonlocal stop
+        stop = functools.partial(asyncio.get_running_loop().call_soon_threadsafe, asyncio.current_task().cancel)
         await client.async_execute(env=env)
 
     def main() -> None:
         try:
             asyncio.run(work())
         except BaseException as error:  # it is raised again where someone waits for it
-            ended.append(error)
+            failure.append(error)
+        finally:
             began.set()
+            over.set()
 
-    loop = task = None
+    def end() -> None:
+        began.wait()
+        client.shutdown_kernel = "immediate"
+        with contextlib.suppress(RuntimeError):  # it may just be ending by itself
+            if not over.is_set():
+                stop()
+        over.wait()
+
+    stop = None
     thread = threading.Thread(target=main, name="notebook")
     thread.start()
     try:
-        while thread.is_alive():
-            thread.join(1)  # without a limit, Windows would not let Ctrl-C through
+        # An event, because a join that Ctrl-C interrupts takes the thread for ended (Python before 3.13); with a
+        # limit, because Windows lets Ctrl-C through only between two waits.
+        while not over.wait(1):
+            pass
     except BaseException:
-        began.wait()  # else there would be nothing to cancel
-        client.shutdown_kernel = "immediate"
-        with contextlib.suppress(RuntimeError):  # it may just have ended by itself
-            loop.call_soon_threadsafe(task.cancel)
-        thread.join()
+        threading.Thread(target=end).start()  # there a second Ctrl-C cannot keep it from ending the kernel
+        over.wait()
         raise
-    if ended:
-        raise ended[0]
+    thread.join()
+    if failure:
+        raise failure[0]

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from memlab.book import records
-from memlab.book.claims import KINDS, MIME, NOT_RECORDED, Claim
+from memlab.book.claims import KINDS, MIME, Claim
 from memlab.book.map import headers
 from memlab.book.tables import Table
 
@@ -73,7 +73,7 @@ def page(folder: str | Path = CHAPTERS) -> str:
         rows = []
         for found in saved_claims(header.path):
             recorded = [f"{document['device']}: {records.says_of(document, found.id, folder)}" for document in gpus]
-            gpu = "; ".join(recorded) or f"GPUs: {NOT_RECORDED.removeprefix('open: ')}"
+            gpu = "; ".join(recorded) or f"GPUs: {records.NONE}"
             says, predicted, measured, _, standing = found.row()
             rows.append(
                 (says, predicted, measured, standing, f"{found.kind}; CPU, {executed_with(header.path)}; {gpu}")
@@ -95,9 +95,9 @@ def write(folder: str | Path = CHAPTERS) -> Path:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the page of the chapters in a folder. The exit status is 2 for a damaged record or a malformed claim."""
     parser = argparse.ArgumentParser(prog="python -m memlab.book.verdicts", description=__doc__.splitlines()[0])
-    parser.add_argument("--chapters", type=Path, default=CHAPTERS, metavar="FOLDER", help="where the chapters are")
+    parser.add_argument("--folder", type=Path, default=CHAPTERS, help="where the chapters are")
     try:
-        print(f"written: {write(parser.parse_args(arguments).chapters)}")
+        print(f"written: {write(parser.parse_args(arguments).folder)}")
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2
