@@ -126,10 +126,14 @@ def test_ctrl_c_reaches_the_caller_and_no_kernel_stays(tmp_path, seconds):
     alive = lambda: {pid for file in files() for pid in file.read_text().split()}  # noqa: E731
     earlier = alive()
     ctrl_c = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT))
-    ctrl_c.start()
-    with pytest.raises(KeyboardInterrupt):
-        execute(path)
-    ctrl_c.join()
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # in a shell's background it is ignored
+    try:
+        ctrl_c.start()
+        with pytest.raises(KeyboardInterrupt):
+            execute(path, timeout=20)
+    finally:
+        ctrl_c.join()
+        signal.signal(signal.SIGINT, handler)
     assert alive() <= earlier
     assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
 

@@ -167,6 +167,7 @@ def test_without_a_gpu_it_is_a_dry_run_outside_the_book_that_counts_as_no_record
 # ---- stopped, damaged, full
 
 
+@pytest.mark.skipif(os.name != "posix", reason="Windows has no such signals")
 @pytest.mark.parametrize(
     ("number", "status", "before"), [(signal.SIGINT, 130, {"c01_done": "1"}), (signal.SIGTERM, 143, {})]
 )
@@ -175,7 +176,13 @@ def test_stopped_in_the_middle_of_a_chapter_it_keeps_the_others_and_no_kernel_st
     write(tmp_path, **before, c02_asleep=sleep, c03_never="1")
     output, pid = tmp_path / "out.json", tmp_path / "pid"
     with subprocess.Popen(
-        command(tmp_path, output=output), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command(tmp_path, output=output),
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A shell that runs these tests in the background has told them, and so their children, to ignore Ctrl-C.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as process:
         deadline = time.monotonic() + 60
         while not (pid.exists() and pid.read_text()) and process.poll() is None and time.monotonic() < deadline:
@@ -503,7 +510,8 @@ def test_what_recording_itself_needs_is_named_where_it_is_missing(tmp_path, monk
 def apart(document):
     """The bytes and values claims of a record that are not within their tolerance."""
     claims = (Claim(id, **fields) for entry in document["chapters"].values() for id, fields in entry["claims"].items())
-    return [f"{c.id}: {c.measured} for {c.predicted}" for c in claims if c.kind != "time" and not c.agrees]
+    tested = [claim for claim in claims if claim.kind != "time" and claim.measured is not None]
+    return [f"{claim.id}: {claim.measured} for {claim.predicted}" for claim in tested if not claim.agrees]
 
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)

@@ -80,7 +80,8 @@ class Recorder:
             error = _one_line(failure)
         seconds = round(time.perf_counter() - start, 1)
         self._save(lambda document: _enter(document, chapter.stem, {**origin, "seconds": seconds}, claims, error))
-        apart = sum(not Claim(id, **fields).agrees for id, fields in claims.items())
+        found = [Claim(id, **fields) for id, fields in claims.items()]
+        apart = sum(claim.measured is not None and not claim.agrees for claim in found)
         count = f"{len(claims)}, {apart} apart from the prediction" if apart else len(claims)
         self._told(bar, chapter.stem, error, seconds, count, f"{count} claims in {seconds} s")
 
