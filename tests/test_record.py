@@ -236,6 +236,7 @@ DAMAGED = {
     "no source": edited("chapters", "01_x", "source", value=KeyError),
     "failed without an error": edited("chapters", "01_x", "status", value="failed"),
     "not a number": edited(*CLAIM, "measured", value=float("nan")),
+    "seconds that are no number": edited("chapters", "01_x", "seconds", value=float("nan")),
     "infinite": edited(*CLAIM, "measured", value=1).replace('"measured": 1', '"measured": 1e999'),
     "half a byte": edited(*CLAIM, "measured", value=1.5),
     "a wide tolerance": edited(*CLAIM, "tolerance", value=9),
