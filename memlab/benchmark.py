@@ -24,6 +24,8 @@ from memlab.book.workloads import GPT, LSTM, MLP, ConvNet, text_batch
 from memlab.memory_timeline import Meter
 from memlab.units import format_bytes
 
+ROUNDS, QUICK = 25, 3
+
 
 def seconds(run: Callable[[], object]) -> float:
     """How long one call takes, in seconds; on CUDA until the device has finished."""
@@ -292,20 +294,38 @@ def imagined_step(device: str, rounds: int) -> list[tuple]:
     ]
 
 
+MEASURES = ("meter_time", "meter_cost_per_op", "meter_exactness", "import_time", "imagined_step", "pictures_that_move")
+
+
+def measured(
+    device: str, rounds: int, progress: Callable[[int, int], None] = lambda done, of: None
+) -> list[tuple[str, str, str]]:
+    """Every measure on a device, "cpu" or "cuda", in one thread: its name, its figure, and what it must reach.
+
+    `progress` is told how many of how many parts have ended.
+    """
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's notes of itself
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    rows = []
+    try:
+        for done, name in enumerate(MEASURES):
+            progress(done, len(MEASURES))
+            rows += globals()[name](device, rounds)
+    finally:
+        torch.set_num_threads(threads)
+    return rows
+
+
 def main() -> None:
     """Print every measure with its figure and what it must reach."""
     parser = argparse.ArgumentParser(prog="python -m memlab.benchmark", description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="few rounds: to see that it works, not to quote")
-    rounds = 3 if parser.parse_args().quick else 25
+    rounds = QUICK if parser.parse_args().quick else ROUNDS
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's notes of itself
-    torch.set_num_threads(1)
     name = torch.cuda.get_device_name() if device == "cuda" else "CPU, one thread"
     print(f"torch {torch.__version__}, {name}, {rounds} rounds; min – median – max\n")
-    rows = []
-    for measure in (meter_time, meter_cost_per_op, meter_exactness, import_time, imagined_step, pictures_that_move):
-        rows += measure(device, rounds)
-    print(Table(["measure", "figure", "must reach"], rows))
+    print(Table(["measure", "figure", "must reach"], measured(device, rounds)))
 
 
 if __name__ == "__main__":

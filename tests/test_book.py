@@ -1,4 +1,4 @@
-"""The book's figures, tables, claims, sources and benchmark say what the timeline says."""
+"""The book's figures, tables, sources and benchmark say what the timeline says."""
 
 import json
 import sys
@@ -7,9 +7,7 @@ import pytest
 import torch
 
 from memlab import benchmark
-from memlab.book import claims
 from memlab.book.allocator import allocated_peak
-from memlab.book.claims import Claim, claim, evidence
 from memlab.book.figures import MOST_POINTS, bars, compare, plot
 from memlab.book.source import show_source
 from memlab.book.style import COLOURS, HATCHES, Picture, canvas, caption, is_sentence
@@ -208,7 +206,7 @@ def test_storages_lists_the_largest_first(step):
     assert [row[0] for row in rows] == [format_bytes(s.nbytes) for s in largest]
 
 
-# ---- sources and claims
+# ---- sources
 
 
 def test_show_source_shows_what_stands_in_the_library():
@@ -219,40 +217,6 @@ def test_show_source_shows_what_stands_in_the_library():
     assert '"""' not in show_source(Meter._note_storage, docstring=False).text
     with pytest.raises(TypeError, match="expected a function, class or module"):
         show_source(len)
-
-
-@pytest.fixture
-def no_claims(monkeypatch):
-    monkeypatch.setattr(claims, "registered", {})
-
-
-def test_a_claim_within_its_tolerance_holds_and_is_registered(no_claims):
-    row = claim("half", kind="values", predicted=0.5, measured=0.52, tolerance=0.05, unit="of the bytes").rows[0]
-    assert row[-1] == "holds" and claims.registered["half"].measured == 0.52
-    assert "half" in repr(evidence()) and "not recorded yet" in repr(evidence())
-
-
-def test_one_byte_too_many_does_not_hold(no_claims):
-    assert claim("exact", kind="bytes", predicted=100, measured=101).rows[0][-1] == "does not hold"
-
-
-def test_a_claim_without_a_measurement_stays_open():
-    assert Claim("gpu", "time", 2.0, None, 0.1, "×").verdict == "open: not recorded yet"
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"kind": "opinion"}, "expected kind among"),
-        ({"tolerance": -1}, "expected a tolerance"),
-        ({"measured": 1.5}, "expected whole bytes"),
-        ({"unit": "MiB"}, "expected whole bytes"),
-    ],
-)
-def test_a_malformed_claim_is_refused(no_claims, wrong, message):
-    with pytest.raises(ValueError, match=message):
-        claim("c", **{"kind": "bytes", "predicted": 1, "measured": 1, "unit": "B"} | wrong)
-    assert not claims.registered
 
 
 # ---- the allocator's word, and the benchmark

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from memlab.book import machine as machines
+from memlab.book import records
 from memlab.book.machine import machine
 from memlab.book.map import CHAPTERS, PATHS, headers, paths, read_header, the_map
 
@@ -65,10 +66,23 @@ def test_a_header_without_one_of_its_parts_is_refused_by_name(tmp_path, line, mi
 def test_a_recorded_chapter_names_its_gpus(tmp_path):
     chapter(tmp_path, "01_memory_timeline")
     chapter(tmp_path, "02_memory_arithmetic", HEADER.replace("# 01", "# 02"))
-    (tmp_path / "results").mkdir()
-    record = {"device": "A GPU", "chapters": {"01_memory_timeline": {}}}
-    (tmp_path / "results" / "a_gpu.json").write_text(json.dumps(record))
-    assert [row[-1] for row in the_map(tmp_path).rows] == ["A GPU", "not recorded yet"]
+    last = lambda: [row[-1] for row in the_map(tmp_path).rows]  # noqa: E731
+    source = records.source_of(tmp_path / "01_memory_timeline.ipynb")
+    entry = {"status": "recorded", "date": "d", "commit": "c", "torch": "t", "driver": "", "seconds": 1, "claims": {}}
+    document = records.empty("A GPU", True)
+    for changes, words in [
+        ({"source": source}, "A GPU"),
+        ({"source": "older"}, "A GPU (stale)"),
+        ({"source": source, "status": "failed", "error": "e"}, "A GPU (failed)"),
+        ({"source": source, "failed_since": entry | {"error": "e"}}, "A GPU (recorded, later failed)"),
+    ]:
+        document["chapters"]["01_memory_timeline"] = entry | changes
+        records.write(document, tmp_path / "results" / "a-gpu.json")
+        assert last() == [words, "not recorded yet"]
+    records.write(document | {"gpu": False}, tmp_path / "results" / "a-gpu.json")
+    assert last() == ["not recorded yet"] * 2
+    (tmp_path / "results" / "a-gpu.json").write_text("{}")
+    assert last() == ["a-gpu.json is damaged: see python -m memlab"] * 2
 
 
 def test_paths_link_the_chapters_that_are_there_and_name_those_to_come(tmp_path):

@@ -2,8 +2,12 @@
 
 import base64
 import json
+import os
+import signal
 import sys
+import threading
 import time
+from pathlib import Path
 
 import nbformat
 import pytest
@@ -111,6 +115,27 @@ def test_a_failing_cell_is_named_and_leaves_the_folder_as_it_was(tmp_path, sourc
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
     assert time.monotonic() - begun < 45
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="it looks for its children in /proc")
+@pytest.mark.parametrize("seconds", [0.3, 2.5], ids=["while the kernel starts", "while a cell runs"])
+def test_ctrl_c_reaches_the_caller_and_no_kernel_stays(tmp_path, seconds):
+    path = save(tmp_path / "long.ipynb", new_code_cell("import time\ntime.sleep(600)"))
+    before = path.read_bytes()
+    files = lambda: Path("/proc/self/task").glob("*/children")  # noqa: E731
+    alive = lambda: {pid for file in files() for pid in file.read_text().split()}  # noqa: E731
+    earlier = alive()
+    ctrl_c = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT))
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # in a shell's background it is ignored
+    try:
+        ctrl_c.start()
+        with pytest.raises(KeyboardInterrupt):
+            execute(path, timeout=20)
+    finally:
+        ctrl_c.join()
+        signal.signal(signal.SIGINT, handler)
+    assert alive() <= earlier
+    assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
 
 
 def test_a_failed_write_leaves_the_file_as_it_was(tmp_path, monkeypatch):

@@ -1,68 +1,162 @@
-"""Claims are data: what was predicted, what was measured, and whether the difference is within a stated tolerance."""
+"""Claims are data: a saying that everybody repeats, made into a prediction, put beside a measurement, and judged.
+
+A claim gives the saying in the book's own words, a formula's prediction, what was measured, and the book's verdict on
+the saying: it holds, it holds if something, or it does not hold. The verdict rests on the formula, so it stands only
+while measured agrees with predicted. Each is shown as a table's row and, in the same output, as JSON; so all claims of
+the book can be read from its saved chapters (`memlab.book.verdicts`).
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+import re
+from dataclasses import asdict, dataclass
 
 from memlab.book.tables import Table
 from memlab.units import format_bytes
 
-KINDS = ("bytes", "values", "time")
+KINDS = {
+    "bytes": "exact whole numbers of bytes, recomputed by a test",
+    "values": "numbers within a reasoned tolerance, recomputed by a test",
+    "time": "seconds and what follows from them: recorded, never tested",
+}
+VERDICT = re.compile(r"holds( if \S.*)?|does not hold")
+NOT_RECORDED, DIFFERS = "open: not recorded yet", "open: measured differs from the prediction"
+MIME = "application/vnd.memlab.claim+json"
 
 
 @dataclass(frozen=True)
 class Claim:
-    """One claim put to the proof. `predicted` and `measured` are in `unit`; `measured` None means not recorded yet."""
+    """One saying put to the proof. `predicted` and `measured` are in `unit`; `measured` None means not recorded yet.
+
+    Raises ValueError for one that is malformed, with what was expected.
+    """
 
     id: str
     kind: str
+    says: str
+    verdict: str
     predicted: float
     measured: float | None
     tolerance: float
     unit: str
 
+    def __post_init__(self):
+        expect = self._expect
+        if not isinstance(self.id, str) or not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", self.id):
+            raise ValueError(f"expected a claim's id in small letters, such as 'adam-states'; found {self.id!r}")
+        expect(self.kind in [*KINDS], f"kind among {', '.join(KINDS)}", self.kind)
+        expect(_is_line(self.says), "says='…', one line with what people say, in the book's words", self.says)
+        expect(
+            _is_line(self.verdict) and VERDICT.fullmatch(self.verdict),
+            "a verdict 'holds', 'holds if …' or 'does not hold'",
+            self.verdict,
+        )
+        expect(_is_number(self.predicted), "a finite plain number as predicted", self.predicted)
+        expect(self.measured is None or _is_number(self.measured), "a finite plain number, or None, as measured",
+               self.measured)  # fmt: skip
+        expect(_is_number(self.tolerance) and self.tolerance >= 0, "a tolerance of at least 0", self.tolerance)
+        expect(_is_line(self.unit), "a unit, such as 'B' or '×'", self.unit)
+        if self.kind == "bytes":
+            whole = isinstance(self.predicted, int) and isinstance(self.measured, int | None)
+            found = f"{self.predicted!r} and {self.measured!r} in {self.unit!r}"
+            expect(whole and self.unit == "B", "whole bytes, unit 'B', for kind 'bytes'", found)
+            expect(self.tolerance == 0, "no tolerance for bytes, which are exact", self.tolerance)
+
+    def _expect(self, met: object, what: str, found: object) -> None:
+        if not met:
+            raise ValueError(f"{self.id}: expected {what}; found {found!r}")
+
     @property
-    def verdict(self) -> str:
-        """ "holds", "does not hold", or "open: not recorded yet"."""
+    def agrees(self) -> bool:
+        """Whether measured is within the tolerance of predicted; not without a measurement."""
+        return self.measured is not None and abs(self.measured - self.predicted) <= self.tolerance
+
+    @property
+    def standing(self) -> str:
+        """The verdict on the saying, where the measurement bears it; otherwise what keeps the question open."""
         if self.measured is None:
-            return "open: not recorded yet"
-        return "holds" if abs(self.measured - self.predicted) <= self.tolerance else "does not hold"
+            return NOT_RECORDED
+        return self.verdict if self.agrees else DIFFERS
 
     def row(self) -> tuple[str, str, str, str, str]:
-        """id, predicted, measured, difference, verdict: the cells of a table."""
+        """What is said, predicted, measured, difference, verdict: the cells of a table."""
         if self.measured is None:
-            return self.id, self._text(self.predicted), "—", "—", self.verdict
-        difference = self.measured - self.predicted
-        return self.id, self._text(self.predicted), self._text(self.measured), self._text(difference), self.verdict
+            return self.says, self.text(self.predicted), "—", "—", self.standing
+        difference = self.text(self.measured - self.predicted)
+        return self.says, self.text(self.predicted), self.text(self.measured), difference, self.standing
 
-    def _text(self, value: float) -> str:
+    def text(self, value: float) -> str:
+        """A value of this claim, with its unit."""
         if self.unit == "B":
             return f"{value:,} B" if abs(value) < 1024 else f"{value:,} B ({format_bytes(value)})"
         return f"{value:,.4g} {self.unit}"
 
 
+def _is_line(text: object) -> bool:
+    return isinstance(text, str) and bool(text.strip()) and len(text.splitlines()) == 1
+
+
+def _is_number(value: object) -> bool:
+    return type(value) is int or (isinstance(value, float) and math.isfinite(value))
+
+
 registered: dict[str, Claim] = {}
 
 
+class ClaimTable(Table):
+    """A claim's row. A saved notebook keeps the claim itself beside it, as JSON under `MIME`."""
+
+    def __init__(self, found: Claim):
+        super().__init__(["what is said", "predicted", "measured", "difference", "verdict"], [found.row()])
+        self.claim = found
+
+    def _repr_mimebundle_(self, include=None, exclude=None) -> dict:
+        return {"text/plain": repr(self), "text/markdown": self._repr_markdown_(), MIME: asdict(self.claim)}
+
+
 def claim(
-    id: str, *, kind: str, predicted: float, measured: float | None, tolerance: float = 0, unit: str = "B"
-) -> Table:
-    """Put a claim to the proof: register it, and give its row *predicted · measured · difference · verdict*.
+    id: str,
+    *,
+    kind: str,
+    says: str,
+    predicted: float,
+    measured: float | None,
+    verdict: str = "holds",
+    tolerance: float = 0,
+    unit: str = "B",
+) -> ClaimTable:
+    """Put a saying to the proof: register it, and give its row *said · predicted · measured · difference · verdict*.
 
     kind: "bytes" (exact whole numbers of bytes), "values" (within a reasoned tolerance) or "time" (recorded, never
-    tested). Raises ValueError for another kind, a negative tolerance, or bytes that are not whole numbers of B.
+    tested). says: the saying in one line. verdict: what the prediction makes of it, "holds", "holds if …" or "does not
+    hold". A cell that is run again replaces its claim.
+
+    Raises ValueError for a claim that is malformed (see `Claim`), and registers nothing then.
     """
-    if kind not in KINDS:
-        raise ValueError(f"{id}: expected kind among {', '.join(KINDS)}; found {kind!r}")
-    if tolerance < 0:
-        raise ValueError(f"{id}: expected a tolerance of at least 0, found {tolerance}")
-    if kind == "bytes" and not (unit == "B" and isinstance(predicted, int) and isinstance(measured, (int, type(None)))):
-        raise ValueError(f"{id}: expected whole bytes, unit 'B', found {predicted!r} and {measured!r} in {unit!r}")
-    registered[id] = found = Claim(id, kind, predicted, measured, tolerance, unit)
-    return Table(["claim", "predicted", "measured", "difference", "verdict"], [found.row()])
+    found = Claim(id, kind, says, verdict, predicted, measured, tolerance, unit)
+    registered[id] = found
+    return ClaimTable(found)
 
 
-def evidence() -> Table:
-    """All claims registered so far: predicted, measured on this machine, verdict, and what recorded GPUs say."""
-    columns = ["claim", "predicted", "measured here", "difference", "verdict", "recorded GPUs"]
-    return Table(columns, [(*found.row(), "not recorded yet") for found in registered.values()])
+def evidence(folder: str = ".") -> Table:
+    """All claims registered so far: predicted, measured on this machine, verdict, and what each recorded GPU says.
+
+    folder: where the chapters are, with their `results`.
+    """
+    from memlab.book import records  # which reads claims, and so imports this page
+
+    gpus, damaged = records.survey(f"{folder}/results")
+    columns = ["what is said", "predicted", "measured here", "difference", "verdict"]
+    rows = [[*found.row()] for found in registered.values()]
+    for document in gpus:
+        columns.append(document["device"])
+        for row, found in zip(rows, registered.values(), strict=True):
+            row.append(records.says_of(document, found.id, folder))
+    if not gpus:
+        columns.append("recorded GPUs")
+        rows = [[*row, records.NONE] for row in rows]
+    for path in damaged:
+        columns.append(path.name)
+        rows = [[*row, "damaged: see python -m memlab"] for row in rows]
+    return Table(columns, rows)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 import platform
+import re
+import subprocess
 from pathlib import Path
 
 import torch
 
 from memlab.book.tables import Table
-from memlab.units import format_bytes
+from memlab.units import KiB, format_bytes
 
 
 def machine() -> Table:
@@ -40,6 +43,62 @@ def main_memory_bytes() -> int | None:
     return min(sizes, default=None)
 
 
+def free_memory_bytes() -> int | None:
+    """Main memory that a program could still take, within a container's limit; None where the system does not tell."""
+    free = []
+    with contextlib.suppress(OSError):
+        if found := re.search(r"^MemAvailable: +(\d+) kB$", Path("/proc/meminfo").read_text(), re.MULTILINE):
+            free.append(int(found[1]) * KiB)
+    for limit, used, cached in (
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        group = Path("/sys/fs/cgroup")
+        with contextlib.suppress(OSError, ValueError):  # "max", which is no number, is no limit
+            taken = int((group / used).read_text())
+            counts = dict(line.split() for line in (group / limit).with_name("memory.stat").read_text().splitlines())
+            free.append(int((group / limit).read_text()) - taken + int(counts.get(cached, 0)))
+    return max(0, min(free)) if free else None
+
+
+def gpu_memory() -> list[tuple[str, int, int]]:
+    """Each GPU's name, free and total bytes, as the driver tells; [] without a GPU. Makes a CUDA context.
+
+    Free is -1 where a GPU does not answer, because it is full, or lent to one process only.
+    """
+    if not torch.cuda.is_available():
+        return []
+    found = []
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        try:
+            free, total = torch.cuda.mem_get_info(index)
+        except RuntimeError:
+            free, total = -1, properties.total_memory
+        found.append((properties.name, free, total))
+    return found
+
+
+def version(package: str) -> str | None:
+    """The version of a package that is installed, or None. Imports nothing."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def driver() -> str:
+    """The version of the NVIDIA driver, "" where there is none. Looks into its file first, and asks nvidia-smi last."""
+    with contextlib.suppress(OSError):
+        if found := re.search(r"\b\d+\.\d+(\.\d+)?\b", Path("/proc/driver/nvidia/version").read_text()):
+            return found[0]
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.split("\n")[0]
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
 def _cores() -> int:
     """The cores this process may use: in a container, fewer than the machine has."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -57,8 +116,8 @@ def _gpu() -> str:
 
 
 def _pictures() -> str:
-    try:
-        versions = [f"{name} {importlib.metadata.version(name)}" for name in ("ipywidgets", "anywidget")]
-    except importlib.metadata.PackageNotFoundError as missing:
-        return f"still: {missing.name} is not installed (pip install -e '.[lab]' makes them live)"
-    return f"live: {', '.join(versions)}"
+    versions = {name: version(name) for name in ("ipywidgets", "anywidget")}
+    for name, found in versions.items():
+        if found is None:
+            return f"still: {name} is not installed (pip install -e '.[lab]' makes them live)"
+    return f"live: {', '.join(f'{name} {found}' for name, found in versions.items())}"

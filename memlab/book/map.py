@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from memlab.book import records
 from memlab.book.tables import Table
 
 CHAPTERS = (
@@ -86,10 +88,14 @@ def headers(folder: str | Path = ".") -> dict[int, Header]:
 
 def the_map(folder: str | Path = ".") -> Table:
     """A row for each chapter that is there: its promise, what it asks of reader and machine, and who recorded it."""
-    rows = [
-        (chapter.link, chapter.promise, chapter.needs, chapter.minutes, chapter.peak, chapter.gpu, _recorded(chapter))
-        for chapter in headers(folder).values()
-    ]
+    gpus, damaged = records.survey(Path(folder, "results"))
+    unreadable = [f"{path.name} is damaged: see python -m memlab" for path in damaged]
+    rows = []
+    for chapter in headers(folder).values():
+        recorded = ", ".join([*_recorded(chapter.path, gpus), *unreadable]) or "not recorded yet"
+        rows.append(
+            (chapter.link, chapter.promise, chapter.needs, chapter.minutes, chapter.peak, chapter.gpu, recorded)
+        )
     columns = ["chapter", "in one sentence", "you need", "minutes", "peak memory", "GPU", "recorded on"]
     return Table(columns, rows, markdown=True)
 
@@ -104,11 +110,9 @@ def paths(folder: str | Path = ".") -> Table:
     return Table(["path", "chapters, in order (those without a link are still to come)"], rows, markdown=True)
 
 
-def _recorded(chapter: Header) -> str:
-    """The GPUs whose file in results/ has this chapter."""
-    devices = []
-    for path in sorted((chapter.path.parent / "results").glob("*.json")):
-        document = json.loads(path.read_text(encoding="utf-8"))
-        if chapter.path.stem in document.get("chapters", {}):
-            devices.append(document["device"])
-    return ", ".join(devices) or "not recorded yet"
+def _recorded(chapter: Path, gpus: list[dict]) -> Iterator[str]:
+    """The GPUs that have recorded a chapter, each with what is wrong with its record."""
+    for document in gpus:
+        state = records.state_of(document, chapter.stem, chapter.parent)
+        if state != records.NONE:
+            yield document["device"] + (f" ({state})" if state != "recorded" else "")

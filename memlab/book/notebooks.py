@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
-import os
+import importlib.metadata
 import re
 import sys
 import time
@@ -21,73 +21,30 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import nbformat
-from jupyter_client.kernelspec import KernelSpec
-from jupyter_client.manager import AsyncKernelManager
-from nbclient import NotebookClient
-from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 from nbformat import NotebookNode
 
+from memlab.book.run import KERNEL, NotebookError, run
 from memlab.book.style import is_sentence
 
 MAX_CELLS = 40
 MAX_CELL_LINES = 25
 MAX_FILE_BYTES = 500 * 1024
 
-_KERNEL = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
 _WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 _CHURN = ("execution", "ExecuteTime", "collapsed", "scrolled", "trusted", "vscode")
 
 
-class NotebookError(RuntimeError):
-    """A notebook could not be executed; the message names the cell and its error. The file is as it was."""
-
-
-class _ThisPython(AsyncKernelManager):
-    """Starts the Python that runs this code, whatever kernel specs are installed under the name python3."""
-
-    @property
-    def kernel_spec(self) -> KernelSpec:
-        argv = [sys.executable, "-m", "ipykernel_launcher", "--log-level=ERROR", "-f", "{connection_file}"]
-        return KernelSpec(argv=argv, display_name=_KERNEL["display_name"], language="python")
-
-
 def execute(path: str | Path, timeout: float = 180) -> NotebookNode:
-    """Run a notebook from top to bottom in its own folder, clean it, and save it over itself.
+    """Run a notebook from top to bottom, clean it, and save it over itself.
 
-    The kernel is the running Python. `timeout` is in seconds and holds for each cell. Cells tagged
-    `skip-execution` keep the outputs they have.
-
-    Raises NotebookError if a cell fails, runs out of time or kills the kernel; nothing is written then.
+    Raises NotebookError as `run` does; nothing is written then.
     """
     path = Path(path)
     notebook = nbformat.read(path, as_version=4)
-    started = 0
-
-    def remember(cell: NotebookNode, cell_index: int) -> None:
-        nonlocal started
-        started = cell_index
-
-    client = NotebookClient(
-        notebook,
-        timeout=timeout,
-        kernel_manager_class=_ThisPython,
-        resources={"metadata": {"path": str(path.parent.resolve())}},
-        coalesce_streams=True,
-        record_timing=False,
-        on_cell_start=remember,
-    )
-    # With MPLBACKEND set, ipykernel leaves the backend alone and figures never reach the notebook.
-    env = {name: value for name, value in os.environ.items() if name != "MPLBACKEND"}
-    try:
-        client.execute(env=env)
-    except CellExecutionError as error:
-        traceback = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
-        raise NotebookError(f"{path}: cell {started} failed with {error.ename}: {error.evalue}\n{traceback}") from None
-    except CellTimeoutError:
-        raise NotebookError(f"{path}: cell {started} was still running after {timeout} s") from None
-    except DeadKernelError:
-        raise NotebookError(f"{path}: the kernel died in cell {started} (out of memory?)") from None
+    run(notebook, path, timeout)
     clean(notebook)
+    # Whoever reads the outputs later can tell which torch they are of; a build's suffix (+cpu) makes no difference.
+    notebook.metadata["memlab"] = {"torch": importlib.metadata.version("torch").partition("+")[0]}
     _save(notebook, path)
     return notebook
 
@@ -103,7 +60,7 @@ def clean(notebook: NotebookNode) -> None:
     """
     nbformat.validator.normalize(notebook)
     notebook.metadata.pop("widgets", None)
-    notebook.metadata.kernelspec = NotebookNode(_KERNEL)
+    notebook.metadata.kernelspec = NotebookNode(KERNEL)
     notebook.metadata.get("language_info", {}).pop("version", None)
     seen: Counter[str] = Counter()
     for cell in notebook.cells:

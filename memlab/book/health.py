@@ -1,0 +1,153 @@
+"""The health report of `python -m memlab`: machine, chapters, records, and for each thing that is wrong what to do.
+
+It looks and starts nothing, and whatever is missing is told, not raised.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from memlab import __version__
+from memlab.book import map as the_book
+from memlab.book import records
+from memlab.book.machine import driver, free_memory_bytes, gpu_memory, machine, version
+from memlab.book.tables import Table
+from memlab.units import MiB, format_bytes, parse_bytes
+
+CHAPTERS = Path(__file__).parents[2] / "chapters"
+LAB = "python -m pip install -e '.[lab]' in the book's folder"
+PACKAGES = {"matplotlib": "pictures", "ipykernel": "running chapters", "jupyterlab": "reading chapters"}
+PACKAGES |= {"ipywidgets": "sliders", "anywidget": "the explorer"}
+LEAST_DISK_BYTES = 100 * MiB
+
+
+class Health:
+    """What was found. `problems` are sentences, each with what to do."""
+
+    def __init__(self, folder: str | Path = CHAPTERS):
+        self.folder = Path(folder)
+        self.problems: list[str] = []
+        self.free_bytes, self.gpus = free_memory_bytes(), gpu_memory()
+
+    def machine(self) -> Table:
+        """Versions, memory and disk."""
+        table = machine()
+        disk = shutil.disk_usage(self.folder if self.folder.is_dir() else Path.cwd()).free
+        installed = {name: version(name) for name in PACKAGES}
+        table.rows += [["memlab", __version__], ["free main memory", _size(self.free_bytes)]]
+        for number, (_, free, total) in enumerate(self.gpus):
+            words = "does not answer" if free < 0 else f"{format_bytes(free)} of {format_bytes(total)}"
+            table.rows.append([f"free on GPU {number}", words])
+            if free < total // 2:
+                self.problems.append(
+                    f"GPU {number}: expected most of its memory free, found {words}: see nvidia-smi for who holds it"
+                )
+        table.rows += [
+            ["NVIDIA driver", driver() or "none"],
+            ["free disk", format_bytes(disk)],
+            ["packages", ", ".join(f"{name} {found or 'missing'}" for name, found in installed.items())],
+            ["browser, for tests", _browser() or "none found"],
+        ]
+        for name, found in installed.items():
+            if found is None:
+                self.problems.append(f"{name} is missing, which {PACKAGES[name]} needs: {LAB}")
+        if disk < LEAST_DISK_BYTES:
+            self.problems.append(f"{format_bytes(disk)} free on disk: chapters may not be saved; make room")
+        self.problems += _torch_problems(bool(self.gpus))
+        return table
+
+    def chapters(self) -> Table:
+        """What each chapter needs, and whether this machine has it."""
+        rows = []
+        for path in sorted(self.folder.glob("[0-9][0-9]_*.ipynb")):
+            try:
+                header = the_book.read_header(path)
+            except (ValueError, OSError, LookupError, TypeError) as error:
+                self.problems.append(f"{path.name} cannot be read ({error}): restore it, git checkout -- {path.name}")
+                continue
+            lacks = "; ".join(self._lacks(header))
+            rows.append((header.title, header.minutes, header.peak, header.gpu, lacks or "enough"))
+            if lacks:
+                self.problems.append(f"chapter {path.stem}: {lacks}: close other programs, or use a larger machine")
+        if not rows:
+            self.problems.append(f"no chapters in {self.folder}: this memlab came without the book; get its repository")
+        return Table(["chapter", "minutes on two CPU cores", "peak memory", "GPU", "this machine"], rows)
+
+    def _lacks(self, header: the_book.Header) -> Iterator[str]:
+        size = re.search(r"[\d.,]+ [KMGT]iB", header.peak)
+        if size and self.free_bytes is not None:
+            needed = parse_bytes(size[0].replace(",", "")) + _own_bytes()
+            if needed > self.free_bytes:
+                yield f"needs {format_bytes(needed)} with PyTorch itself, {format_bytes(self.free_bytes)} are free"
+        if not header.gpu.startswith("optional") and not self.gpus:
+            yield f"no GPU ({header.gpu})"
+
+    def records(self) -> Table:
+        """What each GPU has recorded."""
+        gpus, damaged = records.survey(self.folder / "results")
+        for path in damaged:
+            try:
+                records.read(path)
+            except (ValueError, OSError) as error:
+                self.problems.append(str(error))
+        rows = []
+        for document in gpus:
+            for name, entry in document["chapters"].items():
+                state = records.state_of(document, name, self.folder)
+                rows.append((document["device"], name, state, entry["date"], entry["torch"]))
+                if state != "recorded":
+                    again = f"on that GPU, python -m memlab.record {name[:2]}"
+                    self.problems.append(f"{document['device']}, {name}: {state}: {again}")
+            if benchmark := document["benchmark"]:
+                rows.append((document["device"], "benchmark", "recorded", benchmark["date"], benchmark["torch"]))
+        return Table(["recorded on", "what", "state", "date", "torch"], rows)
+
+
+def report(folder: str | Path = CHAPTERS) -> str:
+    """The whole report as text."""
+    health = Health(folder)
+    tables = [health.machine(), health.chapters(), health.records()]
+    parts = [repr(table) if table.rows else f"{table.columns[0]}: nothing" for table in tables]
+    wrong = "\n".join(f"* {problem}" for problem in health.problems)
+    return "\n\n".join([*parts, f"what is wrong, and what to do:\n{wrong}" if wrong else "nothing is wrong"])
+
+
+def _size(nbytes: int | None) -> str:
+    return "unknown" if nbytes is None else format_bytes(nbytes)
+
+
+def _own_bytes() -> int:
+    """What this process takes, which is hardly more than Python and PyTorch; 0 where the system does not tell."""
+    try:
+        found = re.search(r"^VmRSS:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
+    except OSError:
+        found = None
+    return int(found[1]) * 1024 if found else 0
+
+
+def _browser() -> str | None:
+    from memlab.book.browser import chromium
+
+    found = chromium()
+    if found and version("playwright") is None:
+        return f"{Path(found).name}, but no playwright"
+    return found and Path(found).name
+
+
+def _torch_problems(gpu: bool) -> Iterator[str]:
+    release = tuple(int(number) for number in re.findall(r"\d+", torch.__version__)[:2])
+    if release < (2, 11):
+        yield f"expected torch 2.11 or newer, found {torch.__version__}: python -m pip install -U torch"
+    if not gpu and driver():
+        if torch.version.cuda is None:
+            yield "an NVIDIA driver is here, and a torch built for the CPU: to use the GPU, install one built for CUDA"
+        else:
+            yield (
+                f"torch is built for CUDA {torch.version.cuda} and sees no GPU: nvidia-smi tells whether the driver "
+                f"(found {driver()}) is too old, or CUDA_VISIBLE_DEVICES hides the GPU"
+            )

@@ -1,0 +1,243 @@
+"""A claim carries what is said and the book's verdict, which stands only while measured agrees with predicted."""
+
+import json
+import re
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
+
+from memlab.book import claims, records, verdicts
+from memlab.book.claims import MIME, Claim, claim, evidence
+from tests.nbval_policy import RECORDED_WITH
+
+BOOK = Path(__file__).parents[1] / "chapters"
+CHAPTERS = sorted(BOOK.glob("[0-9][0-9]_*.ipynb"))
+FINE = {"kind": "bytes", "says": "It takes one byte.", "predicted": 1, "measured": 1}
+HEADER = """# {number} · A title
+
+**In one sentence:** you will see.
+
+| | |
+|---|---|
+| You need to know | nothing |
+| Minutes on two CPU cores | 5 |
+| Peak memory | 3 MiB of tensors |
+| GPU | optional |
+"""
+
+
+@pytest.fixture(autouse=True)
+def no_claims(monkeypatch):
+    monkeypatch.setattr(claims, "registered", {})
+
+
+@pytest.mark.parametrize("verdict", ["holds", "holds if it is large", "does not hold"])
+def test_the_books_verdict_stands_where_measured_agrees_with_predicted(verdict):
+    row = claim("one", **FINE, verdict=verdict).rows[0]
+    assert row[0] == "It takes one byte." and row[-1] == verdict
+
+
+@pytest.mark.parametrize("verdict", ["holds", "holds if it is large", "does not hold"])
+def test_one_byte_too_many_leaves_the_question_open_whatever_the_verdict(verdict):
+    for measured in (99, 101):
+        found = claim("one", **FINE | {"predicted": 100, "measured": measured}, verdict=verdict)
+        assert found.rows[0][-1] == "open: measured differs from the prediction"
+
+
+def test_a_tolerance_reaches_as_far_as_it_says_and_no_further():
+    at = lambda measured: Claim("x", "values", "s", "holds", 0.5, measured, 0.25, "of the bytes").standing  # noqa: E731
+    assert [at(value) for value in (0.25, 0.5, 0.75)] == ["holds"] * 3
+    assert [at(value) for value in (0.24, 0.76)] == ["open: measured differs from the prediction"] * 2
+
+
+def test_a_claim_without_a_measurement_stays_open():
+    row = claim("gpu", kind="time", says="It is twice as fast.", predicted=2.0, measured=None, unit="×").rows[0]
+    assert list(row[1:]) == ["2 ×", "—", "—", "open: not recorded yet"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"kind": "opinion"}, "expected kind among bytes, values, time; found 'opinion'"),
+        ({"kind": ["bytes"]}, "expected kind among"),
+        ({"says": ""}, "expected says='…', one line"),
+        ({"says": "Two\nlines."}, "expected says='…', one line"),
+        ({"says": None}, "expected says='…', one line"),
+        ({"verdict": "maybe"}, "expected a verdict 'holds', 'holds if …' or 'does not hold'; found 'maybe'"),
+        ({"verdict": "holds if "}, "expected a verdict"),
+        ({"verdict": "holds, mostly"}, "expected a verdict"),
+        ({"kind": "values", "predicted": float("nan")}, "expected a finite plain number as predicted"),
+        ({"kind": "values", "measured": float("inf")}, "expected a finite plain number, or None, as measured"),
+        ({"measured": True}, "expected a finite plain number, or None, as measured"),
+        ({"predicted": None}, "expected a finite plain number as predicted"),
+        ({"kind": "values", "tolerance": -1}, "expected a tolerance of at least 0; found -1"),
+        ({"kind": "values", "tolerance": float("nan")}, "expected a tolerance of at least 0"),
+        ({"tolerance": 1}, "expected no tolerance for bytes"),
+        ({"measured": 1.5}, "expected whole bytes"),
+        ({"unit": "MiB"}, "expected whole bytes"),
+        ({"unit": ""}, "expected a unit"),
+        ({"id": "Not an id"}, "expected a claim's id in small letters"),
+    ],
+)
+def test_a_malformed_claim_is_refused_and_not_registered(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        claim(**{"id": "one"} | FINE | wrong)
+    assert not claims.registered
+
+
+def test_a_claim_must_say_what_is_said():
+    with pytest.raises(TypeError, match="says"):
+        claim("one", kind="bytes", predicted=1, measured=1)
+
+
+def test_a_cell_that_is_run_again_replaces_its_claim():
+    claim("one", **FINE)
+    claim("one", **FINE | {"kind": "values", "says": "It takes two.", "predicted": 2, "measured": 2})
+    assert [found.says for found in claims.registered.values()] == ["It takes two."]
+
+
+def test_an_output_holds_the_table_and_the_claim_itself():
+    bundle = claim("one", **FINE)._repr_mimebundle_()
+    row = "| It takes one byte. | 1 B | 1 B | 0 B | holds |"
+    assert row in bundle["text/markdown"].replace("\N{NO-BREAK SPACE}", " ")
+    assert re.split(" {2,}", bundle["text/plain"].splitlines()[-1]) == row.strip("| ").split(" | ")
+    assert Claim(**json.loads(json.dumps(bundle[MIME]))) == claims.registered["one"]
+
+
+# ---- evidence
+
+
+def record(claim_measured=1, device="A GPU", gpu=True, **changes):
+    document = records.empty(device, gpu)
+    fields = records.claim_fields(Claim("one", "bytes", "It takes one byte.", "holds", 1, claim_measured, 0, "B"))
+    entry = {"status": "recorded", "date": "2026-01-31", "commit": "c", "source": "s", "torch": "2.12.0", "driver": "5"}
+    document["chapters"]["01_x"] = {**entry, "seconds": 1, "claims": {"one": fields}, **changes}
+    return document
+
+
+def chapter(folder, number="01", *outputs):
+    """A chapter that was executed; its source is what `record(source=…)` must name to be no record of an older one."""
+    cells = [new_markdown_cell(HEADER.format(number=number)), new_code_cell("1", outputs=list(outputs))]
+    path = folder / f"{number}_x.ipynb"
+    nbformat.write(new_notebook(cells=cells, metadata={"memlab": {"torch": "2.12.0"}}), path)
+    return path
+
+
+def test_evidence_says_what_each_gpu_has_recorded(tmp_path):
+    source = records.source_of(chapter(tmp_path))
+    claim("one", **FINE)
+    claim("two", **FINE)
+    last = lambda: [row[-1] for row in evidence(tmp_path).rows]  # noqa: E731
+    assert last() == ["not recorded yet"] * 2 and evidence(tmp_path).columns[-1] == "recorded GPUs"
+    for document, cell in [
+        (record(source=source), "1 B: holds (torch 2.12.0, 2026-01-31)"),
+        (record(2, source=source), "2 B: open: measured differs from the prediction (torch 2.12.0, 2026-01-31)"),
+        (record(None, source=source), "—: open: not recorded yet (torch 2.12.0, 2026-01-31)"),
+        (record(), "stale: 1 B (torch 2.12.0, 2026-01-31)"),
+    ]:
+        records.write(document, tmp_path / "results" / "a-gpu.json")
+        assert evidence(tmp_path).columns[-1] == "A GPU" and last() == [cell, "not recorded yet"]
+    records.write(record(device="CPU", gpu=False), tmp_path / "results" / "a-gpu.json")
+    assert last() == ["not recorded yet"] * 2
+    (tmp_path / "results" / "a-gpu.json").write_text("{}")
+    assert last() == ["damaged: see python -m memlab"] * 2
+
+
+# ---- the page of all claims
+
+
+def shown(found: Claim):
+    return new_output("display_data", data={"text/plain": "x", MIME: asdict(found)})
+
+
+def test_the_committed_page_is_what_the_chapters_and_records_say():
+    assert (BOOK / verdicts.PAGE).read_text(encoding="utf-8") == verdicts.page(BOOK), (
+        "make it anew: python -m memlab.book.verdicts"
+    )
+
+
+def test_the_page_has_every_claim_with_its_chapter_and_evidence(tmp_path):
+    one = Claim("one", "bytes", "It takes *one* byte.", "does not hold", 1, 1, 0, "B")
+    path = chapter(tmp_path, "01", shown(one))
+    assert verdicts.main(["--folder", str(tmp_path)]) == 0
+    text = (tmp_path / "claims.md").read_text()
+    row = "| It takes \\*one\\* byte. | 1 B | 1 B | does not hold | bytes; CPU, torch 2.12.0; GPUs: not recorded yet |"
+    assert "## [01 · A title](01_x.ipynb)" in text and row.replace(" B", "\N{NO-BREAK SPACE}B") in text
+    records.write(record(source=records.source_of(path)), tmp_path / "results" / "a.json")
+    assert "A GPU: 1 B: holds (torch 2.12.0, 2026-01-31)" in verdicts.page(tmp_path)
+
+
+def test_a_damaged_record_or_a_claim_there_twice_is_named_and_the_page_stays(tmp_path, capsys):
+    one = Claim("one", "bytes", "It takes one byte.", "holds", 1, 1, 0, "B")
+    chapter(tmp_path, "01", shown(one), shown(one))
+    assert verdicts.main(["--folder", str(tmp_path)]) == 2
+    assert "01_x.ipynb: expected each claim once; found one more often" in capsys.readouterr().err
+    chapter(tmp_path, "01", shown(one))
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "a.json").write_text("[]")
+    assert verdicts.main(["--folder", str(tmp_path)]) == 2
+    assert "a.json: expected a record" in capsys.readouterr().err
+    assert not (tmp_path / "claims.md").exists()
+
+
+def test_verdicts_are_counted_by_chapter(tmp_path):
+    cases = [
+        ("a", "holds", 1),
+        ("b", "holds if so", 1),
+        ("c", "does not hold", 1),
+        ("d", "holds", 2),
+        ("e", "holds", 0),
+    ]
+    found = [Claim(id, "values", "Said.", verdict, 1, measured, 0, "×") for id, verdict, measured in cases]
+    chapter(tmp_path, "01", *map(shown, found))
+    chapter(tmp_path, "02")
+    assert verdicts.verdicts(tmp_path).rows == [["[01 · A title](01_x.ipynb)", 1, 1, 1, 2], ["together", 1, 1, 1, 2]]
+
+
+# ---- what the chapters have committed
+
+
+def disagreeing(path):
+    return [found.id for found in verdicts.saved_claims(path) if not found.agrees]
+
+
+@pytest.mark.parametrize("path", CHAPTERS, ids=lambda path: path.stem)
+def test_every_claim_in_a_chapters_saved_output_agrees_with_its_prediction(path):
+    assert disagreeing(path) == []
+
+
+@pytest.mark.parametrize("path", CHAPTERS, ids=lambda path: path.stem)
+def test_a_chapter_that_makes_claims_shows_each_where_nbval_compares_it_and_all_at_its_end(path):
+    cells = nbformat.read(path, as_version=4).cells
+    compared = [c for c in cells if "nbval-ignore-output" not in c.metadata.get("tags", [])]
+    ids = [o.data[MIME]["id"] for c in compared for o in c.get("outputs", ()) if MIME in o.get("data", {})]
+    assert ids == [found.id for found in verdicts.saved_claims(path)]
+    last = cells[-1]
+    assert (last.source == "evidence()") == bool(ids), "the last cell of a chapter with claims is evidence()"
+    if ids:
+        rows = last.outputs[0].data["text/markdown"].splitlines()[2:]
+        assert len(rows) == len(ids)
+
+
+def test_a_claim_that_disagrees_in_a_saved_output_is_noticed(tmp_path):
+    path = tmp_path / CHAPTERS[1].name
+    shutil.copy(CHAPTERS[1], path)
+    notebook = nbformat.read(path, as_version=4)
+    first = next(o for c in notebook.cells for o in c.get("outputs", ()) if MIME in o.get("data", {}))
+    first.data[MIME]["measured"] += 1
+    nbformat.write(notebook, path)
+    assert disagreeing(path) == [first.data[MIME]["id"]]
+
+
+def test_no_two_chapters_have_a_claim_of_one_id():
+    ids = [found.id for path in CHAPTERS for found in verdicts.saved_claims(path)]
+    assert len(ids) == len(set(ids)) > 0
+
+
+@pytest.mark.parametrize("path", CHAPTERS, ids=lambda path: path.stem)
+def test_the_outputs_were_made_with_the_torch_that_they_are_compared_with(path):
+    assert verdicts.executed_with(path) == f"torch {RECORDED_WITH['torch']}"

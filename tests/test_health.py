@@ -1,0 +1,195 @@
+"""The health report tells what is there, what is missing and what to do, and fails at nothing."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from memlab.book import health, machine, records
+from memlab.book.health import Health, report
+
+ROOT = Path(__file__).parents[1]
+HEADER = """# 01 · A title
+
+**In one sentence:** you will see.
+
+| | |
+|---|---|
+| You need to know | nothing |
+| Minutes on two CPU cores | 5 |
+| Peak memory | about 1,500 GiB of tensors, and 3 KiB of others |
+| GPU | required: two of them |
+"""
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch):
+    """No GPU, and whoever asks CUDA for anything else than whether there is one fails."""
+    for name in ("device_count", "get_device_properties", "get_device_name", "mem_get_info", "current_device"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, name=name: pytest.fail(f"torch.cuda.{name} without a GPU"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(health, "driver", lambda: "")
+
+
+def chapter(folder, name="01_x", header=HEADER):
+    cells = [{"cell_type": "markdown", "source": header}, {"cell_type": "code", "source": "1"}]
+    (folder / f"{name}.ipynb").write_text(json.dumps({"cells": cells}))
+    return folder / f"{name}.ipynb"
+
+
+def test_the_command_reports_this_machine_and_every_chapter_and_finds_nothing_recorded_that_is_not():
+    done = subprocess.run([sys.executable, "-m", "memlab"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and done.stderr == ""
+    assert torch.__version__ in done.stdout and "free main memory" in done.stdout
+    for path in (ROOT / "chapters").glob("[0-9][0-9]_*.ipynb"):
+        assert path.name[:2] + " · " in done.stdout
+    assert ("recorded on: nothing" in done.stdout) == (not [*(ROOT / "chapters" / "results").glob("*.json")])
+
+
+def test_where_nothing_is_missing_nothing_is_wrong(monkeypatch):
+    monkeypatch.setattr(health, "version", lambda name: "1.0")
+    monkeypatch.setattr(health, "free_memory_bytes", lambda: 2**34)
+    assert report(ROOT / "chapters").endswith("nothing is wrong")
+
+
+@pytest.mark.parametrize("package", ["matplotlib", "ipykernel", "jupyterlab", "ipywidgets", "anywidget"])
+def test_a_package_that_is_missing_is_named_with_how_to_get_it(monkeypatch, package):
+    monkeypatch.setattr(health, "version", lambda name: None if name == package else "1.0")
+    found = Health()
+    assert f"{package} missing" in repr(found.machine())
+    assert [problem for problem in found.problems if package in problem and "pip install -e '.[lab]'" in problem]
+
+
+def test_a_chapter_that_this_machine_cannot_run_is_named_with_what_it_lacks(tmp_path, monkeypatch):
+    monkeypatch.setattr(health, "free_memory_bytes", lambda: 2**30)
+    monkeypatch.setattr(health, "_own_bytes", lambda: 2**40)
+    chapter(tmp_path)
+    found = Health(tmp_path)
+    lacks = "needs 2.5 TiB with PyTorch itself, 1.0 GiB are free; no GPU (required: two of them)"
+    assert found.chapters().rows[0][-1] == lacks
+    assert found.problems == [f"chapter 01_x: {lacks}: close other programs, or use a larger machine"]
+    monkeypatch.setattr(health, "free_memory_bytes", lambda: 2500 * 2**30 + 2**40)
+    found = Health(tmp_path)
+    found.gpus = [("A GPU", 1, 1)]
+    assert found.chapters().rows[0][-1] == "enough" and not found.problems
+    monkeypatch.setattr(health, "free_memory_bytes", lambda: None)
+    assert "needs" not in repr(Health(tmp_path).chapters())
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"cells": []}', '{"cells": [{"cell_type": "markdown", "source": "x"}]}'])
+def test_a_chapter_that_cannot_be_read_is_named(tmp_path, text):
+    (tmp_path / "01_x.ipynb").write_text(text)
+    found = Health(tmp_path)
+    assert found.chapters().rows == []
+    assert found.problems[0].startswith("01_x.ipynb cannot be read (") and "git checkout" in found.problems[0]
+
+
+def test_without_the_book_it_says_where_to_get_it(tmp_path):
+    assert "no chapters in" in report(tmp_path / "nowhere")
+
+
+def test_records_are_listed_with_what_is_stale_failed_or_damaged(tmp_path):
+    source = records.source_of(chapter(tmp_path))
+    entry = {"status": "recorded", "date": "2026-01-31", "commit": "c", "torch": "2.12.0", "driver": "", "seconds": 1}
+    document = records.empty("A GPU", True)
+    document["chapters"] = {
+        "01_x": {**entry, "source": source, "claims": {}},
+        "02_gone": {**entry, "source": source, "claims": {}},
+        "03_bad": {**entry, "source": source, "claims": {}, "status": "failed", "error": "e"},
+    }
+    document["benchmark"] = {**entry, "rows": []}
+    records.write(document, tmp_path / "results" / "a-gpu.json")
+    (tmp_path / "results" / "b-gpu.json").write_text("{}")
+    found = Health(tmp_path)
+    assert [row[:3] for row in found.records().rows] == [
+        ["A GPU", "01_x", "recorded"],
+        ["A GPU", "02_gone", "stale"],
+        ["A GPU", "03_bad", "failed"],
+        ["A GPU", "benchmark", "recorded"],
+    ]
+    damaged, stale, failed = found.problems
+    assert "b-gpu.json: expected a record" in damaged
+    assert stale == "A GPU, 02_gone: stale: on that GPU, python -m memlab.record 02"
+    assert failed == "A GPU, 03_bad: failed: on that GPU, python -m memlab.record 03"
+
+
+def with_gpu(monkeypatch, *free):
+    class Device:
+        name, total_memory = "A GPU", 80 * 2**30
+
+    def memory(index):
+        if free[index] is None:
+            raise RuntimeError("CUDA error: all CUDA-capable devices are busy or unavailable")
+        return free[index], Device.total_memory
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(free))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: Device)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", memory)
+    monkeypatch.setattr(health, "driver", lambda: "570.1")
+
+
+def test_a_gpu_has_free_and_total_memory_and_one_that_is_taken_is_a_problem(monkeypatch):
+    with_gpu(monkeypatch, 70 * 2**30, 8 * 2**30, None)
+    found = Health()
+    rows = dict(found.machine().rows)
+    assert rows["free on GPU 0"] == "70.0 GiB of 80.0 GiB" and rows["NVIDIA driver"] == "570.1"
+    assert rows["free on GPU 2"] == "does not answer"
+    assert [problem[:6] for problem in found.problems if problem.startswith("GPU ")] == ["GPU 1:", "GPU 2:"]
+
+
+@pytest.mark.parametrize(
+    ("version", "cuda", "driver", "problem"),
+    [
+        ("2.10.1", None, "", "expected torch 2.11 or newer, found 2.10.1"),
+        ("2.13.0", None, "570.1", "to use the GPU, install one built for CUDA"),
+        ("2.13.0", "13.0", "470.2", "torch is built for CUDA 13.0 and sees no GPU"),
+        ("2.13.0a0+nv", "13.0", "", None),
+    ],
+)
+def test_a_torch_that_cannot_use_the_gpu_is_told_from_a_machine_without_one(
+    monkeypatch, version, cuda, driver, problem
+):
+    monkeypatch.setattr(torch, "__version__", version)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(health, "driver", lambda: driver)
+    found = [*health._torch_problems(gpu=False)]
+    assert len(found) == (problem is not None) and (problem or "") in "".join(found)
+
+
+def test_a_full_disk_is_a_problem(monkeypatch):
+    monkeypatch.setattr(health.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1, 1, 2**20))
+    found = Health()
+    found.machine()
+    assert any(problem.startswith("1.0 MiB free on disk") for problem in found.problems)
+
+
+def test_free_memory_is_within_the_memory_there_is():
+    free, total = machine.free_memory_bytes(), machine.main_memory_bytes()
+    assert free is None or total is None or 0 < free <= total
+
+
+def test_without_packages_beside_torch_or_without_torch_it_still_reports(tmp_path):
+    for missing, status, words in [
+        ("matplotlib numpy IPython ipywidgets anywidget nbformat nbclient playwright", 0, "packages"),
+        ("torch", 1, "PyTorch cannot be imported"),
+    ]:
+        (tmp_path / "sitecustomize.py").write_text(
+            "import sys\n"
+            "class Missing:\n"
+            "    def find_spec(self, name, path=None, target=None):\n"
+            f"        if name.split('.')[0] in {missing.split()}:\n"
+            "            raise ModuleNotFoundError(name, name=name)\n"
+            "sys.meta_path.insert(0, Missing())\n"
+        )
+        env = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+        done = subprocess.run(
+            [sys.executable, "-m", "memlab"], cwd=tmp_path, env=env, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == status and words in done.stdout, done.stdout + done.stderr
+        assert "Traceback" not in done.stderr

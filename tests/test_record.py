@@ -1,0 +1,536 @@
+"""A recording keeps what has ended, whatever happens after; a damaged record and a dry run's count for nothing."""
+
+import errno
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
+
+from memlab import benchmark, record
+from memlab.book import recorder as recorder_page
+from memlab.book import records, verdicts
+from memlab.book.claims import Claim
+from memlab.book.recorder import Recorder, commit
+
+ROOT = Path(__file__).parents[1]
+RESULTS = sorted((ROOT / "chapters" / "results").glob("*.json"))
+CLAIMING = """
+from memlab.book.claims import claim
+claim("one", kind="bytes", says="It takes one byte.", predicted=1, measured=1)
+claim("two", kind="values", says="It takes two.", predicted=2, measured=3, unit="×", verdict="does not hold");
+"""
+
+
+def write(folder, **cells):
+    """A chapter for each keyword, such as c01_x="1 + 1"; returns their paths."""
+    paths = []
+    for name, source in cells.items():
+        paths.append(folder / f"{name[1:]}.ipynb")
+        nbformat.write(new_notebook(cells=[new_markdown_cell("# x"), new_code_cell(source)]), paths[-1])
+    return paths
+
+
+def run(path, folder, *chapters, name="A GPU", gpu=True):
+    """Record chapters as if on a GPU; returns the recorder."""
+    recorder = Recorder(path, folder, name, gpu)
+    for chapter in chapters:
+        recorder.chapter(chapter, chapter.stem)
+    return recorder
+
+
+@pytest.fixture
+def no_kernels(monkeypatch):
+    """Chapters run in this process, for tests of what is done with their outcome."""
+
+    def run_here(chapter, progress):
+        exec(nbformat.read(chapter, as_version=4).cells[1].source, {})
+        return {}
+
+    monkeypatch.setattr(recorder_page, "claims_of", run_here)
+
+
+def command(folder, *words, output=None):
+    return [sys.executable, "-m", "memlab.record", "--no-benchmark", "--folder", str(folder),
+            *(["--output", str(output)] if output else []), *words]  # fmt: skip
+
+
+def entries(path):
+    return records.read(path)["chapters"]
+
+
+# ---- what is recorded
+
+
+def test_a_record_has_every_claim_with_where_and_when_and_recorders_add_to_each_other(tmp_path, capsys):
+    one, two = write(tmp_path, c01_one=CLAIMING, c02_two="1 + 1")
+    path = tmp_path / "results" / "a-gpu.json"
+    first, second = (Recorder(path, tmp_path, "A GPU", True) for _ in range(2))
+    second.chapter(two, "two")
+    first.chapter(one, "one")
+    found = entries(path)
+    assert found.keys() == {"01_one", "02_two"} and found["02_two"]["claims"] == {}
+    claims = {id: Claim(id, **fields) for id, fields in found["01_one"]["claims"].items()}
+    assert claims["one"].standing == "holds" and claims["two"].measured == 3 and not claims["two"].agrees
+    assert found["01_one"]["source"] == records.source_of(one) and found["01_one"]["torch"] == record.torch.__version__
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d", found["01_one"]["date"]) and found["01_one"]["seconds"] > 0
+    assert first.well and first.rows == [("01_one", "recorded", f"{found['01_one']['seconds']:.1f}",
+                                          "2, 1 apart from the prediction")]  # fmt: skip
+    assert "\r" not in capsys.readouterr().out, "there is no terminal here, so nothing is drawn over"
+    assert nbformat.read(one, as_version=4).cells[1].outputs == [], "a chapter is run, and saved nowhere"
+    assert sorted(item.name for item in tmp_path.rglob("*")) == [
+        "01_one.ipynb",
+        "02_two.ipynb",
+        "a-gpu.json",
+        "results",
+    ]
+
+
+def test_a_chapter_that_fails_is_marked_and_the_others_go_on(tmp_path, capsys):
+    write(tmp_path, c01_bad="1 / 0", c02_good="1 + 1")
+    output = tmp_path / "out.json"
+    assert record.main(command(tmp_path, output=output)[3:]) == 1
+    found = entries(output)
+    assert found["01_bad"]["status"] == "failed" and found["02_good"]["status"] == "recorded"
+    assert found["01_bad"]["error"] == "cell 1 failed with ZeroDivisionError: division by zero"
+    printed = capsys.readouterr().out
+    assert "01_bad   failed: cell 1 failed with ZeroDivisionError: division by zero" in printed
+    assert "02_good  dry run" in printed
+
+
+def test_a_failure_does_not_push_out_an_older_record_and_a_success_forgets_the_failure(tmp_path, no_kernels):
+    path = tmp_path / "a.json"
+    good = write(tmp_path, c01_x="1")
+    run(path, tmp_path, *good)
+    before = entries(path)["01_x"]
+    run(path, tmp_path, *write(tmp_path, c01_x="1 / 0"))
+    failed = entries(path)["01_x"]
+    since = failed.pop("failed_since")
+    assert failed == before and "division by zero" in since["error"]
+    document = records.read(path)
+    assert records.state_of(document, "01_x", tmp_path) == "stale, later failed"
+    run(path, tmp_path, *write(tmp_path, c01_x="2"))
+    assert "failed_since" not in entries(path)["01_x"]
+    assert records.state_of(records.read(path), "01_x", tmp_path) == "recorded"
+
+
+def test_a_chapter_that_only_ever_failed_has_its_last_failure(tmp_path, no_kernels):
+    for source, error in [("1 / 0", "ZeroDivisionError"), ("nothing", "NameError")]:
+        run(tmp_path / "a.json", tmp_path, *write(tmp_path, c01_x=source))
+        assert error in entries(tmp_path / "a.json")["01_x"]["error"]
+    assert records.state_of(records.read(tmp_path / "a.json"), "01_x", tmp_path) == "failed"
+
+
+def test_every_row_of_the_benchmark_is_kept_and_an_older_one_stays_if_it_fails(tmp_path, monkeypatch):
+    monkeypatch.setattr(benchmark, "MEASURES", ("one",))
+    monkeypatch.setattr(benchmark, "one", lambda device, rounds: [(device, rounds, "≥ 1")], raising=False)
+    recorder = Recorder(tmp_path / "a.json", tmp_path, "A GPU", True)
+    recorder.benchmark(3)
+    kept = records.read(tmp_path / "a.json")["benchmark"]
+    assert kept["rows"] == [["cuda", "3", "≥ 1"]] and recorder.well
+    monkeypatch.setattr(benchmark, "one", lambda *_: 1 / 0)
+    recorder.benchmark(3)
+    assert records.read(tmp_path / "a.json")["benchmark"] == kept and not recorder.well
+    assert recorder.rows[-1][:2] == ("benchmark", "failed: ZeroDivisionError: division by zero")
+
+
+def test_the_record_of_a_gpu_goes_into_the_book_and_its_page_of_claims_tells_of_it(tmp_path, monkeypatch, no_kernels):
+    write(tmp_path, c01_x="1")
+    monkeypatch.setattr(record, "device", lambda: ("A GPU", True))
+    monkeypatch.setattr(verdicts, "page", lambda folder: f"{[*entries(folder / 'results' / 'a-gpu.json')]}")
+    assert record.main(["--no-benchmark", "--folder", str(tmp_path), "x"]) == 0
+    assert (tmp_path / "claims.md").read_text() == "['01_x']"
+
+
+def test_without_a_gpu_it_is_a_dry_run_outside_the_book_that_counts_as_no_record(tmp_path, monkeypatch, capsys):
+    write(tmp_path, c01_x="1")
+    before = sorted(tmp_path.rglob("*"))
+    away = tmp_path / "away"
+    away.mkdir()
+    monkeypatch.setattr(record.tempfile, "tempdir", str(away))
+    monkeypatch.setattr(record, "device", lambda: ("CPU", False))
+    assert record.main(["--no-benchmark", "--folder", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    (path,) = away.rglob("*.json")
+    assert "DRY RUN" in printed and f"a dry run, which counts as no record, in {path}" in printed
+    assert sorted(set(tmp_path.rglob("*")) - {away, path, path.parent}) == before
+    assert entries(path)["01_x"]["status"] == "recorded" and records.survey(path.parent) == ([], [])
+
+
+# ---- stopped, damaged, full
+
+
+@pytest.mark.skipif(os.name != "posix", reason="Windows has no such signals")
+@pytest.mark.parametrize(
+    ("number", "status", "before"), [(signal.SIGINT, 130, {"c01_done": "1"}), (signal.SIGTERM, 143, {})]
+)
+def test_stopped_in_the_middle_of_a_chapter_it_keeps_the_others_and_no_kernel_stays(tmp_path, number, status, before):
+    sleep = "import os, pathlib, time\npathlib.Path('pid').write_text(str(os.getpid()))\ntime.sleep(600)"
+    write(tmp_path, **before, c02_asleep=sleep, c03_never="1")
+    output, pid = tmp_path / "out.json", tmp_path / "pid"
+    with subprocess.Popen(
+        command(tmp_path, output=output),
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A shell that runs these tests in the background has told them, and so their children, to ignore Ctrl-C.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    ) as process:
+        deadline = time.monotonic() + 60
+        while not (pid.exists() and pid.read_text()) and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        process.send_signal(number)
+        printed, errors = process.communicate(timeout=30)
+    assert process.returncode == status and errors == ""
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid.read_text()), 0)
+    assert (output.exists() and [*entries(output)] or []) == [name[1:] for name in before]
+    assert "stopped; what had ended is kept" in printed
+    assert {item.name for item in tmp_path.iterdir() if item.suffix != ".ipynb"} <= {"out.json", "pid"}
+
+
+GOOD = {
+    **records.empty("A GPU", True),
+    "chapters": {
+        "01_x": {"status": "recorded", "date": "d", "commit": "c", "source": "s", "torch": "t", "driver": "",
+                 "seconds": 1, "claims": {"one": {"kind": "bytes", "says": "So.", "verdict": "holds", "predicted": 1,
+                                                  "measured": 1, "tolerance": 0, "unit": "B"}}}
+    },
+}  # fmt: skip
+
+
+def edited(*place, value):
+    document = json.loads(json.dumps(GOOD))
+    inner = document
+    for key in place[:-1]:
+        inner = inner[key]
+    if value is KeyError:
+        del inner[place[-1]]
+    else:
+        inner[place[-1]] = value
+    return json.dumps(document)
+
+
+CLAIM = ("chapters", "01_x", "claims", "one")
+DAMAGED = {
+    "empty": "",
+    "half": json.dumps(GOOD)[:200],
+    "a list": "[]",
+    "a number": "7",
+    "a pickle": "\x80\x04N.",
+    "deep": "[" * 100_000,
+    "another format": edited("format", value="memlab-timeline"),
+    "a newer version": edited("version", value=2),
+    "no device": edited("device", value=KeyError),
+    "gpu in words": edited("gpu", value="yes"),
+    "chapters in a list": edited("chapters", value=[]),
+    "an unknown status": edited("chapters", "01_x", "status", value="fine"),
+    "no source": edited("chapters", "01_x", "source", value=KeyError),
+    "failed without an error": edited("chapters", "01_x", "status", value="failed"),
+    "not a number": edited(*CLAIM, "measured", value=float("nan")),
+    "seconds that are no number": edited("chapters", "01_x", "seconds", value=float("nan")),
+    "infinite": edited(*CLAIM, "measured", value=1).replace('"measured": 1', '"measured": 1e999'),
+    "half a byte": edited(*CLAIM, "measured", value=1.5),
+    "a wide tolerance": edited(*CLAIM, "tolerance", value=9),
+    "another field": edited(*CLAIM, "colour", value="red"),
+    "benchmark in words": edited("benchmark", value="fast"),
+    "a row too short": edited(
+        "benchmark", value={"date": "d", "commit": "c", "torch": "t", "driver": "", "rows": [["a"]]}
+    ),
+}
+
+
+def test_the_record_that_is_damaged_below_is_fine_as_it_is(tmp_path):
+    (tmp_path / "a.json").write_text(json.dumps(GOOD))
+    assert records.read(tmp_path / "a.json") == GOOD and apart(GOOD) == []
+
+
+@pytest.mark.parametrize("text", DAMAGED.values(), ids=DAMAGED.keys())
+def test_a_damaged_record_is_refused_in_a_sentence_before_anything_is_run(tmp_path, capsys, monkeypatch, text):
+    write(tmp_path, c01_x="open('ran', 'w')")
+    path = tmp_path / "a.json"
+    path.write_text(text)
+    monkeypatch.setattr(record, "device", lambda: ("A GPU", True))
+    assert record.main(command(tmp_path, output=path)[3:]) == 2
+    out, error = capsys.readouterr()
+    assert out == "" and error.count("\n") == 1
+    assert error.startswith(f"{path}: expected a record") and "move it away, or restore it from git" in error
+    assert path.read_text() == text and not (tmp_path / "ran").exists()
+
+
+def test_bytes_that_are_no_text_are_refused_too(tmp_path):
+    (tmp_path / "a.json").write_bytes(b"\x80\x04\x95\xff")
+    with pytest.raises(ValueError, match="a.json: expected a record"):
+        records.read(tmp_path / "a.json")
+
+
+def test_the_record_of_another_gpu_is_not_written_over(tmp_path):
+    records.write(GOOD, tmp_path / "a.json")
+    with pytest.raises(ValueError, match="expected a record of B GPU, found one of A GPU"):
+        Recorder(tmp_path / "a.json", tmp_path, "B GPU", True)
+
+
+@pytest.mark.parametrize("where", ["os.fsync", "os.replace"])
+def test_a_full_disk_harms_nothing_and_leaves_nothing(tmp_path, monkeypatch, where):
+    path = tmp_path / "a.json"
+    records.write(GOOD, path)
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(where, full)
+        with pytest.raises(OSError, match="No space left"):
+            records.write(GOOD | {"device": "B GPU"}, path)
+    assert records.read(path) == GOOD and list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no device that is always full")
+def test_a_device_that_is_really_full_harms_nothing_either(tmp_path, monkeypatch):
+    path = tmp_path / "a.json"
+    records.write(GOOD, path)
+    with monkeypatch.context() as patch:
+        patch.setattr(records, "open", lambda _, *how, **more: open("/dev/full", *how, **more), raising=False)  # noqa: SIM115
+        with pytest.raises(OSError, match="No space left"):
+            records.write(GOOD | {"device": "B GPU"}, path)
+    assert records.read(path) == GOOD and list(tmp_path.iterdir()) == [path]
+
+
+def test_what_could_not_be_saved_is_saved_as_soon_as_there_is_room_again(tmp_path, monkeypatch, capsys, no_kernels):
+    recorder = Recorder(tmp_path / "a.json", tmp_path, "A GPU", True)
+    one, two = write(tmp_path, c01_one="1", c02_two="2")
+    with monkeypatch.context() as patch:
+        patch.setattr("os.replace", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left")))
+        recorder.chapter(one, "one")
+        recorder.finish()
+        assert not recorder.well and "not saved: 1 results" in capsys.readouterr().out
+    recorder.chapter(two, "two")
+    assert [*entries(tmp_path / "a.json")] == ["01_one", "02_two"]
+
+
+# ---- which chapters, which code
+
+
+def test_chapters_are_chosen_by_number_name_or_path_in_that_order_and_once(tmp_path):
+    one, two = write(tmp_path, c01_memory_timeline="1", c02_memory_arithmetic="1")
+    assert record.chosen([], tmp_path) == [one, two]
+    for name in ("2", "02", "memory_arithmetic", "02_memory_arithmetic", "chapters/02_memory_arithmetic.ipynb"):
+        assert record.chosen([name], tmp_path) == [two]
+    assert record.chosen(["2", "01", "02"], tmp_path) == [two, one]
+
+
+def test_a_wrong_name_is_refused_with_those_that_there_are(tmp_path, capsys):
+    write(tmp_path, c01_one="1", c02_two="1")
+    for name in ("memory_timelines", "3", "0"):
+        assert record.main(command(tmp_path, "1", name)[3:]) == 2
+        assert capsys.readouterr().err == f"expected chapters among 01_one, 02_two; found {name!r}\n"
+    assert record.main(["--folder", str(tmp_path / "nowhere")]) == 2
+    assert "expected chapters (NN_name.ipynb) in" in capsys.readouterr().err
+
+
+@pytest.fixture
+def library(tmp_path, monkeypatch):
+    """A small library in place of memlab: a technique of two pages, a workload, and a page that draws."""
+    pages = {
+        "technique/__init__.py": "from memlab.technique.page import f",
+        "technique/page.py": "def f():\n    from memlab.units import KiB",
+        "units.py": "KiB = 1024",
+        "other.py": "x = 1",
+        "book/workloads.py": "class GPT: pass",
+        "book/figures.py": "from memlab.book.workloads import GPT",
+        "book/checks/allocator_of_another_part.py": "x = 1",
+    }
+    for name, text in pages.items():
+        path = tmp_path / "memlab" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    monkeypatch.setattr(records, "LIBRARY", tmp_path / "memlab")
+    return tmp_path / "memlab"
+
+
+USES = """%matplotlib inline
+from memlab import technique
+from memlab.book import figures
+my_mib, my_moment = 3, 'loss'"""
+
+
+@pytest.mark.parametrize(
+    ("page", "stale"),
+    [
+        ("technique/__init__.py", True),
+        ("technique/page.py", True),
+        ("units.py", True),
+        ("book/workloads.py", True),
+        ("book/figures.py", False),
+        ("other.py", False),
+    ],
+)
+def test_a_record_is_stale_when_a_page_that_the_chapter_measures_has_changed(tmp_path, library, page, stale):
+    (path,) = write(tmp_path, c01_x=USES)
+    entry = {"source": records.source_of(path)}
+    assert not records.is_stale("01_x", entry, tmp_path)
+    with open(library / page, "a") as file:
+        file.write("\n# changed\n")
+    assert records.is_stale("01_x", entry, tmp_path) == stale
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "stale"),
+    [
+        ("inline", "widget", True),
+        ("# x", "# Other prose", False),
+        ("my_mib, my_moment = 3, 'loss'", "my_mib, my_moment = 7, 'forward'", False),
+        ("my_mib", "mib", True),
+    ],
+)
+def test_a_record_is_stale_when_code_has_changed_and_not_for_prose_or_the_readers_prediction(
+    tmp_path, library, old, new, stale
+):
+    (path,) = write(tmp_path, c01_x=USES)
+    entry = {"source": records.source_of(path)}
+    path.write_text(path.read_text().replace(old, new))
+    assert records.is_stale("01_x", entry, tmp_path) == stale
+
+
+def test_outputs_and_line_ends_make_no_record_stale_and_a_chapter_that_is_gone_does(tmp_path, library):
+    (path,) = write(tmp_path, c01_x=USES)
+    entry = {"source": records.source_of(path)}
+    notebook = nbformat.read(path, as_version=4)
+    notebook.cells[1].outputs = [nbformat.v4.new_output("stream", text="x")]
+    nbformat.write(notebook, path)
+    page = library / "technique" / "page.py"
+    page.write_bytes(page.read_bytes().replace(b"\n", b"\r\n"))
+    assert not records.is_stale("01_x", entry, tmp_path)
+    path.unlink()
+    assert records.is_stale("01_x", entry, tmp_path)
+
+
+def test_the_real_chapters_are_of_their_techniques_and_models(monkeypatch):
+    read, pages = Path.read_text, set()
+    monkeypatch.setattr(Path, "read_text", lambda path, **how: pages.add(path.name) or read(path, **how))
+    records.source_of(ROOT / "chapters" / "01_memory_timeline.ipynb")
+    assert {"meter.py", "gpu_ops.py", "workloads.py", "allocator.py", "units.py"} <= pages
+
+
+def test_a_commit_is_marked_where_files_differ_from_it_and_unknown_outside_git(tmp_path):
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@example.org"]
+    assert commit(tmp_path) == "unknown"
+    (tmp_path / "file").write_text("1")
+    (tmp_path / "chapters" / "results").mkdir(parents=True)
+    (tmp_path / "chapters" / "results" / "a.json").write_text("1")
+    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "first"]):
+        subprocess.run([*git, *words], check=True, capture_output=True)
+    (tmp_path / "chapters" / "results" / "a.json").write_text("2")
+    clean = commit(tmp_path / "chapters")
+    assert re.fullmatch("[0-9a-f]{12}", clean)
+    (tmp_path / "file").write_text("2")
+    assert commit(tmp_path / "chapters") == clean + "+"
+
+
+# ---- a cloud image with torch and little else
+
+BLOCKED = ("jupyterlab", "ipywidgets", "anywidget", "transformers", "playwright", "nbval", "hypothesis")
+SITE = f"""
+import importlib.metadata, importlib.util, sys
+
+BLOCKED = {BLOCKED}
+
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in BLOCKED:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+sys.meta_path.insert(0, Missing())
+find, version = importlib.util.find_spec, importlib.metadata.version
+
+def find_spec(name, package=None):
+    return None if name.split(".")[0] in BLOCKED else find(name, package)
+
+def no_version(name):
+    if name in BLOCKED:
+        raise importlib.metadata.PackageNotFoundError(name)
+    return version(name)
+
+importlib.util.find_spec, importlib.metadata.version = find_spec, no_version
+"""
+SHOWS = """
+import sys, torch
+from memlab.book.explorer import explore
+from memlab.book.interactive import Interactive
+from memlab.book.machine import machine
+from memlab.book.predictions import what_if
+from memlab.book.style import Picture, canvas
+from memlab.memory_timeline import Meter
+with Meter() as meter:
+    x = torch.ones(8)
+display(explore(meter.timeline, title="x"), machine(), what_if(layers=2, width=256, tokens=256, batch=1))
+display(Interactive(lambda n=1: Picture(canvas(3, 2)[0], "A picture of nothing at all."), n=[1, 2]))
+assert not {"ipywidgets", "anywidget", "transformers", "jupyterlab"} & set(sys.modules)
+assert dict(machine().rows)["pictures"].startswith("still: ipywidgets")
+try:
+    import anywidget
+    raise RuntimeError("nothing was blocked")
+except ModuleNotFoundError:
+    pass
+"""
+
+
+def bare_environment(folder):
+    (folder / "site").mkdir()
+    (folder / "site" / "sitecustomize.py").write_text(SITE)
+    paths = [str(folder / "site"), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+
+
+def test_it_runs_where_there_are_neither_widgets_nor_jupyterlab(tmp_path):
+    imports = "".join(nbformat.read(ROOT / "chapters" / "01_memory_timeline.ipynb", as_version=4).cells[1].source)
+    write(tmp_path, c01_shows=imports + SHOWS)
+    done = subprocess.run(command(tmp_path, output=tmp_path / "out.json"), cwd=ROOT, env=bare_environment(tmp_path),
+                          capture_output=True, text=True, timeout=120, check=False)  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert entries(tmp_path / "out.json")["01_shows"]["status"] == "recorded"
+
+
+def test_what_recording_itself_needs_is_named_where_it_is_missing(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(record, "NEEDS", ("nbformat", "no_such_package"))
+    assert record.main(command(tmp_path)[3:]) == 2
+    assert capsys.readouterr().err == ("recording needs no_such_package: python -m pip install no_such_package\n")
+
+
+# ---- the records of the book
+
+
+def apart(document):
+    """The bytes and values claims of a record that are not within their tolerance."""
+    claims = (Claim(id, **fields) for entry in document["chapters"].values() for id, fields in entry["claims"].items())
+    tested = [claim for claim in claims if claim.kind != "time" and claim.measured is not None]
+    return [f"{claim.id}: {claim.measured} for {claim.predicted}" for claim in tested if not claim.agrees]
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
+def test_every_recorded_claim_of_bytes_and_values_is_within_its_tolerance(path):
+    document = records.read(path)
+    assert document["gpu"], "a dry run is no record: remove its file"
+    assert path.name == records.file_name(document["device"])
+    assert apart(document) == []
+
+
+def test_a_recorded_claim_outside_its_tolerance_is_noticed():
+    document = json.loads(edited(*CLAIM, "measured", value=2))
+    assert apart(document) == ["one: 2 for 1"]
+    values = {"kind": "values", "tolerance": 0.5, "unit": "×"}
+    claims = document["chapters"]["01_x"]["claims"]
+    claims["one"] |= values | {"measured": 1.5}
+    assert apart(document) == []
+    claims["one"]["measured"] = 1.6
+    assert apart(document) == ["one: 1.6 for 1"]
+    claims["one"]["kind"] = "time"
+    assert apart(document) == []
