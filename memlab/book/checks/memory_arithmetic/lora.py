@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -50,6 +51,11 @@ class _Sparing(nn.Module):
         return self.linear(x) + self.up(self.down(x))
 
 
+@functools.cache
+def _sparing(n_in: int, n_out: int, rank: int, rows: int, bias: bool) -> dict[str, int]:
+    return held(_Sparing(nn.Linear(n_in, n_out, bias=bias), rank), n_in, rows)[0]
+
+
 _LAYERS = ((48, 20, 3, 7, True), (20, 52, 6, 11, False), (36, 28, 30, 5, True))
 _WHY = {
     "parameters": "All of them, the frozen ones too.",
@@ -70,7 +76,7 @@ def lora_linear(answer: object) -> str:
         where = f"n_in={n_in}, n_out={n_out}, rank={rank}, rows={rows}, bias={bias}"
         torch.manual_seed(0)
         _same_values(make, n_in, n_out, rank, rows, bias, where)
-        expected, _ = held(_Sparing(nn.Linear(n_in, n_out, bias=bias), rank), n_in, rows)
+        expected = _sparing(n_in, n_out, rank, rows, bias)
         found, left = held(make(nn.Linear(n_in, n_out, bias=bias), rank), n_in, rows)
         for name, nbytes in expected.items():
             same_bytes(found[name], nbytes, f"{where}: what this layer needs of {name}", _CODE[name])
@@ -85,7 +91,7 @@ def lora_bytes(answer: object) -> str:
     function = a_function(answer, "lora_bytes(n_in, n_out, rank, rows, bias)")
     for n_in, n_out, rank, rows, bias in _LAYERS:
         where = f"n_in={n_in}, n_out={n_out}, rank={rank}, rows={rows}, bias={bias}"
-        expected, _ = held(_Sparing(nn.Linear(n_in, n_out, bias=bias), rank), n_in, rows)
+        expected = _sparing(n_in, n_out, rank, rows, bias)
         with NoTensors():
             found = a_mapping(function(n_in, n_out, rank, rows, bias), "lora_bytes(…)")
         if set(map(str, found)) != expected.keys():

@@ -41,7 +41,8 @@ def saved(timeline: Timeline) -> list[Storage]:
 # ---- 1
 
 
-def _adam_states(shapes: list[tuple[int, ...]]) -> int:
+@functools.cache
+def _adam_states(shapes: tuple[tuple[int, ...], ...]) -> int:
     """Bytes of a real AdamW's states after its first step. The parameters are imagined: they may be of any size."""
     with imagine("cpu"):
         parameters = [nn.Parameter(torch.empty(shape)) for shape in shapes]
@@ -66,7 +67,7 @@ def adam_bytes(answer: object) -> str:
     function = a_function(answer, "adam_bytes(shapes)")
     for name, shapes in _MODELS.items():
         shapes = [torch.Size(shape) for shape in shapes]
-        expected = _adam_states(shapes)
+        expected = _adam_states(tuple(shapes))
         found = whole_bytes(function(list(shapes)), f"adam_bytes(shapes) of {name}")
         counters = 4 * len(shapes)
         averages = expected - counters
@@ -86,6 +87,7 @@ def adam_bytes(answer: object) -> str:
 # ---- 2
 
 
+@functools.cache
 def imagined_block(b: int, s: int, h: int, a: int, by_hand: bool, dropout: bool) -> list[Storage]:
     """What one GPT block keeps for backward in BF16 on an imagined H100, storage by storage."""
     attention = "by hand" if by_hand else "fused"
@@ -155,6 +157,7 @@ def _which(found: int, expected: int, kept: Sequence[Storage], stream: int) -> s
 # ---- 3
 
 
+@functools.cache
 def head_step(shared: bool) -> Timeline:
     """Exercise 3's step: a GPT's second, fused AdamW; its head has a matrix of its own, or the embedding's."""
     torch.manual_seed(0)
