@@ -103,7 +103,7 @@ def lab(tmp_path_factory, steps):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")  # kernels that run at once share the cores
         with jupyterlab(folder) as address, browser() as opened:
-            yield lambda name: Page(opened, address, name)
+            yield lambda name, **options: Page(opened, address, name, **options)
 
 
 @pytest.fixture(scope="module")
@@ -183,7 +183,9 @@ def press(page, *keys):
 @pytest.fixture(scope="module")
 def pages(lab):
     """Every chapter, opened."""
-    opened = {name: lab(name) for name in CHAPTERS}
+    opened = {name: lab(name, wait=False) for name in CHAPTERS}
+    for page in opened.values():
+        page.wait_until_open()
     yield opened
     close_all(list(opened.values()))
 

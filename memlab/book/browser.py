@@ -31,6 +31,21 @@ SETTINGS = {
     "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},
     "docmanager-extension/plugin": {"autosave": False},
 }
+# What a reader does not have: where nbgrader is installed, its panels would load with every page.
+NOT_THE_READERS = {
+    "labconfig/page_config.json": {
+        "disabledExtensions": {"@jupyter/nbgrader": True, "@jupyter-notebook/lab-extension": True}
+    },
+    "jupyter_server_config.json": {
+        "ServerApp": {
+            "jpserver_extensions": {
+                **{f"nbgrader.server_extensions.{name}": False
+                   for name in ("formgrader", "validate_assignment", "assignment_list", "course_list")},
+                "notebook": False,
+            }
+        }
+    },
+}  # fmt: skip
 
 
 def chromium() -> str | None:
@@ -54,10 +69,10 @@ def jupyterlab(folder: str | Path) -> Iterator[str]:
             path = Path(home, "settings", "@jupyterlab", f"{name}.jupyterlab-settings")
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(values), encoding="utf-8")
-        # What a reader has: the instructor's panels, where they are installed, would load with every page.
-        page = Path(home, "config", "labconfig", "page_config.json")
-        page.parent.mkdir(parents=True)
-        page.write_text(json.dumps({"disabledExtensions": {"@jupyter/nbgrader": True}}), encoding="utf-8")
+        for name, values in NOT_THE_READERS.items():
+            path = Path(home, "config", name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(values), encoding="utf-8")
         inside = {
             "JUPYTER_RUNTIME_DIR": "run",
             "JUPYTER_CONFIG_DIR": "config",
@@ -149,16 +164,24 @@ def browser() -> Iterator:
 
 
 class Page:
-    """A notebook opened in JupyterLab. `page` is Playwright's own, `complaints` what the browser's console reported."""
+    """A notebook opened in JupyterLab. `page` is Playwright's own, `complaints` what the browser's console reported.
 
-    def __init__(self, browser, address: str, name: str, width: int = 1100, height: int = 1000):
+    wait: False begins to open it only, so that several open at once; `wait_until_open` comes before anything else then.
+    """
+
+    def __init__(self, browser, address: str, name: str, width: int = 1100, height: int = 1000, *, wait: bool = True):
         self.page = browser.new_page(viewport={"width": width, "height": height})
         self.page.set_default_timeout(1000 * WAIT_SECONDS)
         self.complaints: list[str] = []
         self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
         self.page.on("console", lambda line: line.type == "error" and self.complaints.append(line.text))
         server, _, token = address.partition("?")
-        self.page.goto(f"{server}doc/tree/{quote(name)}?reset&{token}")
+        self.page.goto(f"{server}doc/tree/{quote(name)}?reset&{token}", wait_until="commit")
+        if wait:
+            self.wait_until_open()
+
+    def wait_until_open(self) -> None:
+        """Wait until the notebook is there, with all its cells."""
         self.page.wait_for_selector(".jp-Notebook .jp-Cell")
         self.page.evaluate(f"async () => {{ {_PANEL} await panel.context.ready; await panel.revealed; }}")
 
