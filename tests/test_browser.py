@@ -103,7 +103,7 @@ def lab(tmp_path_factory, steps):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")  # kernels that run at once share the cores
         with jupyterlab(folder) as address, browser() as opened:
-            yield lambda name, **options: Page(opened, address, name, **options)
+            yield lambda name: Page(opened, address, name)
 
 
 @pytest.fixture(scope="module")
@@ -182,10 +182,10 @@ def press(page, *keys):
 
 @pytest.fixture(scope="module")
 def pages(lab):
-    """Every chapter, opened."""
-    opened = {name: lab(name, wait=False) for name in CHAPTERS}
-    for page in opened.values():
-        page.wait_until_open()
+    """Every chapter, opened in one JupyterLab."""
+    opened = {CHAPTERS[0]: lab(CHAPTERS[0])}
+    for name in CHAPTERS[1:]:
+        opened[name] = opened[CHAPTERS[0]].beside(name)
     yield opened
     close_all(list(opened.values()))
 
@@ -202,7 +202,8 @@ def running(pages):
 def test_a_chapter_opens_whole(pages, name):
     page = pages[name]
     count = len(nbformat.read(BOOK / name, as_version=4).cells)
-    assert page.page.locator(".jp-Notebook .jp-Cell").count() == count
+    page.show()
+    assert page.locator(".jp-Notebook .jp-Cell").count() == count
     assert page.errors() == [] and page.complaints == []
 
 
@@ -210,38 +211,37 @@ def test_a_chapter_opens_whole(pages, name):
 def test_a_chapter_runs_from_top_to_bottom_and_its_widgets_live(running, name):
     page = running[name]
     page.wait_for_all()
+    page.show()
     settle(page)
     assert page.errors() == []
     views = [o for o in page.outputs() if "application/vnd.jupyter.widget-view+json" in o.get("data", {})]
-    shown = page.page.locator(".jp-OutputArea-output .memlab-explorer, .jp-OutputArea-output .widget-vbox").count()
+    shown = page.locator(".jp-OutputArea-output .memlab-explorer, .jp-OutputArea-output .widget-vbox").count()
     assert shown == len(views) > 0
-    before = page.page.locator(".memlab-readout").first.inner_text()
-    page.page.locator(".memlab-canvas canvas[tabindex]").first.focus()
+    before = page.locator(".memlab-readout").first.inner_text()
+    page.locator(".memlab-canvas canvas[tabindex]").first.focus()
     press(page, "ArrowRight")
-    assert page.page.locator(".memlab-readout").first.inner_text() != before
-    if page.page.locator(".widget-slider").count():
+    assert page.locator(".memlab-readout").first.inner_text() != before
+    if page.locator(".widget-slider").count():
         assert slid(page)
     assert len(counts(page.ask(DRAW_THE_GRID))) == sliders_in(nbformat.read(BOOK / name, as_version=4))
 
 
 def slid(page, key="ArrowRight"):
     """Press a key on the first slider, and wait for another picture; its alt text, or what stands in its place."""
-    html = page.page.locator(".widget-vbox .widget-html-content").first
+    html = page.locator(".widget-vbox .widget-html-content").first
     before = html.inner_html()
-    page.page.locator(".widget-slider .noUi-handle").first.focus()
+    page.locator(".widget-slider .noUi-handle").first.focus()
     page.page.keyboard.press(key)
-    page.page.wait_for_function(
-        "(before) => document.querySelector('.widget-vbox .widget-html-content').innerHTML !== before", arg=before
-    )
+    page.page.wait_for_function("([html, before]) => html.innerHTML !== before", arg=[html.element_handle(), before])
     return html.evaluate("e => { const image = e.querySelector('img'); return image ? image.alt : e.innerText; }")
 
 
-def test_what_is_broken_is_told(lab):
-    page = lab("broken.ipynb")
-    page.page.wait_for_selector(".jp-OutputArea-output img", state="attached")
+def test_what_is_broken_is_told(pages):
+    page = pages[CHAPTERS[0]].beside("broken.ipynb")
+    page.locator(".jp-OutputArea-output img").wait_for(state="attached")
     page.page.wait_for_timeout(500)
     assert page.errors() == ["ZeroDivisionError: division by zero", "a picture did not load: nothing"]
-    page.close()
+    assert "404" in page.complaints.pop()
 
 
 def test_a_slider_draws_again_and_a_failing_callback_is_seen(explorer):

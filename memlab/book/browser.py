@@ -164,26 +164,52 @@ def browser() -> Iterator:
 
 
 class Page:
-    """A notebook opened in JupyterLab. `page` is Playwright's own, `complaints` what the browser's console reported.
+    """A notebook opened in JupyterLab. `page` is Playwright's own, `complaints` what the browser's console reported."""
 
-    wait: False begins to open it only, so that several open at once; `wait_until_open` comes before anything else then.
-    """
-
-    def __init__(self, browser, address: str, name: str, width: int = 1100, height: int = 1000, *, wait: bool = True):
+    def __init__(self, browser, address: str, name: str, width: int = 1100, height: int = 1000):
         self.page = browser.new_page(viewport={"width": width, "height": height})
         self.page.set_default_timeout(1000 * WAIT_SECONDS)
         self.complaints: list[str] = []
         self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
         self.page.on("console", lambda line: line.type == "error" and self.complaints.append(line.text))
         server, _, token = address.partition("?")
-        self.page.goto(f"{server}doc/tree/{quote(name)}?reset&{token}", wait_until="commit")
-        if wait:
-            self.wait_until_open()
-
-    def wait_until_open(self) -> None:
-        """Wait until the notebook is there, with all its cells."""
+        self.page.goto(f"{server}doc/tree/{quote(name)}?reset&{token}")
         self.page.wait_for_selector(".jp-Notebook .jp-Cell")
-        self.page.evaluate(f"async () => {{ {_PANEL} await panel.context.ready; await panel.revealed; }}")
+        self._id = self.page.evaluate("() => window.jupyterapp.shell.currentWidget.id")
+        self._in_panel("await panel.context.ready; await panel.revealed;")
+
+    def beside(self, name: str) -> Page:
+        """Another notebook in the same JupyterLab, as a reader opens it: much sooner than a page of its own."""
+        other = object.__new__(Page)
+        other.page, other.complaints = self.page, self.complaints
+        other._id = self.page.evaluate(
+            """async (path) => {
+              const panel = await window.jupyterapp.commands.execute("docmanager:open", { path });
+              return panel.id; }""",
+            name,
+        )
+        other._in_panel("await panel.context.ready; await panel.revealed;")
+        return other
+
+    def show(self) -> None:
+        """Bring this notebook to the front, where there are several."""
+        self._in_panel(
+            """window.jupyterapp.shell.activateById(id);
+            while (window.jupyterapp.shell.currentWidget !== panel) await new Promise(requestAnimationFrame);"""
+        )
+
+    def locator(self, selector: str):
+        """Playwright's locator for what is in this notebook."""
+        return self.page.locator(f'[id="{self._id}"]').locator(selector)
+
+    def _in_panel(self, code: str, argument: object = None):
+        """Run JavaScript that knows this notebook's `panel`, its `id` and an `argument`; what it returns."""
+        return self.page.evaluate(
+            f"""async ([id, argument]) => {{
+              const panel = [...window.jupyterapp.shell.widgets("main")].find(widget => widget.id === id);
+              {code} }}""",
+            [self._id, argument],
+        )
 
     def run_all(self) -> None:
         """Run every cell, and wait until the last has finished."""
@@ -191,49 +217,51 @@ class Page:
         self.wait_for_all()
 
     def start_all(self) -> None:
-        """Begin to run every cell; several pages can run at once."""
-        self.page.evaluate(
-            f"""async () => {{ {_PANEL} await panel.sessionContext.ready;
-            window.memlabRun = window.jupyterapp.commands.execute("notebook:run-all-cells"); }}"""
+        """Begin to run every cell; several notebooks can run at once."""
+        self.show()
+        self._in_panel(
+            """await panel.sessionContext.ready;
+            panel.memlabRun = window.jupyterapp.commands.execute("notebook:run-all-cells");"""
         )
 
     def wait_for_all(self) -> None:
         """Wait until the last cell that `start_all` began has finished."""
-        self.page.evaluate("async () => { await window.memlabRun; }")
+        self._in_panel("await panel.memlabRun;")
 
     def outputs(self) -> list[dict]:
         """Every output of every cell, as nbformat has them."""
-        return self.page.evaluate(
-            f"""() => {{ {_PANEL} const cells = [...panel.content.model.cells];
-            return cells.flatMap(cell => cell.outputs ? cell.outputs.toJSON() : []); }}"""
+        return self._in_panel(
+            """const cells = [...panel.content.model.cells];
+            return cells.flatMap(cell => cell.outputs ? cell.outputs.toJSON() : []);"""
         )
 
     def ask(self, code: str) -> str:
         """What `code` prints in the notebook's kernel. Raises Playwright's Error if it raises there."""
-        return self.page.evaluate(
-            f"""async (code) => {{ {_PANEL} let printed = "";
-            const run = panel.sessionContext.session.kernel.requestExecute({{ code, store_history: false }});
-            run.onIOPub = ({{ header, content }}) => {{
+        return self._in_panel(
+            """let printed = "";
+            const run = panel.sessionContext.session.kernel.requestExecute({ code: argument, store_history: false });
+            run.onIOPub = ({ header, content }) => {
               if (header.msg_type === "stream") printed += content.text;
               if (header.msg_type === "error") printed = new Error(content.evalue);
-            }};
+            };
             await run.done;
             if (printed instanceof Error) throw printed;
-            return printed; }}""",
+            return printed;""",
             code,
         )
 
     def errors(self) -> list[str]:
         """What is broken: cells that raised, widgets that do not show, pictures that did not load."""
         raised = [f"{o['ename']}: {o['evalue']}" for o in self.outputs() if o["output_type"] == "error"]
-        return raised + self.page.evaluate(
-            """() => [
-              ...[...document.querySelectorAll(".jp-OutputArea-output")].map(e => e.innerText)
+        return raised + self._in_panel(
+            """const all = selector => [...panel.node.querySelectorAll(selector)];
+            return [
+              ...all(".jp-OutputArea-output").map(e => e.innerText)
                 .filter(text => /^(Error displaying widget|Loading widget|Failed to load model)/.test(text)),
-              ...[...document.querySelectorAll(".memlab-failed")].map(e => e.innerText),
-              ...[...document.querySelectorAll(".jp-Notebook img")]
+              ...all(".memlab-failed").map(e => e.innerText),
+              ...all(".jp-Notebook img")
                 .filter(i => !(i.complete && i.naturalWidth)).map(i => "a picture did not load: " + i.alt),
-            ]"""
+            ];"""
         )
 
     def screenshot(self, path: str | Path) -> None:
@@ -253,13 +281,11 @@ class Page:
 def close_all(pages: Sequence[Page]) -> None:
     """End the kernels of several notebooks, all at once, and close their pages."""
     for page in pages:
-        page.page.evaluate(f"() => {{ {_PANEL} window.memlabEnd = panel.sessionContext.shutdown(); }}")
+        page._in_panel("panel.memlabEnd = panel.sessionContext.shutdown();")
     for page in pages:
-        page.page.evaluate("async () => { await window.memlabEnd; }")
-        page.page.close()
-
-
-_PANEL = "const panel = window.jupyterapp.shell.currentWidget;"
+        page._in_panel("await panel.memlabEnd;")
+    for page in {page.page for page in pages}:
+        page.close()
 
 
 def main() -> None:
