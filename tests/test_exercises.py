@@ -12,7 +12,7 @@ import torch
 
 from memlab.book.checks import answers
 from memlab.book.checks.limits import limited
-from memlab.book.exercises import sources
+from memlab.book.exercises import COURSE, sources
 from memlab.book.notebooks import problems
 from memlab.units import GiB
 from tests import exercises_memory_arithmetic, exercises_memory_timeline
@@ -121,6 +121,14 @@ def test_every_assignment_has_wrong_answers_for_each_exercise():
     for chapter, module in ANSWERS.items():
         assert set(module.WRONG) == {answer for answer, _ in pairs(chapter)} and len(module.WRONG) >= 4
         assert set(module.RIGHT) <= set(module.WRONG) and min(map(len, module.WRONG.values())) >= 5
+
+
+def test_every_chapter_has_exercises_and_says_where():
+    chapters = [path for path in sorted(COURSE.parent.glob("[0-9][0-9]_*.ipynb")) if not path.name.startswith("00_")]
+    assert [path.stem for path in chapters] == [path.parent.name for path in sources()]
+    for path in chapters:
+        released = f"exercises/release/{path.stem}/{path.stem[3:]}.ipynb"
+        assert f"]({released})" in path.read_text(encoding="utf-8") and (COURSE.parent / released).is_file()
 
 
 @pytest.mark.parametrize("chapter", NOTEBOOKS)
