@@ -171,7 +171,10 @@ class Page:
         self.page.set_default_timeout(1000 * WAIT_SECONDS)
         self.complaints: list[str] = []
         self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
-        self.page.on("console", lambda line: line.type == "error" and self.complaints.append(line.text))
+        self.page.on(
+            "console",
+            lambda line: line.type == "error" and self.complaints.append(f"{line.text} {line.location['url']}"),
+        )
         server, _, token = address.partition("?")
         self.page.goto(f"{server}doc/tree/{quote(name)}?reset&{token}")
         self.page.wait_for_selector(".jp-Notebook .jp-Cell")

@@ -22,12 +22,15 @@ KINDS = {
 }
 VERDICT = re.compile(r"holds( if \S.*)?|does not hold")
 NOT_RECORDED, DIFFERS = "open: not recorded yet", "open: measured differs from the prediction"
+NO_CARD = "imagined: on no card"
 MIME = "application/vnd.memlab.claim+json"
 
 
 @dataclass(frozen=True)
 class Claim:
     """One saying put to the proof. `predicted` and `measured` are in `unit`; `measured` None means not recorded yet.
+
+    on: the hardware that was imagined for it ("an imagined H100"); "" where the machine at hand was measured.
 
     Raises ValueError for one that is malformed, with what was expected.
     """
@@ -40,6 +43,7 @@ class Claim:
     measured: float | None
     tolerance: float
     unit: str
+    on: str = ""
 
     def __post_init__(self):
         expect = self._expect
@@ -57,6 +61,7 @@ class Claim:
                self.measured)  # fmt: skip
         expect(_is_number(self.tolerance) and self.tolerance >= 0, "a tolerance of at least 0", self.tolerance)
         expect(_is_line(self.unit), "a unit, such as 'B' or '×'", self.unit)
+        expect(self.on == "" or _is_line(self.on), "on='an imagined …', or nothing for this machine", self.on)
         if self.kind == "bytes":
             whole = isinstance(self.predicted, int) and isinstance(self.measured, int | None)
             found = f"{self.predicted!r} and {self.measured!r} in {self.unit!r}"
@@ -83,8 +88,8 @@ class Claim:
         """What is said, predicted, measured, difference, verdict: the cells of a table."""
         if self.measured is None:
             return self.says, self.text(self.predicted), "—", "—", self.standing
-        difference = self.text(self.measured - self.predicted)
-        return self.says, self.text(self.predicted), self.text(self.measured), difference, self.standing
+        difference, where = self.text(self.measured - self.predicted), f", on {self.on}" if self.on else ""
+        return self.says, self.text(self.predicted), self.text(self.measured) + where, difference, self.standing
 
     def text(self, value: float) -> str:
         """A value of this claim, with its unit."""
@@ -98,7 +103,8 @@ def _is_line(text: object) -> bool:
 
 
 def _is_number(value: object) -> bool:
-    return type(value) is int or (isinstance(value, float) and math.isfinite(value))
+    """A finite plain number, and no larger than any size there is: what cannot be shown is not claimed."""
+    return (type(value) is int or isinstance(value, float) and math.isfinite(value)) and abs(value) < 2**63
 
 
 registered: dict[str, Claim] = {}
@@ -125,18 +131,21 @@ def claim(
     verdict: str = "holds",
     tolerance: float = 0,
     unit: str = "B",
+    on: str = "",
 ) -> ClaimTable:
     """Put a saying to the proof: register it, and give its row *said · predicted · measured · difference · verdict*.
 
     kind: "bytes" (exact whole numbers of bytes), "values" (within a reasoned tolerance) or "time" (recorded, never
     tested). says: the saying in one line. verdict: what the prediction makes of it, "holds", "holds if …" or "does not
-    hold". A cell that is run again replaces its claim.
+    hold". on: the hardware imagined for it, if any: no card at hand measures such a claim. A cell that is run again
+    replaces its claim.
 
     Raises ValueError for a claim that is malformed (see `Claim`), and registers nothing then.
     """
-    found = Claim(id, kind, says, verdict, predicted, measured, tolerance, unit)
+    found = Claim(id, kind, says, verdict, predicted, measured, tolerance, unit, on)
+    table = ClaimTable(found)
     registered[id] = found
-    return ClaimTable(found)
+    return table
 
 
 def evidence(folder: str = ".") -> Table:
@@ -152,10 +161,11 @@ def evidence(folder: str = ".") -> Table:
     for document in gpus:
         columns.append(document["device"])
         for row, found in zip(rows, registered.values(), strict=True):
-            row.append(records.says_of(document, found.id, folder))
+            row.append(NO_CARD if found.on else records.says_of(document, found.id, folder))
     if not gpus:
         columns.append("recorded GPUs")
-        rows = [[*row, records.NONE] for row in rows]
+        for row, found in zip(rows, registered.values(), strict=True):
+            row.append(NO_CARD if found.on else records.NONE)
     for path in damaged:
         columns.append(path.name)
         rows = [[*row, "damaged: see python -m memlab"] for row in rows]

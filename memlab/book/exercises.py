@@ -9,8 +9,12 @@ thrown away: an instructor's own is made when the course is run (chapters/exerci
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
 import shutil
+import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from memlab.book.notebooks import execute, problems
@@ -31,7 +35,7 @@ def release(course: str | Path, to: str | Path) -> None:
     from nbgrader.apps import NbGraderAPI
     from traitlets.config import PyFileConfigLoader
 
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, _own_programs():
         config = PyFileConfigLoader("nbgrader_config.py", path=str(course)).load_config()
         config.CourseDirectory.root = str(Path(course).resolve())
         config.CourseDirectory.release_directory = str(Path(folder, "release"))
@@ -45,6 +49,19 @@ def release(course: str | Path, to: str | Path) -> None:
                 )
         shutil.rmtree(to, ignore_errors=True)
         shutil.copytree(Path(folder, "release"), to)
+
+
+@contextlib.contextmanager
+def _own_programs() -> Iterator[None]:
+    """nbgrader calls programs of its own environment by name, also where that is not activated; and the course's
+    configuration sets variables that this process shall not keep."""
+    before = dict(os.environ)
+    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), before.get("PATH", "")])
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def main() -> int:

@@ -74,10 +74,11 @@ def page(folder: str | Path = CHAPTERS) -> str:
         for found in saved_claims(header.path):
             recorded = [f"{document['device']}: {records.says_of(document, found.id, folder)}" for document in gpus]
             gpu = "; ".join(recorded) or f"GPUs: {records.NONE}"
-            says, predicted, measured, _, standing = found.row()
-            rows.append(
-                (says, predicted, measured, standing, f"{found.kind}; CPU, {executed_with(header.path)}; {gpu}")
+            where = (
+                f"imagined, {executed_with(header.path)}" if found.on else f"CPU, {executed_with(header.path)}; {gpu}"
             )
+            says, predicted, measured, _, standing = found.row()
+            rows.append((says, predicted, measured, standing, f"{found.kind}; {where}"))
         if rows:
             table = Table(["what is said", "predicted", "measured", "verdict", "evidence"], rows)
             sections.append(f"## {header.link}\n\n{table._repr_markdown_()}\n")
