@@ -177,7 +177,7 @@ WRONG: dict[str, dict[str, str]] = {
     },
     "unexplained-answer": {
         "nothing": parts(0, 0, 0),
-        "all in one": parts(0, 114_432, 0),
+        "all in one": parts(114_432, 114_432, 114_432),
         "elements": parts(2 * 600 * 24, 3 * 600 * 24, 8 * 24),
         "in BF16": parts(MATRIX, 3 * MATRIX // 2, 2 * 8 * 24),
         "twice": parts(4 * MATRIX, 6 * MATRIX, 2 * 768),
@@ -204,7 +204,7 @@ WRONG: dict[str, dict[str, str]] = {
         "raises if nothing fits": search(BISECTION.replace("return fits", "return fits // bool(fits)")),
         "a straight line through two peaks": search(
             """
-            slope = peak(2) - peak(1)
+            slope = max(1, peak(2) - peak(1))
             return max(0, 1 + (capacity_bytes - peak(1)) // slope)
             """
         ),
@@ -258,6 +258,11 @@ WRONG: dict[str, dict[str, str]] = {
         "W learns": layer(frozen="True"),
         "the bias learns": layer("linear.weight.requires_grad_(False)", frozen="True"),
         "B begins at random": layer("nn.init.normal_(self.b.weight)"),
+        "B begins with almost nothing": layer("nn.init.normal_(self.b.weight, std=1e-6)"),
+        "A begins with ones": layer("nn.init.ones_(self.a.weight)"),
+        "a copy of the bias": layer(
+            "self.linear.bias = None if linear.bias is None else nn.Parameter(linear.bias.detach().clone(), False)"
+        ),
         "A begins with zeros": layer("nn.init.zeros_(self.a.weight)"),
         "A and B have biases": layer(
             "self.b = nn.Linear(rank, linear.out_features); nn.init.zeros_(self.b.weight); nn.init.zeros_(self.b.bias)"
@@ -361,6 +366,7 @@ WRONG: dict[str, dict[str, str]] = {
     },
 }
 
+CRASHES = {"raises if nothing fits", "autograd switched off"}
 RIGHT: dict[str, dict[str, str]] = {
     "adam-bytes-answer": {
         "a loop": cell(

@@ -18,6 +18,16 @@ def largest_category(timeline):
 def largest_category(timeline):
     return max(timeline.curves, key=lambda name: max(timeline.curves[name]))
 """,
+        "an event too early": """
+def largest_category(timeline):
+    held = timeline.bytes_by_category(max(timeline.peak_event - 1, 0))
+    return max(held, key=held.get)
+""",
+        "an event too late": """
+def largest_category(timeline):
+    held = timeline.bytes_by_category(min(timeline.peak_event + 1, len(timeline)))
+    return max(held, key=held.get)
+""",
         "a constant": """
 def largest_category(timeline):
     return "activation"
@@ -59,6 +69,14 @@ def bytes_by_line(timeline, event):
     found = Counter()
     for storage in timeline.alive(event):
         found[str(storage.line)] += storage.nbytes
+    return found
+""",
+        "by category, not by phase": """
+def bytes_by_line(timeline, event):
+    found = Counter()
+    for storage in timeline.alive(event):
+        if storage.category not in ("parameter", "input", "buffer"):
+            found[str(storage.line)] += storage.nbytes
     return found
 """,
         "always at the peak": """
@@ -128,7 +146,7 @@ def bytes_by_line(timeline, event):
 """,
     },
     "unexplained-answer": {
-        "all in one": "counters_bytes, batch_bytes, scratch_bytes = 0, 0, 132_476",
+        "all in one": "counters_bytes, batch_bytes, scratch_bytes = 132_476, 132_476, 132_476",
         "x and y counted apart": "counters_bytes, batch_bytes, scratch_bytes = 116, 512, 131_848",
         "one temporary": "counters_bytes, batch_bytes, scratch_bytes = 116, 264, 65_536",
         "the parameter before forgotten": "counters_bytes, batch_bytes, scratch_bytes = 116, 264, 131_072",
@@ -255,6 +273,19 @@ def train(model, optimizer, batches, validation):
         history.append((loss.item(), model(*validation).item()))
     return history
 """,
+        "leaves the model in eval mode": """
+def train(model, optimizer, batches, validation):
+    history = []
+    for x, y in batches:
+        loss = model(x, y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model.eval()
+        with torch.no_grad():
+            history.append((loss.item(), model(*validation).item()))
+    return history
+""",
         "training losses only": """
 def train(model, optimizer, batches, validation):
     history = []
@@ -377,6 +408,9 @@ def leaks(step):
 """,
     },
 }
+
+CRASHES = {"ends the program"}
+"""Mistakes that end with an error of the answer's own, which is told; all others are told what is wrong."""
 
 RIGHT = {
     "largest-category-answer": {

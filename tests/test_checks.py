@@ -50,13 +50,22 @@ def test_a_request_beyond_the_limit_fails_and_the_limit_goes(hoard):
         assert len(bytearray(64 * MiB)) == 64 * MiB
 
 
-def test_off_the_main_thread_only_time_is_not_limited():
-    done = []
-    with limited(1, GiB):
-        thread = threading.Thread(target=lambda: [done.append(1) for _ in [0] if not limited(1, GiB).__enter__()])
-        thread.start()
-        thread.join()
-    assert done == [1]
+@on_linux
+def test_off_the_main_thread_memory_is_limited_and_time_is_not():
+    said = []
+
+    def off_the_main_thread():
+        with limited(0.05, 64 * MiB):
+            threading.Event().wait(0.2)
+            try:
+                bytearray(GiB)
+            except MemoryError as error:
+                said.append(type(error))
+
+    thread = threading.Thread(target=off_the_main_thread)
+    thread.start()
+    thread.join()
+    assert said == [MemoryError]
 
 
 @on_linux
@@ -93,6 +102,7 @@ def raises(error):
     ("answer", "said"),
     [
         (lambda: raises(NotImplementedError), "there is no answer yet"),
+        (lambda: torch.nn.Module()(1), "your code raised NotImplementedError: Module \\[Module\\] is missing"),
         (lambda: 1 / 0, r"ZeroDivisionError: division by zero\n    in <lambda>: .*1 / 0"),
         (lambda: raises(SystemExit), "SystemExit"),
         (lambda: raises(MemoryError), "more than 1.0 GiB"),
@@ -177,6 +187,16 @@ def test_an_object_equal_to_everything_is_no_number_and_a_list_no_mapping():
         whole_bytes(Anything(), "it")
     with pytest.raises(Wrong, match="expected a dict"):
         a_mapping([], "it")
+
+
+def test_what_an_answer_has_set_for_all_of_torch_does_not_reach_a_check():
+    torch.set_default_device("meta")
+    try:
+        ask(lambda: raises(RuntimeError("meta")) if torch.empty(1).is_meta else None)
+    finally:
+        torch.set_default_device(None)
+    with torch.inference_mode():
+        ask(lambda: raises(RuntimeError("inference")) if torch.is_inference_mode_enabled() else None)
 
 
 # ---- patches

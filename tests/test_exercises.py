@@ -161,6 +161,7 @@ def test_a_wrong_answer_loses_its_points_and_is_told_why(chapter, cell, mistake,
     error = checked(chapter, cell, ANSWERS[chapter].WRONG[cell][mistake])
     unsaid = isinstance(error, NameError) and mistake in ("a syntax error", "an empty cell")
     assert unsaid or (isinstance(error, answers.Wrong) and len(str(error)) > 20)
+    assert unsaid or "your code raised" not in str(error) or mistake in ANSWERS[chapter].CRASHES, error
 
 
 @pytest.mark.parametrize(("chapter", "cell", "style"), RIGHT)

@@ -2,10 +2,6 @@
 
 import os
 
-# Grading uses the CPU, also where there is a GPU, and one thread: small tensors gain nothing by more, and where cores
-# are shared, threads wait for each other. What PyTorch tells of itself on stderr would cost points.
-os.environ.update(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1", TORCH_CPP_LOG_LEVEL="ERROR", KINETO_LOG_LEVEL="99")
-
 c = get_config()  # noqa: F821 (nbgrader defines it)
 c.CourseDirectory.course_id = "memlab"
 c.CourseDirectory.root = os.path.dirname(os.path.realpath(__file__))
@@ -15,6 +11,6 @@ c.Execute.timeout = 30  # seconds a cell
 c.Execute.shutdown_kernel = "immediate"  # nothing in it is worth waiting for
 c.Execute.extra_arguments = [
     "--HistoryManager.hist_file=:memory:",
-    # before a submission runs: a limit of memory, and nothing but nbgrader ends the kernel
+    # before a submission runs: the CPU, a limit of memory, and nothing but nbgrader ends the kernel
     "--IPKernelApp.exec_lines=['from memlab.book.checks.limits import guard', 'guard()', 'del guard']",
 ]

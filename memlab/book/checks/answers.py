@@ -32,14 +32,20 @@ class Wrong(AssertionError):
 def exercise(check: Callable[..., str]) -> Callable[..., None]:
     """Make a check of a function that looks at an answer, raises Wrong, or returns what there is to say of a right one.
 
-    It runs under limits of time and memory, on one thread (where cores are shared, many wait for each other), with
-    autograd on and FP32 as the default, whatever ran before. What the answer raises becomes Wrong, with the line that
+    It runs under limits of time and memory, on one thread (where cores are shared, many wait for each other), on the
+    CPU, in FP32 and with autograd on, whatever ran before. What the answer raises becomes Wrong, with the line that
     raised it, and so does what it leaves behind: a dispatch mode, a hook, a thread. Warnings cost nothing.
     """
 
     @functools.wraps(check)
     def run(*answers) -> None:
-        with _wrong(), _as_new(), warnings.catch_warnings(), contextlib.redirect_stderr(sys.stdout):
+        with (
+            _wrong(),
+            torch.inference_mode(False),
+            _as_new(),
+            warnings.catch_warnings(),
+            contextlib.redirect_stderr(sys.stdout),
+        ):
             warnings.simplefilter("ignore")
             with limited(CHECK_SECONDS, CHECK_BYTES):
                 praise = check(*answers)
@@ -54,7 +60,9 @@ def _wrong() -> Iterator[None]:
         yield
     except (Wrong, KeyboardInterrupt):
         raise
-    except NotImplementedError:
+    except NotImplementedError as error:
+        if str(error):  # torch's own, of a module without a forward, says something
+            raise Wrong(f"your code raised NotImplementedError: {error}") from None
         raise Wrong("there is no answer yet: put yours in place of `raise NotImplementedError`.") from None
     except TooLong:
         raise Wrong(f"your code was still running after {CHECK_SECONDS} s; does a loop in it ever end?") from None
@@ -88,6 +96,7 @@ def _as_new() -> Iterator[None]:
     grad, dtype, threads = torch.is_grad_enabled(), torch.get_default_dtype(), torch.get_num_threads()
     hooks = dict(_hooks)
     torch.set_num_threads(1)
+    torch.set_default_device(None)
     torch.set_grad_enabled(True)
     torch.set_default_dtype(torch.float32)
     before = _surroundings()

@@ -37,6 +37,13 @@ def _evaluation(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Timeline:
     return meter.timeline
 
 
+def _spike() -> Timeline:
+    layer = nn.Linear(16, 16)
+    with Meter(layer) as meter:
+        torch.empty(1000)
+    return meter.timeline
+
+
 @functools.cache
 def steps() -> dict[str, Timeline]:
     """Steps whose peaks are held by different categories."""
@@ -44,8 +51,9 @@ def steps() -> dict[str, Timeline]:
     gpt, wide = GPT(layers=1, width=32, context=16), MLP(64, 256)
     return {
         "eight texts through a GPT": _step(gpt, text_batch(8, 16)),
-        "one text through a GPT, AdamW": _step(gpt, text_batch(1, 16), optimizer="AdamW"),
+        "one text through a GPT, AdamW, second step": _step(gpt, text_batch(1, 16), optimizer="AdamW", steps=2),
         "an evaluation of an MLP on one example": _evaluation(wide, _mlp_batch(1)),
+        "a layer beside which a larger tensor is made and freed at once": _spike(),
         "a batch of 256 through a deep MLP": _step(MLP(64, 256, layers=4), _mlp_batch(256)),
         "an evaluation of a narrow MLP on 4,096 examples": _evaluation(MLP(64, 8), _mlp_batch(4096)),
     }
@@ -177,8 +185,10 @@ def frugal_training(answer: object) -> str:
         raise Wrong(f"the losses differ from those of the wasteful loop: expected {right[:2]}…, found {found[:2]}….")
     if any(parameter.grad is not None for parameter in model.parameters()):
         raise Wrong(
-            "after the last step the gradients are still there, as zeros: a gradient that nobody needs can be None."
+            "after the last step the gradients are still there, if only as zeros; one that nobody needs can be None."
         )
+    if not model.training or not all(parameter.requires_grad for parameter in model.parameters()):
+        raise Wrong("the model is left in eval mode or frozen: whoever trains on would wonder.")
     grown = timeline.totals[-1] - reference.totals[-1]
     if grown > 0:
         raise Wrong(f"{grown:,} B more than necessary are alive when your loop has ended.")

@@ -119,7 +119,7 @@ def _same_values(make: Callable, n_in: int, n_out: int, rank: int, rows: int, bi
     """Raise Wrong unless the layer is x·Wᵀ + bias + (x·Aᵀ)·Bᵀ, B begins as zeros, and W stays where it was."""
     linear = nn.Linear(n_in, n_out, bias=bias)
     weight, offset = linear.weight.detach().clone(), None if linear.bias is None else linear.bias.detach().clone()
-    address = linear.weight.data_ptr()
+    address, linear_bias = linear.weight.data_ptr(), linear.bias.data_ptr() if bias else None
     layer = make(linear, rank)
     if not isinstance(layer, nn.Module):
         raise Wrong(f"LoRALinear(linear, rank) is to be an nn.Module, found {type(layer).__name__}.")
@@ -142,6 +142,12 @@ def _same_values(make: Callable, n_in: int, n_out: int, rank: int, rows: int, bi
     a, b = a[0], b[0]
     if not a.detach().any():
         raise Wrong(f"{where}: A begins as zeros, as B does, and then neither ever gets a gradient; draw A at random.")
+    if a.detach().unique().numel() < a.numel() // 2:
+        raise Wrong(f"{where}: A's numbers are all alike, so its {rank} rows learn the same; draw A at random.")
+    if b.detach().any():
+        raise Wrong(f"{where}: B is to begin with zeros exactly, so that a new layer gives what the old one gave.")
+    if bias and all(p.data_ptr() != linear_bias for p in (*layer.parameters(), *layer.buffers())):
+        raise Wrong("the layer holds a copy of the linear layer's bias; take over the bias itself.")
     with torch.no_grad():
         a.normal_()
         b.normal_()
