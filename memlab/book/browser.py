@@ -76,12 +76,14 @@ def jupyterlab(folder: str | Path) -> Iterator[str]:
         inside = {
             "JUPYTER_RUNTIME_DIR": "run",
             "JUPYTER_CONFIG_DIR": "config",
+            "JUPYTER_DATA_DIR": "data",
             "JUPYTERLAB_SETTINGS_DIR": "settings",
             "JUPYTERLAB_WORKSPACES_DIR": "workspaces",
             "IPYTHONDIR": "ipython",
             "npm_config_cache": "npm",  # an extension of JupyterLab asks npm where it is, and npm logs that
         }
         env = os.environ | {name: str(Path(home, place)) for name, place in inside.items()}
+        env["JUPYTER_PREFER_ENV_PATH"] = "0"  # these settings win over those of the environment
         env.pop("MPLBACKEND", None)  # with it, ipykernel leaves the backend alone
         env["JUPYTER_TOKEN"] = secrets.token_hex()  # other users of this machine see the address, but not this
         command = [sys.executable, "-m", "jupyterlab", "--allow-root", "--no-browser", "--port=0"]
