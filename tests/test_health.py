@@ -101,20 +101,26 @@ def test_records_are_listed_with_what_is_stale_failed_or_damaged(tmp_path):
         "01_x": {**entry, "source": source, "claims": {}},
         "02_gone": {**entry, "source": source, "claims": {}},
         "03_bad": {**entry, "source": source, "claims": {}, "status": "failed", "error": "e"},
+        "04_damaged": {**entry, "source": source, "claims": {}},
     }
-    document["benchmark"] = {**entry, "rows": []}
+    chapter(tmp_path, "03_bad")
+    (tmp_path / "04_damaged.ipynb").write_text('{"cells": [')
+    document["benchmark"] = {**entry, "rows": [["a", "b", "c"]], "failed_since": {**entry, "error": "e"}}
     records.write(document, tmp_path / "results" / "a-gpu.json")
     (tmp_path / "results" / "b-gpu.json").write_text("{}")
     found = Health(tmp_path)
     assert [row[:3] for row in found.records().rows] == [
         ["A GPU", "01_x", "recorded"],
-        ["A GPU", "02_gone", "stale"],
+        ["A GPU", "02_gone", "gone"],
         ["A GPU", "03_bad", "failed"],
-        ["A GPU", "benchmark", "recorded"],
+        ["A GPU", "04_damaged", "stale"],
+        ["A GPU", "benchmark", "recorded at commit c, failed on 2026-01-31"],
     ]
-    damaged, stale, failed = found.problems
+    damaged, gone, failed, stale, benchmark = found.problems
     assert "b-gpu.json: expected a record" in damaged
-    assert stale == "A GPU, 02_gone: stale: on that GPU, python -m memlab.record 02"
+    assert gone == "A GPU, 02_gone: gone: no such chapter is here; remove it from results/a-gpu.json"
+    assert stale == "A GPU, 04_damaged: stale: on that GPU, python -m memlab.record 04"
+    assert benchmark == "A GPU, benchmark: e: on that GPU, python -m memlab.record"
     assert failed == "A GPU, 03_bad: failed: on that GPU, python -m memlab.record 03"
 
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import nbformat
 import pytest
@@ -137,7 +138,9 @@ def test_every_row_of_the_benchmark_is_kept_and_an_older_one_stays_if_it_fails(t
     assert kept["rows"] == [["cuda", "3", "≥ 1"]] and recorder.well
     monkeypatch.setattr(benchmark, "one", lambda *_: 1 / 0)
     recorder.benchmark(3)
-    assert records.read(tmp_path / "a.json")["benchmark"] == kept and not recorder.well
+    later = records.read(tmp_path / "a.json")["benchmark"]
+    since = later.pop("failed_since")
+    assert later == kept and "division by zero" in since["error"] and not recorder.well
     assert recorder.rows[-1][:2] == ("benchmark", "failed: ZeroDivisionError: division by zero")
 
 
@@ -169,7 +172,8 @@ def test_without_a_gpu_it_is_a_dry_run_outside_the_book_that_counts_as_no_record
 
 @pytest.mark.skipif(os.name != "posix", reason="Windows has no such signals")
 @pytest.mark.parametrize(
-    ("number", "status", "before"), [(signal.SIGINT, 130, {"c01_done": "1"}), (signal.SIGTERM, 143, {})]
+    ("number", "status", "before"),
+    [(signal.SIGINT, 130, {"c01_done": "1"}), (signal.SIGTERM, 143, {}), (getattr(signal, "SIGHUP", None), 129, {})],
 )
 def test_stopped_in_the_middle_of_a_chapter_it_keeps_the_others_and_no_kernel_stays(tmp_path, number, status, before):
     sleep = "import os, pathlib, time\npathlib.Path('pid').write_text(str(os.getpid()))\ntime.sleep(600)"
@@ -194,6 +198,7 @@ def test_stopped_in_the_middle_of_a_chapter_it_keeps_the_others_and_no_kernel_st
         os.kill(int(pid.read_text()), 0)
     assert (output.exists() and [*entries(output)] or []) == [name[1:] for name in before]
     assert "stopped; what had ended is kept" in printed
+    assert ("counts as no record, in" in printed) == output.exists() != ("nothing was recorded" in printed)
     assert {item.name for item in tmp_path.iterdir() if item.suffix != ".ipynb"} <= {"out.json", "pid"}
 
 
@@ -236,6 +241,9 @@ DAMAGED = {
     "no source": edited("chapters", "01_x", "source", value=KeyError),
     "failed without an error": edited("chapters", "01_x", "status", value="failed"),
     "not a number": edited(*CLAIM, "measured", value=float("nan")),
+    "endless seconds": edited("chapters", "01_x", "seconds", value=7).replace('"seconds": 7', '"seconds": 1e999'),
+    "seconds of ages": edited("chapters", "01_x", "seconds", value=10**400),
+    "half a sign": edited("chapters", "01_x", "date", value="\udce9"),
     "seconds that are no number": edited("chapters", "01_x", "seconds", value=float("nan")),
     "infinite": edited(*CLAIM, "measured", value=1).replace('"measured": 1', '"measured": 1e999'),
     "half a byte": edited(*CLAIM, "measured", value=1.5),
@@ -270,6 +278,86 @@ def test_bytes_that_are_no_text_are_refused_too(tmp_path):
     (tmp_path / "a.json").write_bytes(b"\x80\x04\x95\xff")
     with pytest.raises(ValueError, match="a.json: expected a record"):
         records.read(tmp_path / "a.json")
+
+
+def raising(error):
+    """A function that raises, whatever it is called with."""
+
+    def fail(*_, **__):
+        raise error
+
+    return fail
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.json/b.json"])
+def test_where_no_record_can_be_written_nothing_is_run(tmp_path, capsys, name):
+    write(tmp_path, c01_x="open('ran', 'w')")
+    inside = tmp_path / "a.json"
+    inside.write_text("x") if "/" in name else inside.mkdir()
+    assert record.main(command(tmp_path, output=tmp_path / name)[3:]) == 2
+    out, error = capsys.readouterr()
+    assert out == "" and error.count("\n") == 1 and str(inside) in error and not (tmp_path / "ran").exists()
+
+
+def test_a_record_that_may_not_be_read_or_written_is_refused_in_a_sentence(tmp_path, capsys, monkeypatch):
+    write(tmp_path, c01_x="1")
+    denied = PermissionError(errno.EACCES, "Permission denied", "a.json")
+    for place in ("read", "expect_writable"):
+        (tmp_path / "a.json").touch()
+        with monkeypatch.context() as patch:
+            patch.setattr(records, "read", lambda path: records.empty("CPU", False))
+            patch.setattr(records, place, raising(denied))
+            assert record.main(command(tmp_path, output=tmp_path / "a.json")[3:]) == 2
+        assert capsys.readouterr() == ("", "[Errno 13] Permission denied: 'a.json'\n")
+
+
+def test_a_gpu_that_does_not_answer_is_told_in_a_sentence(tmp_path, capsys, monkeypatch):
+    write(tmp_path, c01_x="1")
+    monkeypatch.setattr(record.torch.cuda, "is_available", lambda: True)
+    answer = subprocess.CompletedProcess([], 1, "", "Traceback\nRuntimeError: CUDA error: busy\n")
+    monkeypatch.setattr(record.subprocess, "run", lambda *_, **__: answer)
+    assert record.main(command(tmp_path)[3:]) == 2
+    out, error = capsys.readouterr()
+    assert out == "" and error.startswith("the GPU does not tell its name (RuntimeError: CUDA error: busy); ")
+
+
+def test_an_error_that_utf8_cannot_hold_is_kept_with_a_question_mark(tmp_path, no_kernels):
+    chapters = write(tmp_path, c01_bad=r"raise OSError('caf\udce9')", c02_good="1")
+    run(tmp_path / "a.json", tmp_path, *chapters)
+    found = entries(tmp_path / "a.json")
+    assert found["01_bad"]["error"] == "OSError: caf?" and found["02_good"]["status"] == "recorded"
+
+
+def test_a_result_that_no_record_can_hold_is_told_and_keeps_no_other_out(tmp_path, monkeypatch):
+    chapters = write(tmp_path, c01_bad="1", c02_good="1")
+    bad = GOOD["chapters"]["01_x"]["claims"]["one"] | {"says": "caf\udce9"}
+    monkeypatch.setattr(recorder_page, "claims_of", lambda path, _: {"one": bad} if path == chapters[0] else {})
+    recorder = run(tmp_path / "a.json", tmp_path, *chapters)
+    assert [*entries(tmp_path / "a.json")] == ["02_good"] and not recorder.well
+    assert "failed: no record can hold it: UnicodeEncodeError" in recorder.rows[0][1]
+
+
+MANY = """
+import sys, time
+from pathlib import Path
+from memlab.book import recorder, records
+recorder.claims_of = lambda chapter, progress: {}
+records.source_of = lambda chapter: "s"
+write = records.write
+records.write = lambda *what: (time.sleep(0.05), write(*what))
+here = recorder.Recorder(Path("a.json"), Path(), "A GPU", True)
+for i in range(15):
+    here.chapter(Path(f"{sys.argv[1]}_{i:02}.ipynb"), "x")
+"""
+
+
+@pytest.mark.skipif(os.name != "posix", reason="Windows has no such locks")
+def test_two_recorders_at_once_lose_nothing_of_each_other(tmp_path):
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    words = [[sys.executable, "-c", MANY, number] for number in ("01", "02")]
+    both = [subprocess.Popen(word, cwd=tmp_path, env=env, stdout=subprocess.DEVNULL) for word in words]
+    assert [process.wait(timeout=120) for process in both] == [0, 0]
+    assert len(entries(tmp_path / "a.json")) == 30 and [item.name for item in tmp_path.iterdir()] == ["a.json"]
 
 
 def test_the_record_of_another_gpu_is_not_written_over(tmp_path):
@@ -312,8 +400,16 @@ def test_what_could_not_be_saved_is_saved_as_soon_as_there_is_room_again(tmp_pat
         recorder.chapter(one, "one")
         recorder.finish()
         assert not recorder.well and "not saved: 1 results" in capsys.readouterr().out
+    assert not recorder.saved
     recorder.chapter(two, "two")
-    assert [*entries(tmp_path / "a.json")] == ["01_one", "02_two"]
+    assert [*entries(tmp_path / "a.json")] == ["01_one", "02_two"] and recorder.saved
+
+
+def test_what_could_not_be_saved_at_all_is_not_said_to_be_recorded(tmp_path, monkeypatch, capsys, no_kernels):
+    write(tmp_path, c01_x="1")
+    monkeypatch.setattr("os.replace", raising(OSError(errno.ENOSPC, "No space left")))
+    assert record.main(command(tmp_path, output=tmp_path / "a.json")[3:]) == 1
+    assert capsys.readouterr().out.endswith("nothing was recorded\n")
 
 
 # ---- which chapters, which code
@@ -322,16 +418,16 @@ def test_what_could_not_be_saved_is_saved_as_soon_as_there_is_room_again(tmp_pat
 def test_chapters_are_chosen_by_number_name_or_path_in_that_order_and_once(tmp_path):
     one, two = write(tmp_path, c01_memory_timeline="1", c02_memory_arithmetic="1")
     assert record.chosen([], tmp_path) == [one, two]
-    for name in ("2", "02", "memory_arithmetic", "02_memory_arithmetic", "chapters/02_memory_arithmetic.ipynb"):
+    for name in ("2", "02", "memory_arithmetic", "02_memory_arithmetic", two.name, str(two)):
         assert record.chosen([name], tmp_path) == [two]
     assert record.chosen(["2", "01", "02"], tmp_path) == [two, one]
 
 
 def test_a_wrong_name_is_refused_with_those_that_there_are(tmp_path, capsys):
-    write(tmp_path, c01_one="1", c02_two="1")
-    for name in ("memory_timelines", "3", "0"):
+    write(tmp_path, c00_start="1", c01_one="1", c02_two="1")
+    for name in ("memory_timelines", "3", "1.5", "", "elsewhere/01_one.ipynb"):
         assert record.main(command(tmp_path, "1", name)[3:]) == 2
-        assert capsys.readouterr().err == f"expected chapters among 01_one, 02_two; found {name!r}\n"
+        assert capsys.readouterr().err == f"expected chapters among 00_start, 01_one, 02_two; found {name!r}\n"
     assert record.main(["--folder", str(tmp_path / "nowhere")]) == 2
     assert "expected chapters (NN_name.ipynb) in" in capsys.readouterr().err
 
@@ -413,6 +509,46 @@ def test_outputs_and_line_ends_make_no_record_stale_and_a_chapter_that_is_gone_d
     assert records.is_stale("01_x", entry, tmp_path)
 
 
+def renamed():
+    document = json.loads(json.dumps(GOOD))
+    document["chapters"]["02_x"] = json.loads(json.dumps(document["chapters"]["01_x"] | {"date": "later"}))
+    return document
+
+
+def test_a_chapter_that_is_there_is_asked_before_one_that_is_gone(tmp_path):
+    document = renamed()
+    (path,) = write(tmp_path, c02_x="1")
+    document["chapters"]["02_x"]["source"] = records.source_of(path)
+    assert records.says_of(document, "one", tmp_path) == "1 B: holds (torch t, later)"
+    path.unlink()
+    assert records.says_of(document, "one", tmp_path) == "stale: 1 B (torch t, d)"
+
+
+def test_of_a_chapter_that_failed_it_is_said_that_it_failed():
+    document = json.loads(json.dumps(GOOD))
+    document["chapters"]["01_x"] |= {"status": "failed", "error": "e", "claims": {}}
+    assert records.says_of(document, "one", chapter="01_x") == "failed (d)"
+    assert records.says_of(document, "one", chapter="02_y") == records.says_of(document, "one") == records.NONE
+
+
+def test_the_page_of_claims_tells_which_chapter_failed_and_appears_whole(tmp_path, monkeypatch):
+    document = json.loads(json.dumps(GOOD))
+    claim = Claim("one", **document["chapters"]["01_x"]["claims"]["one"])
+    document["chapters"]["01_x"] |= {"status": "failed", "error": "e", "claims": {}}
+    records.write(document, tmp_path / "results" / "a-gpu.json")
+    header = SimpleNamespace(path=tmp_path / "01_x.ipynb", link="x")
+    monkeypatch.setattr(verdicts, "headers", lambda folder: {1: header})
+    monkeypatch.setattr(verdicts, "saved_claims", lambda path: [claim])
+    monkeypatch.setattr(verdicts, "executed_with", lambda path: "torch t")
+    assert "A GPU: failed (d)" in verdicts.write(tmp_path).read_text()
+    monkeypatch.setattr(verdicts, "page", lambda folder: "half")
+    monkeypatch.setattr("os.replace", raising(OSError(errno.ENOSPC, "No space left")))
+    with pytest.raises(OSError, match="No space left"):
+        verdicts.write(tmp_path)
+    assert "A GPU: failed (d)" in (tmp_path / "claims.md").read_text()
+    assert {item.name for item in tmp_path.iterdir()} == {"claims.md", "results"}
+
+
 def test_the_real_chapters_are_of_their_techniques_and_models(monkeypatch):
     read, pages = Path.read_text, set()
     monkeypatch.setattr(Path, "read_text", lambda path, **how: pages.add(path.name) or read(path, **how))
@@ -426,9 +562,11 @@ def test_a_commit_is_marked_where_files_differ_from_it_and_unknown_outside_git(t
     (tmp_path / "file").write_text("1")
     (tmp_path / "chapters" / "results").mkdir(parents=True)
     (tmp_path / "chapters" / "results" / "a.json").write_text("1")
+    (tmp_path / "chapters" / "claims.md").write_text("1")
     for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "first"]):
         subprocess.run([*git, *words], check=True, capture_output=True)
     (tmp_path / "chapters" / "results" / "a.json").write_text("2")
+    (tmp_path / "chapters" / "claims.md").write_text("2")
     clean = commit(tmp_path / "chapters")
     assert re.fullmatch("[0-9a-f]{12}", clean)
     (tmp_path / "file").write_text("2")

@@ -98,14 +98,25 @@ class Health:
         rows = []
         for document in gpus:
             for name, entry in document["chapters"].items():
-                state = records.state_of(document, name, self.folder)
+                gone = records.is_gone(name, self.folder)
+                state = "gone" if gone else records.state_of(document, name, self.folder)
                 rows.append((document["device"], name, state, entry["date"], entry["torch"]))
                 if state != "recorded":
+                    file = records.file_name(document["device"])
                     again = f"on that GPU, python -m memlab.record {name[:2]}"
-                    self.problems.append(f"{document['device']}, {name}: {state}: {again}")
+                    what = f"no such chapter is here; remove it from results/{file}" if gone else again
+                    self.problems.append(f"{document['device']}, {name}: {state}: {what}")
             if benchmark := document["benchmark"]:
-                rows.append((document["device"], "benchmark", "recorded", benchmark["date"], benchmark["torch"]))
+                rows.append((document["device"], "benchmark", *self._benchmark(document["device"], benchmark)))
         return Table(["recorded on", "what", "state", "date", "torch"], rows)
+
+    def _benchmark(self, device: str, entry: dict) -> tuple[str, str, str]:
+        """State, date and torch. It measures the whole library, so its commit stands where chapters have a digest."""
+        state = f"recorded at commit {entry['commit']}" if entry["rows"] else "not recorded yet"
+        if failure := entry.get("failed_since"):
+            state += f", failed on {failure['date']}"
+            self.problems.append(f"{device}, benchmark: {failure['error']}: on that GPU, python -m memlab.record")
+        return state, entry["date"], entry["torch"]
 
 
 def report(folder: str | Path = CHAPTERS) -> str:

@@ -28,7 +28,8 @@ print("memlab-claims " + json.dumps({name: dataclasses.asdict(claim) for name, c
 def commit(folder: Path) -> str:
     """The commit that is checked out, with "+" where files differ from it; "unknown" outside a git repository."""
     git = ["git", "--no-optional-locks", "-C", str(folder)]
-    status = ["status", "--porcelain", "--untracked-files=no", "--", ":/", ":(top,exclude)chapters/results"]
+    made = [f":(top,exclude)chapters/{name}" for name in ("results", "claims.md")]  # by recording itself
+    status = ["status", "--porcelain", "--untracked-files=no", "--", ":/", *made]
     try:
         head, changed = (
             subprocess.run([*git, *words], capture_output=True, text=True, check=True, timeout=30).stdout.strip()
@@ -57,17 +58,19 @@ def claims_of(chapter: Path, progress: Callable[[int, int], None]) -> dict[str, 
 class Recorder:
     """Runs chapters and the benchmark on one device, and merges what they come to into the record at `path`.
 
-    `rows` tells what became of each: chapter, status, seconds, claims; `well` whether nothing went wrong.
-    Raises ValueError, before anything is run, if the file there is damaged or of another device.
+    `rows` tells what became of each: chapter, status, seconds, claims; `well` whether nothing went wrong, and `saved`
+    whether anything is in the file. Raises ValueError, before anything is run, if the file there is damaged, of another
+    device or no file, and OSError if it cannot be read or written.
     """
 
     def __init__(self, path: Path, folder: Path, name: str, is_gpu: bool):
         self.path, self.folder, self.name, self.is_gpu = path, folder, name, is_gpu
         self.rows: list[tuple] = []
-        self.well = True
+        self.well, self.saved = True, False
         self._unsaved: list[Callable[[dict], None]] = []
         self._origin = {"commit": commit(folder), "torch": torch.__version__, "driver": driver()}
         self._document()
+        records.expect_writable(path)
 
     def chapter(self, chapter: Path, label: str) -> None:
         """Run one chapter; whatever it comes to is in the record afterwards."""
@@ -79,7 +82,8 @@ class Recorder:
         except Exception as failure:  # whatever it was, the others go on
             error = _one_line(failure)
         seconds = round(time.perf_counter() - start, 1)
-        self._save(lambda document: _enter(document, chapter.stem, {**origin, "seconds": seconds}, claims, error))
+        fields = {**origin, "seconds": seconds}
+        error = self._save(lambda document: _enter(document, chapter.stem, fields, claims, error)) or error
         found = [Claim(id, **fields) for id, fields in claims.items()]
         apart = sum(claim.measured is not None and not claim.agrees for claim in found)
         count = f"{len(claims)}, {apart} apart from the prediction" if apart else len(claims)
@@ -92,16 +96,16 @@ class Recorder:
         try:
             found = benchmark.measured("cuda" if self.is_gpu else "cpu", rounds, bar.at)
             rows = [[*map(str, row)] for row in found]
-            self._save(lambda document: document.update(benchmark={**self._now(), "rows": rows}))
         except Exception as failure:
             error = _one_line(failure)
+        error = self._save(lambda document: _enter_benchmark(document, self._now(), rows, error)) or error
         seconds = round(time.perf_counter() - start, 1)
         self._told(bar, "benchmark", error, seconds, "—", f"{len(rows)} rows in {seconds} s")
 
     def finish(self) -> None:
         """Try once more to save what could not be saved, and say what is lost if that fails."""
         if self._unsaved:
-            self._save()
+            self._write()
         if self._unsaved:
             self.well = False
             print(f"not saved: {len(self._unsaved)} results; make room at {self.path.parent} and record again")
@@ -120,18 +124,34 @@ class Recorder:
             )
         return document
 
-    def _save(self, *changes: Callable[[dict], None]) -> None:
-        """Read the file again before it is written: another recorder may have added a chapter meanwhile."""
-        self._unsaved += changes
+    def _save(self, change: Callable[[dict], None]) -> str:
+        """Save a change, or keep it for later. Returns "", or why no record can hold it.
+
+        Such a change is tried on an empty record and let go, as it would keep all later ones out.
+        """
+        trial = records.empty(self.name, self.is_gpu)
         try:
-            document = self._document()
-            for change in self._unsaved:
-                change(document)
-            records.write(document, self.path)
+            change(trial)
+            records.text_of(trial)
+        except ValueError as error:
+            return f"no record can hold it: {_one_line(error)}"
+        self._unsaved.append(change)
+        self._write()
+        return ""
+
+    def _write(self) -> None:
+        """Read the file again before it is written: another recorder may have added a chapter meanwhile."""
+        try:
+            with records.locked(self.path.parent):
+                document = self._document()
+                for change in self._unsaved:
+                    change(document)
+                records.write(document, self.path)
         except (OSError, ValueError) as error:
             print(f"\n{self.path} could not be written ({error}); it will be tried again", flush=True)
         else:
             self._unsaved.clear()
+            self.saved = True
 
     def _told(self, bar: Bar, name: str, error: str, seconds: float, count: object, words: str) -> None:
         self.well = self.well and not error
@@ -151,9 +171,18 @@ def _enter(document: dict, name: str, fields: dict, claims: dict, error: str) ->
         older["failed_since"] = {"error": error, **fields}
 
 
+def _enter_benchmark(document: dict, fields: dict, rows: list, error: str) -> None:
+    """Put the benchmark into a record. If it failed, the older rows stay."""
+    if error:
+        older = document["benchmark"] or {**fields, "rows": []}
+        document["benchmark"] = {**older, "failed_since": {"error": error, **fields}}
+    else:
+        document["benchmark"] = {**fields, "rows": rows}
+
+
 def _one_line(error: Exception) -> str:
-    """The first line of an error, without its notebook's path, which is this machine's."""
-    line = (str(error).splitlines() or [""])[0]
+    """The first line of an error, as UTF-8 can hold it, and without its notebook's path, which is this machine's."""
+    line = (str(error).encode(errors="replace").decode().splitlines() or [""])[0]
     return line[line.find(".ipynb: ") + 8 :] if ".ipynb: " in line else f"{type(error).__name__}: {line}"
 
 

@@ -6,7 +6,8 @@
      "benchmark": {"date": …, "commit": …, "torch": …, "driver": …, "rows": [["measure", "figure", "must reach"], …]}}
 
 A chapter that failed has status "failed" and an "error". If it had been recorded before, the older record stays, and
-"failed_since" says when and how it failed. `python -m memlab.record` writes these files; this page is what reads them.
+"failed_since" says when and how it failed; the benchmark likewise. `python -m memlab.record` writes these files; this
+page is what reads them.
 
 A record is *stale* when what it was made with has changed: the chapter's code cells, or the library pages that they
 use. A commit would be a worse criterion: every unrelated one would make all records stale.
@@ -15,6 +16,7 @@ use. A commit would be a worse criterion: every unrelated one would make all rec
 from __future__ import annotations
 
 import ast
+import contextlib
 import hashlib
 import json
 import os
@@ -50,14 +52,24 @@ def read(path: str | Path) -> dict:
     path = Path(path)
     try:
         document = json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_number)
-        _check(document)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        what = f"no {error}" if isinstance(error, KeyError) else str(error)
+        text_of(document)
+    except (ValueError, RecursionError) as error:
         raise ValueError(
             f"{path}: expected a record as python -m memlab.record writes it (version {VERSION}), found one that is "
-            f"damaged, edited or of another version ({what}); move it away, or restore it from git"
+            f"damaged, edited or of another version ({error}); move it away, or restore it from git"
         ) from None
     return document
+
+
+def text_of(document: dict) -> str:
+    """The text of a record's file. Raises ValueError, which says why, for what is no record or no file can hold."""
+    try:
+        _check(document)
+        text = json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+        text.encode()  # an error's text may hold what UTF-8 has no bytes for
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"no {error}" if isinstance(error, KeyError) else str(error)) from None
+    return text
 
 
 def _no_number(name: str) -> float:
@@ -74,19 +86,24 @@ def _check(document: dict) -> None:
         if entry["status"] not in ("recorded", "failed"):
             raise ValueError(f"{name}: status {entry['status']!r}")
         _texts(name, entry, "date", "commit", "source", "torch", "driver")
-        if not isinstance(entry["seconds"], int | float):
-            raise TypeError(f"{name}: seconds is {entry['seconds']!r}")
+        if not 0 <= entry["seconds"] < 1e9:
+            raise ValueError(f"{name}: seconds is {entry['seconds']!r}")
         if entry["status"] == "failed":
             _texts(name, entry, "error")
-        if "failed_since" in entry:
-            _texts(f"{name}, failed_since", entry["failed_since"], "date", "commit", "torch", "error")
+        _check_failure(name, entry)
         for id, fields in entry["claims"].items():
             Claim(id, **fields)
     if (benchmark := document["benchmark"]) is not None:
         _texts("benchmark", benchmark, "date", "commit", "torch", "driver")
+        _check_failure("benchmark", benchmark)
         for row in benchmark["rows"]:
             if not (isinstance(row, list) and len(row) == 3 and all(isinstance(cell, str) for cell in row)):
                 raise TypeError(f"benchmark: row {row!r}")
+
+
+def _check_failure(what: str, entry: dict) -> None:
+    if "failed_since" in entry:
+        _texts(f"{what}, failed_since", entry["failed_since"], "date", "commit", "torch", "error")
 
 
 def _texts(what: str, fields: dict, *names: str) -> None:
@@ -96,23 +113,58 @@ def _texts(what: str, fields: dict, *names: str) -> None:
 
 
 def write(document: dict, path: str | Path) -> None:
-    """Save a record: the file appears whole, or stays as it was (on a full disk, say), and no draft is left.
+    """Save a record, as `write_whole` does.
 
     Raises ValueError for what `read` would refuse, and OSError where the system cannot write.
     """
-    path = Path(path)
-    text = json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
-    _check(document)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}.memlab-tmp")
-    try:
+    write_whole(path, text_of(document))
+
+
+def write_whole(path: str | Path, text: str) -> None:
+    """Write a file that appears whole, or stays as it was (on a full disk, say); no draft is left. Raises OSError."""
+    with _draft(Path(path)) as draft:
         with open(draft, "w", encoding="utf-8", newline="\n") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
         os.replace(draft, path)
+
+
+def expect_writable(path: Path) -> None:
+    """Raises OSError, or ValueError for a folder or a device, where `write_whole` could not write or should not."""
+    if path.exists() and not path.is_file():
+        raise ValueError(f"expected a file to record in, found {path}, which is none; name one with --output")
+    with _draft(path) as draft:
+        draft.touch()
+
+
+@contextlib.contextmanager
+def _draft(path: Path) -> Iterator[Path]:
+    """A name for a file beside `path`, in a folder that is made if need be; no such file is there afterwards."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}.memlab-tmp")
+    try:
+        yield draft
     finally:
         draft.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Within, no other recorder reads, changes and writes in this folder; it waits for its turn.
+
+    The folder itself is locked, so no file is left, and the lock goes with its process. Windows, and a file system
+    without such locks, do without.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(ImportError, OSError):
+            import fcntl
+
+            descriptor = os.open(folder, os.O_RDONLY)
+            stack.callback(os.close, descriptor)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
 
 
 def file_name(device: str) -> str:
@@ -174,9 +226,19 @@ def _imported(code: str) -> Iterator[Path]:
 
 
 def is_stale(chapter: str, entry: dict, folder: str | Path = ".") -> bool:
-    """Whether the chapter of this name in `folder`, or what it measures, has changed since it was recorded."""
-    path = Path(folder, f"{chapter}.ipynb")
-    return not path.is_file() or source_of(path) != entry["source"]
+    """Whether the chapter of this name in `folder`, or what it measures, has changed since it was recorded.
+
+    One that is gone or cannot be read has.
+    """
+    try:
+        return source_of(Path(folder, f"{chapter}.ipynb")) != entry["source"]
+    except (ValueError, LookupError, TypeError, OSError, RecursionError):
+        return True
+
+
+def is_gone(chapter: str, folder: str | Path = ".") -> bool:
+    """Whether there is no chapter of this name in `folder`: it was renamed, say."""
+    return not Path(folder, f"{chapter}.ipynb").is_file()
 
 
 # ---- what the records say
@@ -204,12 +266,19 @@ def state_of(document: dict, chapter: str, folder: str | Path = ".") -> str:
     return f"{words}, later failed" if "failed_since" in entry else words
 
 
-def says_of(document: dict, id: str, folder: str | Path = ".") -> str:
-    """What a GPU's record has for a claim: its figure and what that makes of it, with torch and date; or why none."""
-    for chapter, entry in document["chapters"].items():
-        if id in entry["claims"]:
-            found, state = Claim(id, **entry["claims"][id]), state_of(document, chapter, folder)
-            figure = "—" if found.measured is None else found.text(found.measured)
-            when = f"torch {entry['torch']}, {entry['date']}"
-            return f"{figure}: {found.standing} ({when})" if state == "recorded" else f"{state}: {figure} ({when})"
-    return NONE
+def says_of(document: dict, id: str, folder: str | Path = ".", *, chapter: str = "") -> str:
+    """What a GPU's record has for a claim: its figure and what that makes of it, with torch and date; or why none.
+
+    A chapter that is there is asked before one that is gone, under whose name the claim was recorded once. Of a
+    `chapter` that failed there are no claims: with its name, that is said instead of "not recorded yet".
+    """
+    having = [name for name, entry in document["chapters"].items() if id in entry["claims"]]
+    if not having:
+        entry = document["chapters"].get(chapter)
+        return f"failed ({entry['date']})" if entry and entry["status"] == "failed" else NONE
+    name = min(having, key=lambda name: is_gone(name, folder))
+    entry, state = document["chapters"][name], state_of(document, name, folder)
+    found = Claim(id, **entry["claims"][id])
+    figure = "—" if found.measured is None else found.text(found.measured)
+    when = f"torch {entry['torch']}, {entry['date']}"
+    return f"{figure}: {found.standing} ({when})" if state == "recorded" else f"{state}: {figure} ({when})"

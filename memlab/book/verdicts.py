@@ -72,7 +72,10 @@ def page(folder: str | Path = CHAPTERS) -> str:
     for header in headers(folder).values():
         rows = []
         for found in saved_claims(header.path):
-            recorded = [f"{document['device']}: {records.says_of(document, found.id, folder)}" for document in gpus]
+            recorded = [
+                f"{document['device']}: {records.says_of(document, found.id, folder, chapter=header.path.stem)}"
+                for document in gpus
+            ]
             gpu = "; ".join(recorded) or f"GPUs: {records.NONE}"
             where = (
                 f"imagined, {executed_with(header.path)}" if found.on else f"CPU, {executed_with(header.path)}; {gpu}"
@@ -89,7 +92,7 @@ def page(folder: str | Path = CHAPTERS) -> str:
 def write(folder: str | Path = CHAPTERS) -> Path:
     """Write claims.md into the chapters' folder, and say where it is."""
     path = Path(folder, PAGE)
-    path.write_text(page(folder), encoding="utf-8", newline="\n")
+    records.write_whole(path, page(folder))
     return path
 
 
