@@ -7,6 +7,28 @@ class Anything(int):
     __hash__ = int.__hash__
 """
 
+LEFT_BY = """
+def leaks(step):
+    def left_by(calls):
+        with Meter() as meter:
+            for _ in range(calls):
+                step()
+        left = Counter()
+        for storage in meter.timeline.alive(len(meter.timeline)):
+            if storage.phase != "before":
+                left[str(storage.line)] += storage.nbytes
+        return left
+"""
+LEARN = """
+def train(model, optimizer, batches, validation):
+    history = []
+    for x, y in batches:
+        loss = model(x, y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
 WRONG = {
     "largest-category-answer": {
         "asks at the end, not at the peak": """
@@ -159,27 +181,13 @@ def bytes_by_line(timeline, event):
     },
     "frugal-training-answer": {
         "the loop as it was": "train = wasteful",
-        "losses detached, not made numbers": """
-def train(model, optimizer, batches, validation):
-    history = []
-    for x, y in batches:
-        loss = model(x, y)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        with torch.no_grad():
+        "losses detached, not made numbers": LEARN
+        + """        with torch.no_grad():
             history.append((loss.detach(), model(*validation)))
     return history
 """,
-        "an evaluation with its graph": """
-def train(model, optimizer, batches, validation):
-    history = []
-    for x, y in batches:
-        loss = model(x, y)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        history.append((loss.item(), model(*validation).item()))
+        "an evaluation with its graph": LEARN
+        + """        history.append((loss.item(), model(*validation).item()))
     return history
 """,
         "model.eval() in place of no_grad": """
@@ -273,28 +281,14 @@ def train(model, optimizer, batches, validation):
         history.append((loss.item(), model(*validation).item()))
     return history
 """,
-        "leaves the model in eval mode": """
-def train(model, optimizer, batches, validation):
-    history = []
-    for x, y in batches:
-        loss = model(x, y)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        model.eval()
+        "leaves the model in eval mode": LEARN
+        + """        model.eval()
         with torch.no_grad():
             history.append((loss.item(), model(*validation).item()))
     return history
 """,
-        "training losses only": """
-def train(model, optimizer, batches, validation):
-    history = []
-    for x, y in batches:
-        loss = model(x, y)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        history.append(loss.item())
+        "training losses only": LEARN
+        + """        history.append(loss.item())
     return history
 """,
     },
@@ -310,33 +304,13 @@ def leaks(step):
             found[str(storage.line)] += storage.nbytes
     return found
 """,
-        "no call to fill the cache": """
-def leaks(step):
-    def left_by(calls):
-        with Meter() as meter:
-            for _ in range(calls):
-                step()
-        left = Counter()
-        for storage in meter.timeline.alive(len(meter.timeline)):
-            if storage.phase != "before":
-                left[str(storage.line)] += storage.nbytes
-        return left
-
+        "no call to fill the cache": LEFT_BY
+        + """
     two, one = left_by(2), left_by(1)
     return {line: nbytes - one[line] for line, nbytes in two.items() if nbytes > one[line]}
 """,
-        "bytes of two calls": """
-def leaks(step):
-    def left_by(calls):
-        with Meter() as meter:
-            for _ in range(calls):
-                step()
-        left = Counter()
-        for storage in meter.timeline.alive(len(meter.timeline)):
-            if storage.phase != "before":
-                left[str(storage.line)] += storage.nbytes
-        return left
-
+        "bytes of two calls": LEFT_BY
+        + """
     step()
     one, three = left_by(1), left_by(3)
     return {line: three[line] - one[line] for line in three if three[line] > one[line]}
@@ -378,18 +352,8 @@ def leaks(step):
     one, two, three = left_by(1), left_by(1), left_by(2)
     return {line: three[line] - two[line] for line in three if three[line] > two[line]}
 """,
-        "hundreds of calls": """
-def leaks(step):
-    def left_by(calls):
-        with Meter() as meter:
-            for _ in range(calls):
-                step()
-        left = Counter()
-        for storage in meter.timeline.alive(len(meter.timeline)):
-            if storage.phase != "before":
-                left[str(storage.line)] += storage.nbytes
-        return left
-
+        "hundreds of calls": LEFT_BY
+        + """
     step()
     one, many = left_by(1), left_by(101)
     return {line: (many[line] - one[line]) // 100 for line in many if many[line] > one[line]}
@@ -458,18 +422,8 @@ def train(model, optimizer, batches, validation):
 """,
     },
     "leaks-answer": {
-        "from the third call to the fifth": """
-def leaks(step):
-    def left_by(calls):
-        with Meter() as meter:
-            for _ in range(calls):
-                step()
-        left = Counter()
-        for storage in meter.timeline.alive(len(meter.timeline)):
-            if storage.phase != "before":
-                left[str(storage.line)] += storage.nbytes
-        return left
-
+        "from the third call to the fifth": LEFT_BY
+        + """
     step()
     few, more = left_by(3), left_by(5)
     return {line: (more[line] - few[line]) // 2 for line in more if more[line] > few[line]}
