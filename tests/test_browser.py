@@ -31,8 +31,8 @@ need_browser("jupyterlab")
 
 from memlab.book.browser import Page, browser, close_all, jupyterlab  # noqa: E402
 from memlab.book.responsiveness import measure  # noqa: E402
+from memlab.book.run import KERNEL  # noqa: E402
 
-KERNEL = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
 EXPLORE = """
 from memlab.book.explorer import explore
 from memlab.memory_timeline import Timeline

@@ -13,21 +13,11 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_outp
 from memlab.book import claims, records, verdicts
 from memlab.book.claims import MIME, Claim, claim, evidence
 from tests.nbval_policy import RECORDED_WITH
+from tests.test_map import HEADER
 
 BOOK = Path(__file__).parents[1] / "chapters"
 CHAPTERS = sorted(BOOK.glob("[0-9][0-9]_*.ipynb"))
 FINE = {"kind": "bytes", "says": "It takes one byte.", "predicted": 1, "measured": 1}
-HEADER = """# {number} · A title
-
-**In one sentence:** you will see.
-
-| | |
-|---|---|
-| You need to know | nothing |
-| Minutes on two CPU cores | 5 |
-| Peak memory | 3 MiB of tensors |
-| GPU | optional |
-"""
 
 
 @pytest.fixture(autouse=True)
@@ -121,7 +111,7 @@ def record(claim_measured=1, device="A GPU", gpu=True, **changes):
 
 def chapter(folder, number="01", *outputs):
     """A chapter that was executed; its source is what `record(source=…)` must name to be no record of an older one."""
-    cells = [new_markdown_cell(HEADER.format(number=number)), new_code_cell("1", outputs=list(outputs))]
+    cells = [new_markdown_cell(HEADER.replace("01", number)), new_code_cell("1", outputs=list(outputs))]
     path = folder / f"{number}_x.ipynb"
     nbformat.write(new_notebook(cells=cells, metadata={"memlab": {"torch": "2.12.0"}}), path)
     return path

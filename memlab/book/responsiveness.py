@@ -10,6 +10,7 @@ import nbformat
 from nbformat.v4 import new_code_cell, new_notebook
 
 from memlab.book.browser import Page, browser, jupyterlab
+from memlab.book.run import KERNEL
 from memlab.memory_timeline import Timeline
 
 CELLS = (
@@ -29,7 +30,6 @@ def draw(n=0):
     "explore(many)",
 )
 LOOK = 500  # milliseconds that a reader looks at a picture before moving on: the next one is drawn meanwhile
-KERNEL = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
 
 # Each returns milliseconds: from the event that a key or the pointer makes to the frame that shows its effect.
 SLIDE = """() => new Promise(done => {
