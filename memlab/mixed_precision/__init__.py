@@ -1,0 +1,1 @@
+"""Number formats by bits, loss scaling and master weights."""
