@@ -25,7 +25,17 @@ COMMANDS = ("record", "benchmark", "__main__")
 # These exist to drive Jupyter and matplotlib; importing them may do what those do.
 DRIVERS = tuple(
     f"memlab.book.{name}"
-    for name in ("notebooks", "run", "exercises", "style", "figures", "explorer", "interactive", "predictions")
+    for name in (
+        "notebooks",
+        "run",
+        "exercises",
+        "style",
+        "figures",
+        "explorer",
+        "interactive",
+        "predictions",
+        "numbers",
+    )
 )
 
 

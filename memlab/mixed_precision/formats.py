@@ -163,19 +163,11 @@ def bits(value: float, format: str | Format) -> Bits:
         place = -pattern if negative else pattern
         below, above = _at(place - 1, format), _at(place + 1, format)
         ulp = format.smallest_subnormal * 2.0 ** max((pattern >> format.mantissa_bits) - 1, 0)
+    if math.isinf(number):
+        ulp = number
     written = f"{pattern:0{format.bits - 1}b}"
-    return Bits(
-        format,
-        asked,
-        sign="1" if negative else "0",
-        exponent=written[: format.exponent_bits],
-        mantissa=written[format.exponent_bits :],
-        value=math.copysign(number, asked),
-        kind=_kind(number, format),
-        ulp=number if math.isinf(number) else ulp,
-        below=below,
-        above=above,
-    )
+    fields = "01"[negative], written[: format.exponent_bits], written[format.exponent_bits :]
+    return Bits(format, asked, *fields, math.copysign(number, asked), _kind(number, format), ulp, below, above)
 
 
 def nearest(magnitude: float, format: Format) -> int:
