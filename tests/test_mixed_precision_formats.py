@@ -163,6 +163,8 @@ def test_tf32_is_fp32_with_13_bits_rounded_away():
     numbers = torch.cat([numbers, around(halfway.view(torch.float32))])
     for single, rounded in zip(numbers.tolist(), round_to(numbers, "TF32").tolist(), strict=True):
         assert same(rounded, tf32(single)) and same(bits(single, "TF32").value, tf32(single))
+    nans = torch.tensor([0x7F800001, 0x7FFFFFFF, -1], dtype=torch.int32).view(torch.float32)
+    assert round_to(nans, "TF32").isnan().all()
 
 
 @EVERY
