@@ -117,6 +117,9 @@ def test_a_box_is_drawn_for_every_bit_in_three_colours():
         sum(format.mantissa_bits for format in FORMATS.values()),
     ]
     assert len({tuple(boxes.get_facecolor()[0]) for boxes in axes.collections}) == 3
+    spans = [[path.get_extents() for path in boxes.get_paths()] for boxes in axes.collections]
+    sign, exponent, mantissa = ((min(box.x0 for box in span), max(box.x1 for box in span)) for span in spans)
+    assert exponent == (-8, 0) and sign[1] < 0 < mantissa[0] < 1 and mantissa[1] - mantissa[0] == 23
     assert {"sign", "exponent", "mantissa"} <= {text.get_text() for text in axes.texts}
     drawn = {line.get_marker(): len(line.get_xdata()) for line in axes.lines}
     written = "".join(n.sign + n.exponent + n.mantissa for n in (bits(0.1, name) for name in FORMATS))
@@ -246,6 +249,15 @@ def test_the_bars_are_powers_of_two_and_move_by_one_for_each_power_of_the_scale(
     assert bars[2] == pytest.approx({power + 2: height for power, height in bars[0].items()})
 
 
+def test_no_scale_moves_a_bar_off_the_axis():
+    sliders = gradient_histogram({"small": torch.tensor([2.0**-40]), "large": torch.tensor([2.0**9])})
+    for name, power in itertools.product(("small", "large"), (SCALE_POWERS[0], SCALE_POWERS[-1])):
+        axes = sliders.at(of=name, format="FP16", scale_power=power).figure.axes[0]
+        (steps,) = (patch for patch in axes.patches if hasattr(patch, "get_data"))
+        edges, (left, right) = steps.get_data().edges, axes.get_xlim()
+        assert left < edges[0] and edges[-1] < right
+
+
 def test_the_bands_meet_where_a_formats_ranges_do():
     axes = histogram_picture(Magnitudes(torch.ones(1)), "FP16", 0, (-40, 30)).figure.axes[0]
     edges = [line.get_xdata()[0] for line in axes.lines]
@@ -256,6 +268,9 @@ def test_the_bands_meet_where_a_formats_ranges_do():
         "normal\nall",
         "overflow\nnone",
     ]
+    values = torch.tensor([2.0**-15] + [1.0] * 999)
+    axes = histogram_picture(Magnitudes(values), "FP16", 0, (-40, 30)).figure.axes[0]
+    assert [text.get_text() for text in axes.texts[1:3]] == ["subnormal\n< 1 %", "normal\n> 99 %"]
     axes = histogram_picture(Magnitudes(torch.ones(1)), "BF16", 0, (-40, 30)).figure.axes[0]
     assert [text.get_text() for text in axes.texts] == ["normal\nall"]
 
@@ -279,6 +294,8 @@ def test_only_zeros_only_nans_and_gradients_that_are_no_more_are_drawn_too():
     ]:
         picture = gradient_histogram(values).picture
         assert words in picture.alt and picture.png().startswith(b"\x89PNG")
+        bars = [patch for patch in picture.figure.axes[0].patches if hasattr(patch, "get_data")]
+        assert len(bars) == ("lost to zero" in words)
 
 
 def test_no_gradients_are_refused_and_so_are_starts_without_a_place():
