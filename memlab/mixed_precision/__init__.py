@@ -1,1 +1,1 @@
-"""Number formats by bits, loss scaling and master weights."""
+"""Mixed precision: number formats, loss scaling, and master weights."""

@@ -1,0 +1,267 @@
+"""Loss scaling: multiply the loss, so that small gradients fit into FP16; divide the gradients before the step.
+
+FP16 has no number between 0 and 6e-8, and few digits below 6e-5, where many gradients lie. By the chain rule a loss
+S times as large has gradients S times as large: so backward runs on S · loss, and the optimizer steps on gradient / S.
+While S is a power of two, that changes exponents and no digit.
+
+The best S is the largest with which nothing overflows, and training moves it. So it is tried out: where a gradient is
+inf or nan the step is skipped and S backs off, and after some time without it grows. Micikevicius et al. 2018, section
+3.2. A GPU is never waited for, but where Python must know whether to skip; fused optimizers ask that on the GPU too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from numbers import Integral, Real
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+READY, UNSCALED, STEPPED = "ready", "unscaled", "stepped"  # how far an optimizer has come since the last update()
+FP32 = torch.finfo(torch.float32)
+RULES = {  # the entries of a state dict: what each must be, in words and as a test, which nan fails
+    "scale": ("a number that FP32 holds, and 1 / it as well", lambda x: FP32.tiny <= x <= FP32.max),
+    "growth_factor": ("a number above 1, and finite", lambda x: 1 < x < math.inf),
+    "backoff_factor": ("a number above 0 and below 1", lambda x: 0 < x < 1),
+    "growth_interval": ("a whole number of iterations, at least 1", lambda x: isinstance(x, Integral) and x >= 1),
+    "_growth_tracker": ("a whole number of iterations, at least 0", lambda x: isinstance(x, Integral) and x >= 0),
+}
+
+
+def checked(name: str, value):
+    """`value`, if the rule of that name allows it. Raises TypeError or ValueError."""
+    expected, fits = RULES[name]
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"expected {name} to be {expected}; found {value!r} ({type(value).__name__})")
+    if not fits(value):
+        raise ValueError(f"expected {name} to be {expected}; found {value!r}")
+    return value
+
+
+class LossScaler:
+    """torch.amp.GradScaler's contract, for any device, and some things beyond it.
+
+        scaler.scale(model(x, y)).backward()  # once, or as often as you accumulate
+        scaler.unscale_(optimizer)            # only if you look at the gradients, to clip them
+        scaler.step(optimizer)                # steps, unless a gradient is inf or nan
+        scaler.update()                       # multiplies the scale by a factor, if it is time
+        scaler.step_scheduler(scheduler)      # steps it, if its optimizer stepped
+
+    init_scale: the first S. backoff_factor: S is multiplied by it after an overflow, growth_factor: after
+    growth_interval iterations without. enabled=False: every method does what it would without scaling.
+    agree: a function that makes all ranks skip together. It gets a 0-dim FP32 tensor, 1. if this rank met inf or nan,
+      else 0., and returns the one that all agree on (all-reduce MAX). It is called once per optimizer and update(),
+      before anything reads that tensor, and where a rank has no gradient too, which without `agree` is an error.
+
+    FP16 gradients are unscaled in FP16: what the scale had saved from underflow is rounded or lost after all. An
+    optimizer that can `widen_gradients()`, as MasterWeights can, is asked to first, and then nothing is lost.
+
+    An infinite loss is an overflow, also if its gradients are finite (x² overflows, 2x doesn't): an inf or nan in a
+    loss turns its gradient into nan, so that the optimizers it reaches skip, and no others. If only S · loss overflows,
+    the gradients are right unless they overflow too. This, and `agree`, is where GradScaler differs.
+
+    Raises TypeError or ValueError for settings that make no sense.
+    """
+
+    def __init__(
+        self,
+        init_scale=2.0**16,
+        growth_factor=2.0,
+        backoff_factor=0.5,
+        growth_interval=2000,
+        enabled=True,
+        *,
+        agree=None,
+    ):
+        self._init_scale, self._init_growth_tracker = float(checked("scale", init_scale)), 0
+        self.growth_factor = checked("growth_factor", growth_factor)
+        self.backoff_factor = checked("backoff_factor", backoff_factor)
+        self.growth_interval = checked("growth_interval", growth_interval)
+        self._enabled, self._agree = enabled, agree
+        self._scale = self._growth_tracker = None  # 0-dim tensors, made where the first loss is
+        self._stages, self._found_inf = {}, {}  # optimizer → its stage; → 1. if it met inf or nan. Until update()
+        self._latest = WeakKeyDictionary()  # optimizer → found_inf of its latest step; None: unscaled and not stepped
+
+    def scale(self, outputs):
+        """S · loss. outputs: a floating-point tensor, or lists, tuples, dicts or an iterator of them: the same back."""
+        if not self._enabled:
+            return outputs
+        if isinstance(outputs, Tensor):
+            if not outputs.is_floating_point():
+                raise TypeError(f"expected a floating-point loss, found {outputs.dtype}, which has no gradient")
+            if self._scale is None:
+                self._scale = torch.tensor(self._init_scale, dtype=torch.float32, device=outputs.device)
+                self._growth_tracker = torch.full_like(self._scale, self._init_growth_tracker, dtype=torch.int32)
+            return outputs * torch.where(outputs.isfinite().all(), self._scale.to(outputs.device), torch.nan)
+        if isinstance(outputs, Mapping):
+            return {name: self.scale(output) for name, output in outputs.items()}
+        if isinstance(outputs, (list, tuple)):
+            return getattr(outputs, "_make", type(outputs))(map(self.scale, outputs))  # _make: of a namedtuple
+        if isinstance(outputs, Iterable) and not isinstance(outputs, (str, bytes)):
+            return map(self.scale, outputs)
+        raise TypeError(f"expected a loss: a tensor, or lists, tuples, dicts of tensors; found {outputs!r}")
+
+    def unscale_(self, optimizer) -> None:
+        """Divide the optimizer's gradients by S, in place, and note whether one is inf or nan.
+
+        Once per update(), when all gradients are there. Raises RuntimeError the second time, after step(), before
+        scale(), and where there is no gradient; TypeError for what is no optimizer.
+        """
+        if not self._enabled:
+            return
+        if (stage := self._stage(optimizer)) != READY:
+            raise RuntimeError(
+                f"expected an optimizer that is {READY} for unscale_(), found one {stage} since the last update(); "
+                "unscale once an iteration, before step(), and end the iteration with update()"
+            )
+        if hasattr(optimizer, "widen_gradients"):
+            optimizer.widen_gradients()
+        precise = torch.float32 if self._scale.device.type == "mps" else torch.float64
+        self._found_inf[optimizer] = self._multiply_gradients(optimizer, self._scale.to(precise).reciprocal().float())
+        self._stages[optimizer], self._latest[optimizer] = UNSCALED, None
+
+    def step(self, optimizer, *args, **kwargs):
+        """optimizer.step(*args, **kwargs) on unscaled gradients, and its result; None if skipped.
+
+        One that unscales and skips by itself (`_step_supports_amp_scaling`: torch's fused ones) is given tensors
+        `grad_scale` and `found_inf`, and runs. Raises what unscale_ raises, and RuntimeError for a second step before
+        update() and for a closure, whose gradients would be made inside the step, where nobody can check them.
+        """
+        if not self._enabled:
+            return optimizer.step(*args, **kwargs)
+        if "closure" in kwargs or any(map(callable, args)):
+            raise RuntimeError("expected step() without a closure, whose gradients nobody could check; found one")
+        if (stage := self._stage(optimizer)) == STEPPED:
+            raise RuntimeError("expected one step() of an optimizer per update(), found a second; call update() first")
+        skips_itself = getattr(optimizer, "_step_supports_amp_scaling", False)
+        if stage == READY and skips_itself:
+            self._found_inf[optimizer] = self._multiply_gradients(optimizer, torch.ones_like(self._scale))
+        elif stage == READY:
+            self.unscale_(optimizer)
+        found_inf, result = self._found_inf[optimizer], None
+        if skips_itself:
+            scale = getattr(optimizer, "grad_scale", None)  # the user's own
+            if stage == READY:
+                scale = self._scale if scale is None else self._scale * scale
+            optimizer.grad_scale, optimizer.found_inf = scale, found_inf
+            try:
+                result = optimizer.step(*args, **kwargs)
+            finally:
+                del optimizer.grad_scale, optimizer.found_inf
+        elif not found_inf.item():
+            result = optimizer.step(*args, **kwargs)
+        self._stages[optimizer], self._latest[optimizer] = STEPPED, found_inf
+        return result
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """End the iteration: S backs off if any optimizer met inf or nan, else grows if it is time (and never to inf).
+
+        new_scale: take this one instead, a number or a tensor of one element. Raises RuntimeError if nothing was
+        unscaled or stepped since the last update().
+        """
+        if not self._enabled:
+            return
+        if new_scale is not None:
+            self._init_scale = float(checked("scale", new_scale.item() if isinstance(new_scale, Tensor) else new_scale))
+            if self._scale is not None:
+                self._scale.fill_(self._init_scale)
+        elif not self._found_inf:
+            raise RuntimeError("expected step() or unscale_() before update(), found neither: no gradient was checked")
+        else:
+            found_inf = torch.stack(list(self._found_inf.values())).amax()
+            factors = self.growth_factor, self.backoff_factor, self.growth_interval
+            torch._amp_update_scale_(self._scale, self._growth_tracker, found_inf, *factors)
+        self._stages, self._found_inf = {}, {}
+
+    def skipped(self, optimizer) -> bool:
+        """Whether its latest step was skipped, by step() or by you, who unscaled and didn't step. Waits for the GPU."""
+        if self._enabled and optimizer not in self._latest:
+            raise RuntimeError("expected an optimizer that was given to scaler.step(), found one that never was")
+        return self._enabled and ((found_inf := self._latest[optimizer]) is None or bool(found_inf.item()))
+
+    def step_scheduler(self, scheduler, *args) -> None:
+        """scheduler.step(*args), unless its optimizer's latest step was skipped. For schedules that count steps.
+
+        Else warm-up runs on while nothing is learnt, and torch warns of a scheduler that steps before its optimizer.
+        """
+        if not self.skipped(scheduler.optimizer):
+            scheduler.step(*args)
+
+    def get_scale(self) -> float:
+        """S, or 1. if disabled. Waits for the GPU."""
+        return 1.0 if not self._enabled else self._init_scale if self._scale is None else self._scale.item()
+
+    def is_enabled(self) -> bool:
+        """Whether it scales."""
+        return self._enabled
+
+    def state_dict(self) -> dict[str, float | int]:
+        """What load_state_dict takes, here or in GradScaler; {} if disabled. Call it after update()."""
+        tracker = self._init_growth_tracker if self._growth_tracker is None else self._growth_tracker.item()
+        values = self.get_scale(), self.growth_factor, self.backoff_factor, self.growth_interval, tracker
+        return dict(zip(RULES, values, strict=True)) if self._enabled else {}
+
+    def load_state_dict(self, state_dict: Mapping[str, float | int]) -> None:
+        """Go on from a LossScaler's or GradScaler's state dict. Raises ValueError or TypeError for what is neither."""
+        if not self._enabled:
+            return
+        if missing := [key for key in RULES if key not in state_dict]:
+            hint = "" if state_dict else ": that of a scaler with enabled=False is empty"
+            raise ValueError(f"expected a loss scaler's state dict, found one without {', '.join(missing)}{hint}")
+        scale, growth, backoff, interval, tracker = (checked(key, state_dict[key]) for key in RULES)
+        self._init_scale, self._init_growth_tracker = float(scale), tracker
+        self.growth_factor, self.backoff_factor, self.growth_interval = growth, backoff, interval
+        if self._scale is not None:
+            self._scale.fill_(scale)
+            self._growth_tracker.fill_(tracker)
+
+    def __getstate__(self) -> dict:
+        if self._found_inf:
+            raise RuntimeError("expected to pickle a LossScaler between iterations, found one before its update()")
+        state = vars(self) | {"_scale": None, "_growth_tracker": None, "_latest": None}
+        if self._enabled:  # as numbers: the tensors are made again where the next loss is
+            state["_init_scale"], *_, state["_init_growth_tracker"] = self.state_dict().values()
+        return state
+
+    def __setstate__(self, state: dict) -> None:
+        vars(self).update(state, _latest=WeakKeyDictionary())
+
+    def _stage(self, optimizer) -> str:
+        """How far an optimizer has come, if it is one and there is a scale."""
+        if not hasattr(optimizer, "param_groups"):
+            raise TypeError(f"expected an optimizer, found {type(optimizer).__name__}")
+        if self._scale is None:
+            raise RuntimeError("expected scaler.scale(loss).backward() before unscale_() and step(), found no loss yet")
+        return self._stages.get(optimizer, READY)
+
+    @torch.no_grad()
+    def _multiply_gradients(self, optimizer, factor: Tensor) -> Tensor:
+        """Multiply gradients in place by a 0-dim FP32 tensor; returns found_inf, such a tensor too: 1. or 0."""
+        kinds = defaultdict(list)  # one kernel reads and multiplies all gradients of a device and dtype
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            if (gradient := parameter.grad) is None:
+                continue
+            if gradient.is_sparse:
+                if gradient.dtype is torch.float16:  # adds up what is there twice, which may overflow
+                    parameter.grad = gradient = gradient.coalesce()
+                gradient = gradient._values()
+            kinds[gradient.device, gradient.dtype].append(gradient)
+        if not kinds and self._agree is None:
+            raise RuntimeError(
+                "expected an optimizer with gradients, found one without any: call backward() on a scaled loss that "
+                "depends on its parameters (where only some ranks have gradients, give LossScaler an `agree`)"
+            )
+        found_inf = torch.zeros_like(factor)
+        for (device, _), gradients in kinds.items():
+            here = torch.zeros_like(factor, device=device)
+            torch._amp_foreach_non_finite_check_and_unscale_(gradients, here, factor.to(device))
+            found_inf = torch.maximum(found_inf, here.to(factor.device))
+        if self._agree is not None:
+            agreed = self._agree(found_inf)
+            if not isinstance(agreed, Tensor) or agreed.numel() != 1:
+                raise TypeError(f"expected agree to return the tensor of one element agreed on, found {agreed!r}")
+            found_inf = agreed.reshape(()).to(factor).ne(0).float()  # a fused kernel skips on exactly 1.
+        return found_inf

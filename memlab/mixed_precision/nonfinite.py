@@ -1,0 +1,256 @@
+"""Where the first nan came from: run the step again, look at every op's result, and name the op that made it.
+
+A loss that is nan says nothing: one inf in one layer makes nan of all that follows, and the gradients carry it to every
+parameter. The culprit is the first op whose result is not finite though what it was given was.
+
+But not every inf is a mistake: masks hold -inf on purpose. So an op's scalars count as inputs like its tensors, and
+
+- an op **made** an inf if its result holds one, and no input of it is inf or nan;
+- an op **made** a nan if its result holds one, and no input of it is nan: nobody wants a nan, whatever it is made of;
+- a nan or +inf **came in** with a tensor from outside the run (or -inf, with a parameter or its gradient), if the
+  result of an op that reads it is not finite either.
+
+In `masked_fill(mask, -inf)`, `full(size, inf)` and `x * inf` the inf is a scalar's, and what comes after has it from
+there; a mask from outside may hold -inf. But log(0), 1 / 0, 300 · 300 in FP16, 0 · inf and the softmax of a row that is
+masked throughout are found. So is a score below -16 added to FP16's lowest number as a mask: that is one overflow that
+softmax forgives. Views compute nothing and fresh memory (`empty`) holds anything: both are passed over, and so is what
+was in a tensor that an op overwrites (`out=`, `copy_`).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_leaves
+
+from memlab.memory_timeline import Line, Meter
+from memlab.memory_timeline.ownership import Owned, gradients_of, owned_by_model, storages_of
+
+
+@dataclass(frozen=True)
+class NonFinite:
+    """The first inf or nan of a run, and the op that made it; or that first showed it, if it came in.
+
+    kind: "inf" or "nan". count, shape, dtype: how many elements are, in which tensor. largest_input: the largest finite
+    |input| of the op; limit: the largest number of the dtype. came_in: with what it came in, such as "parameter
+    head.weight", or "". op, phase ("forward", "backward", "recompute", "optimizer"), module and line are the Meter's:
+    in backward, module and line are those of the forward op `backward_of`.
+    """
+
+    kind: str
+    count: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    largest_input: float
+    limit: float
+    came_in: str
+    op: str
+    backward_of: str
+    phase: str
+    module: str
+    line: Line
+
+    def __str__(self) -> str:
+        what = f"{self.count:,} {self.kind} of {math.prod(self.shape):,} {str(self.dtype).removeprefix('torch.')}"
+        op = self.op + (f" (the backward of {self.backward_of})" if self.backward_of else "")
+        place = f"in {self.phase}" + (f" of {self.module}" if self.module else "") + f", `{self.line}`"
+        if self.came_in:
+            return f"{what} came in with {self.came_in}, first read by {op} {place}"
+        return (
+            f"{op} made {what} {place}: its largest finite input is {self.largest_input:,.6g}, "
+            f"the largest number of its format {self.limit:,.6g}"
+        )
+
+
+def first_nonfinite(fn: Callable, *args, **kwargs) -> NonFinite | None:
+    """Run fn(*args, **kwargs) once, and return the first inf or nan that an op made, by the rule above; or None.
+
+        print(first_nonfinite(lambda: scaler.scale(model(x, y)).backward()))
+
+    The run is a real one: gradients are added to, an optimizer in it steps, random numbers are drawn. So to replay a
+    step that failed, first put weights, gradients and seed back as they were before it. The looking itself changes
+    nothing and draws no numbers; it reads every result, waits for the GPU at every op until something is found, and
+    takes several times as long as the step. What fn raises passes through.
+    """
+    watch = _Watch({f"argument {name}": value for name, value in [*enumerate(args), *kwargs.items()]})
+    with watch:
+        fn(*args, **kwargs)
+    return watch.found
+
+
+class Seen(NamedTuple):
+    """What one tensor or scalar holds: any nan, +inf, -inf; and its largest finite |number|."""
+
+    nan: bool
+    plus: bool
+    minus: bool
+    largest: float
+
+    @property
+    def finite(self) -> bool:
+        return not (self.nan or self.plus or self.minus)
+
+
+def look(value: Tensor | float) -> Seen:
+    """Read a floating-point tensor of any shape, once if it is finite; or a scalar."""
+    numbers = torch.tensor(value, device="cpu") if isinstance(value, float) else numbers_of(value)
+    low, high = torch.stack(numbers.aminmax()).tolist() if numbers.numel() else (0.0, 0.0)
+    if math.isfinite(low) and math.isfinite(high):
+        return Seen(False, False, False, max(abs(low), abs(high)))
+    largest = numbers.nan_to_num(0, 0, 0).abs().max().item()
+    return Seen(*(bool(test(numbers).any()) for test in (torch.isnan, torch.isposinf, torch.isneginf)), largest)
+
+
+def numbers_of(tensor: Tensor) -> Tensor:
+    """A tensor's numbers as a real, strided tensor of 2 bytes a number or more."""
+    if tensor.layout is torch.sparse_coo:
+        tensor = tensor._values()
+    elif tensor.layout is not torch.strided:
+        tensor = tensor.values()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    return tensor.float() if tensor.itemsize == 1 else tensor
+
+
+def floats_in(values: object) -> Iterator[Tensor | float]:
+    """The floating-point tensors and scalars among an op's arguments or results, lists opened."""
+    if isinstance(values, Tensor):
+        if (values.is_floating_point() or values.is_complex()) and not values.is_meta:
+            yield values
+    elif isinstance(values, float):
+        yield values
+    elif isinstance(values, (list, tuple)):
+        for value in values:
+            yield from floats_in(value)
+
+
+@functools.cache
+def writes(op: torch._ops.OpOverload) -> tuple[set[str | int], set[str | int]] | None:
+    """The arguments an op writes to, by place or name, and those of them it doesn't read first; None: pass it over."""
+    name = op._schema.name.partition("::")[2]
+    written, blind = set(), set()
+    for place, argument in enumerate(op._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            key = argument.name if argument.kwarg_only else place
+            written.add(key)
+            if argument.is_out or name in ("copy_", "_foreach_copy_"):
+                blind.add(key)
+    view = not written and any(result.alias_info is not None for result in op._schema.returns)
+    return None if view or name.startswith(("empty", "new_empty", "resize")) else (written, blind)
+
+
+class _Watch(Meter):
+    """A Meter that also looks: it knows every op's phase, module and line, and which tensors are from outside."""
+
+    def __init__(self, arguments: dict[str, object]):
+        super().__init__()
+        self._arguments = arguments
+        self.found: NonFinite | None = None
+
+    def _set_up(self, stack: ExitStack) -> None:
+        super()._set_up(stack)
+        self._log = self  # the Meter has its log run each op
+        stack.callback(setattr, self, "_log", None)
+        stack.callback(register_optimizer_step_pre_hook(self._adopt_gradients).remove)
+        for name, value in self._arguments.items():
+            for leaf in tree_leaves(value):
+                if isinstance(leaf, Module):
+                    self._learn(leaf)
+                elif isinstance(leaf, Tensor):
+                    self._adopt_unseen([Owned(leaf, "input", name)])
+
+    def placed(self, *_) -> None:
+        """The log's other duty, an address."""
+
+    def _enter_module(self, module: Module, args: tuple) -> None:
+        if id(module) not in self._module_names and self._modules_inside == [""]:
+            self._learn(module)
+            for place, leaf in enumerate(tree_leaves(args)):
+                if isinstance(leaf, Tensor):
+                    self._adopt_unseen([Owned(leaf, "input", f"argument {place} of {type(module).__name__}")])
+        super()._enter_module(module, args)
+
+    def _adopt_gradients(self, optimizer: torch.optim.Optimizer, *_) -> None:
+        for group in optimizer.param_groups:
+            self._adopt_unseen(gradients_of(group["params"], self._parameter_names))
+
+    def _learn(self, model: Module) -> None:
+        """The names in a model that the run turns out to use."""
+        self._module_names |= {id(module): name or type(model).__name__ for name, module in model.named_modules()}
+        self._parameter_names |= {id(parameter): name for name, parameter in model.named_parameters()}
+        self._adopt_unseen(owned_by_model([model]))
+
+    def _adopt_unseen(self, owned: Iterable[Owned]) -> None:
+        self._adopt(
+            each for each in owned if all(storage._cdata not in self._live for storage in storages_of(each.tensor))
+        )
+
+    # ---- looking
+
+    def run(self, number: int, op, args: tuple, kwargs: dict):
+        """Run op number `number`, and look at what it made until something is found."""
+        rule = writes(op) if self.found is None and isinstance(op, torch._ops.OpOverload) else None
+        if rule is None:
+            return op(*args, **kwargs)
+        written, blind = rule
+        given = dict(enumerate(args)) | kwargs
+        inputs = list(floats_in([value for key, value in given.items() if key not in blind]))
+        seen = list(map(look, inputs)) if written else None  # before they are written to
+        result = op(*args, **kwargs)
+        made = result[:1] if "scaled_dot_product" in str(op) and "backward" not in str(op) else result  # no statistics
+        for tensor in floats_in([made, *(given.get(key) for key in written)]):
+            if isinstance(tensor, Tensor) and not (after := look(tensor)).finite:
+                self.found = self._judge(number, tensor, after, inputs, seen or list(map(look, inputs)))
+                break
+        return result
+
+    def _judge(self, number: int, tensor: Tensor, after: Seen, inputs: list, seen: list[Seen]) -> NonFinite | None:
+        """The rule: `tensor` is not finite after an op that saw `inputs`. None if that is nothing new."""
+        largest = max((one.largest for one in seen), default=0.0)
+        if all(one.finite for one in seen):
+            return self._report(number, tensor, "nan" if not (after.plus or after.minus) else "inf", largest, "")
+        if after.nan and not any(one.nan for one in seen):
+            return self._report(number, tensor, "nan", largest, "")
+        for value, one in zip(inputs, seen, strict=True):
+            if isinstance(value, Tensor) and not one.finite:
+                bearer, may_mask = self._bearer(value)
+                if bearer and (one.nan or one.plus or not may_mask):
+                    return self._report(number, value, "nan" if one.nan else "inf", largest, bearer)
+        return None
+
+    def _bearer(self, tensor: Tensor) -> tuple[str, bool]:
+        """What brought a tensor in from outside ("": it was made in the run), and whether it could be a mask."""
+        storage = self._live.get(next(storages_of(tensor))._cdata)
+        category, name = self._history.owners.get(storage, ("", ""))
+        if storage is not None and self._history.births[storage].op >= 0 and category != "input":
+            return "", False
+        if isinstance(tensor, Parameter) or category in ("parameter", "gradient", "optimizer_state"):
+            said = {"parameter": f"parameter {name}", "gradient": f"the gradient of {name}"}.get(category, name)
+            return said or "a parameter", False
+        return {"buffer": f"buffer {name}", "": "a tensor from outside"}.get(category, name), True
+
+    def _report(self, number: int, tensor: Tensor, kind: str, largest: float, came_in: str) -> NonFinite:
+        op, numbers = self._ops[number], numbers_of(tensor)
+        return NonFinite(
+            kind=kind,
+            count=int((numbers.isnan() if kind == "nan" else numbers.isinf()).sum()),
+            shape=tuple(tensor.shape),
+            dtype=tensor.dtype,
+            largest_input=largest,
+            limit=torch.finfo(tensor.dtype).max,
+            came_in=came_in,
+            op=op.name,
+            backward_of=self._ops[op.forward_op].name if op.forward_op >= 0 else "",
+            phase=op.phase,
+            module=op.module,
+            line=self._lines[op.line],
+        )

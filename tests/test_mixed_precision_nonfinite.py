@@ -1,0 +1,305 @@
+"""The op that made the first inf or nan is named, with its module and line; what is inf on purpose is not."""
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+from torch.utils.checkpoint import checkpoint
+
+from memlab.book.workloads import GPT, text_batch
+from memlab.mixed_precision.loss_scaler import LossScaler
+from memlab.mixed_precision.nonfinite import first_nonfinite
+from tests.memory_timeline_helpers import one_thread  # noqa: F401
+
+INF, NAN = float("inf"), float("nan")
+
+
+class Layers(nn.Module):
+    """Two linear layers, and a normalisation by hand, in FP16 or whatever it is moved to."""
+
+    def __init__(self, normalised=False):
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+        self.normalised = normalised
+        for layer in (self.up, self.down):
+            nn.init.constant_(layer.weight, 0.5)
+
+    def forward(self, x):
+        hidden = self.up(x)
+        if self.normalised:
+            centred = hidden - hidden.mean(-1, keepdim=True)
+            hidden = centred / centred.square().mean(-1, keepdim=True).sqrt()
+        return self.down(hidden)
+
+
+def report(fn, *args, **kwargs):
+    found = first_nonfinite(fn, *args, **kwargs)
+    assert found is not None
+    return found
+
+
+# ---- what is made
+
+
+def test_an_fp16_overflow_in_a_linear_layer_names_the_layer_and_its_line():
+    model = Layers().half()
+    model.down.weight.data.fill_(300.0)
+    found = report(model, torch.full((2, 4), 100.0).half())
+    assert (found.op, found.phase, found.module, found.kind) == ("mm", "forward", "down", "inf")
+    assert str(found.line) == "Layers.forward: return self.down(hidden)"
+    assert (found.count, found.shape, found.dtype) == (8, (2, 4), torch.float16)
+    assert (found.largest_input, found.limit) == (300.0, 65504.0)
+    assert found.came_in == "" and found.backward_of == ""
+    assert str(found).startswith("mm made 8 inf of 8 float16 in forward of down, `Layers.forward: return self.down")
+
+
+def test_the_reader_sees_the_number_that_did_not_fit():
+    found = report(lambda: torch.tensor([1.0, 70_000.0]).half())
+    assert (found.op, found.largest_input, found.limit, found.count) == ("_to_copy", 70_000.0, 65504.0, 1)
+    assert "largest finite input is 70,000, the largest number of its format 65,504" in str(found)
+
+
+def test_an_overflow_only_in_backward_names_its_forward_op_module_and_line():
+    model = Layers().half()
+    model.up.weight.data.fill_(2.0**-12)
+    model.down.weight.data.fill_(2.0**-4)
+    scaler = LossScaler(init_scale=2.0**15)
+    found = report(lambda: scaler.scale(model(torch.full((1, 4), 16.0).half()).float().sum()).backward())
+    assert (found.op, found.backward_of, found.phase) == ("mm", "mm", "backward")
+    assert found.largest_input == 2.0**13  # four times 2^15 · 2^-4; times 16 it is 2^17
+    assert (found.module, str(found.line)) == ("up", "Layers.forward: hidden = self.up(x)")
+
+
+def test_zero_by_zero_in_a_normalisation_is_nan_from_the_division():
+    found = report(lambda: Layers(normalised=True)(torch.ones(2, 4)))
+    assert (found.op, found.kind, found.count) == ("div", "nan", 8)
+    assert found.line.source == "hidden = centred / centred.square().mean(-1, keepdim=True).sqrt()"
+
+
+@pytest.mark.parametrize(
+    "fn, op, kind",
+    [
+        (lambda: torch.zeros(3).log(), "log", "inf"),
+        (lambda: torch.ones(3) / 0, "div", "inf"),
+        (lambda: torch.zeros(3) / 0, "div", "nan"),
+        (lambda: torch.full((3,), INF) * 0, "mul", "nan"),
+        (lambda: torch.full((3,), -INF).softmax(0), "_softmax", "nan"),
+        (lambda: torch.ones(3, 3).triu(1) * -INF, "mul", "nan"),
+        (lambda: torch.full((3,), 3e38).mul_(10), "mul_", "inf"),
+        (lambda: (lambda x: x.mul_(x))(torch.full((3,), 1e30)), "mul_", "inf"),
+        (lambda: torch._foreach_mul([torch.ones(2), torch.full((2,), 3e38)], 10.0), "_foreach_mul", "inf"),
+        (lambda: torch._foreach_mul_([torch.ones(2), torch.full((2,), 3e38)], 10.0), "_foreach_mul_", "inf"),
+        (lambda: torch.log(torch.zeros(2), out=torch.full((2,), NAN)), "log", "inf"),
+        (lambda: torch.full((2,), NAN).half().copy_(torch.full((2,), 7e4)), "copy_", "inf"),
+        (lambda: torch.full((2,), 3e38, dtype=torch.complex64) * 10, "mul", "inf"),
+        (lambda: torch.sparse_coo_tensor([[0]], [3e38], (2,), check_invariants=True) * 10.0, "mul", "inf"),
+        (lambda: torch.linalg.vector_norm(torch.full((2,), 3e38)), "linalg_vector_norm", "inf"),
+    ],
+)
+def test_what_makes_an_inf_or_nan_is_named(fn, op, kind):
+    found = report(fn)
+    assert (found.op, found.kind, found.came_in) == (op, kind, "")
+
+
+@pytest.mark.parametrize("options", [{"foreach": False}, {"foreach": True}, {"fused": True}])
+def test_an_optimizer_without_epsilon_makes_nan_in_its_step(options):
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.AdamW([parameter], eps=0.0, **options)
+    parameter.grad = torch.zeros(2)
+
+    def step():
+        optimizer.step()
+
+    found = report(step)
+    assert (found.phase, found.kind, found.came_in) == ("optimizer", "nan", "")
+    assert str(found.line).endswith("step: optimizer.step()")
+    expected = "_fused_adamw_" if "fused" in options else "_foreach_addcdiv_" if options["foreach"] else "addcdiv_"
+    assert found.op == expected
+
+
+def test_only_the_first_is_named_and_the_run_goes_on_to_its_end():
+    done = []
+
+    def run():
+        torch.zeros(1).log()
+        torch.zeros(1) / 0
+        done.append(True)
+
+    assert report(run).op == "log" and done == [True]
+
+
+def test_autocast_and_its_casts_are_seen():
+    model = Layers()
+    model.up.weight.data.fill_(7e4)
+
+    def run():
+        with torch.autocast("cpu", torch.float16):
+            model(torch.ones(1, 4))
+
+    found = report(run)
+    assert (found.op, found.module, found.largest_input) == ("_to_copy", "up", 7e4)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_under_checkpointing_the_forward_is_named_and_the_gradients_stay(use_reentrant):
+    model = Layers()
+    x = torch.ones(2, 4, requires_grad=True)
+    assert first_nonfinite(lambda: checkpoint(model, x, use_reentrant=use_reentrant).sum().backward()) is None
+    expected, model.up.weight.grad = model.up.weight.grad, None
+    model(x).sum().backward()
+    assert torch.equal(model.up.weight.grad, expected)
+    model.down.weight.data.fill_(3e38)
+    found = report(lambda: checkpoint(model, x * 10, use_reentrant=use_reentrant).sum().backward())
+    assert (found.op, found.phase, found.module) == ("mm", "forward", "down")
+
+
+# ---- what came in
+
+
+@pytest.mark.parametrize("bad, kind", [(NAN, "nan"), (INF, "inf"), (-INF, "inf")])
+def test_a_parameter_that_is_not_finite_is_named(bad, kind):
+    model = Layers()
+    model.down.weight.data[1, 2] = bad
+    x = torch.ones(2, 4)
+    found = report(lambda: model(x).sum().backward())
+    assert (found.came_in, found.kind, found.count, found.shape) == ("parameter down.weight", kind, 1, (4, 4))
+    assert (found.op, found.module) == ("mm", "down")
+    assert "came in with parameter down.weight, first read by mm in forward of down" in str(found)
+
+
+@pytest.mark.parametrize("bad", [NAN, INF])
+def test_a_batch_that_is_not_finite_is_named_as_the_argument_it_is(bad):
+    model, x = Layers(), torch.ones(2, 4)
+    x[0, 0] = bad
+    assert report(model, x).came_in == "argument 0"
+    assert report(lambda batch: model(batch["x"]), batch={"x": x}).came_in == "argument batch"
+    assert report(lambda: model(x)).came_in == "argument 0 of Layers"
+    assert report(lambda: x + 1).came_in == "a tensor from outside the meter"
+
+
+def test_a_gradient_that_came_in_is_named_whoever_reads_it_first():
+    model = Layers()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model(torch.ones(1, 4)).sum().backward()
+    model.up.weight.grad[0, 0] = -INF
+    found = report(lambda _: optimizer.step(), model)
+    assert (found.came_in, found.phase) == ("the gradient of up.weight", "optimizer")
+
+
+# ---- what is not reported
+
+
+def test_a_scalers_own_check_is_no_maker_and_its_poison_neither():
+    for scaler in (LossScaler(), torch.amp.GradScaler("cpu")):
+        parameter = nn.Parameter(torch.ones(2))
+        optimizer = torch.optim.SGD([parameter], lr=1.0)
+
+        def run(scaler=scaler, parameter=parameter, optimizer=optimizer):
+            scaler.scale(parameter.sum() * INF).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+        assert first_nonfinite(run) is None
+        assert parameter.tolist() == [1.0, 1.0]
+
+
+def empty_and_used():
+    fresh = torch.empty(1000)
+    fresh.fill_(1.0)
+    torch.empty_like(fresh)
+    fresh.new_empty(1000)
+    torch.empty_strided((4,), (1,))
+    return fresh.view(10, 100)[1:].t() * 2
+
+
+def dirty():
+    """Memory with nan in it is given back, for `empty` to find it."""
+    for _ in range(8):
+        torch.full((1000,), NAN)
+    for _ in range(8):
+        torch.empty(1000)
+
+
+OUTSIDE = torch.full((4, 4), -INF).triu(1)  # 0 and -inf
+GARBAGE = torch.full((4,), NAN)
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda: torch.zeros(4, 4).masked_fill(torch.eye(4).bool(), -INF).softmax(-1),
+        lambda: torch.zeros(4).masked_fill_(torch.tensor([True, False, False, False]), INF),
+        lambda: torch.where(torch.tensor([True, False]), 1.0, -INF),
+        lambda: torch.full((3,), INF),
+        lambda: torch.zeros(3).fill_(-INF).exp(),
+        lambda: torch.zeros(3).new_full((2,), NAN),
+        lambda: torch.tensor([1.0, INF]) * 2,
+        lambda: F.pad(torch.zeros(3), (1, 1), value=-INF),
+        lambda: torch.ones(3) * INF,
+        lambda: (torch.zeros(4, 4) + OUTSIDE).softmax(-1),
+        lambda: F.scaled_dot_product_attention(*torch.ones(3, 1, 1, 4, 4), attn_mask=OUTSIDE),
+        lambda: F.scaled_dot_product_attention(*torch.ones(3, 1, 1, 4, 4), attn_mask=torch.ones(4, 4).tril().bool()),
+        lambda: torch.linalg.vector_norm(torch.ones(3), INF),
+        lambda: GARBAGE[:2].copy_(torch.ones(2)),
+        lambda: torch.add(torch.ones(4), 1, out=GARBAGE),
+        lambda: torch.full((2,), NAN).isnan(),
+        lambda: torch.tensor([2**62, 1]) * 4,
+        lambda: torch.ones(3, device="meta").log(),
+        lambda: torch.ones(0).log(),
+        lambda: torch.sparse_coo_tensor([[0]], [1.0], (2,), check_invariants=True) * 2.0,
+        lambda: F.max_pool1d(torch.ones(1, 1, 4), 3, padding=1),
+        dirty,
+        empty_and_used,
+    ],
+)
+def test_what_is_not_finite_on_purpose_or_not_a_value_is_passed_over(fn):
+    GARBAGE.fill_(NAN)
+    assert first_nonfinite(fn) is None
+
+
+@pytest.mark.parametrize("attention", ["fused", "by hand"])
+def test_a_healthy_step_has_nothing_to_report_and_is_the_step_it_would_have_been(attention):
+    batch, weights = text_batch(2, 16, nbytes=100_000), []
+    for watched in (False, True):
+        torch.manual_seed(0)
+        model = GPT(layers=2, width=16, heads=2, context=16, attention=attention, dropout=0.1)
+        optimizer, scaler = torch.optim.AdamW(model.parameters()), LossScaler()
+
+        def step(model=model, optimizer=optimizer, scaler=scaler):
+            scaler.scale(model(*batch)).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+
+        assert (first_nonfinite(step) if watched else step()) is None
+        weights.append([p.detach().clone() for p in model.parameters()] + [torch.rand(1)])
+    assert all(map(torch.equal, *weights))
+
+
+# ---- manners
+
+
+def test_what_fn_raises_passes_through_with_everything_off():
+    def run():
+        torch.zeros(1).log()
+        raise OSError("the reader's own")
+
+    hooks = nn.modules.module._global_forward_pre_hooks.copy()
+    with pytest.raises(OSError, match="the reader's own"):
+        first_nonfinite(run)
+    assert _get_current_dispatch_mode() is None
+    assert nn.modules.module._global_forward_pre_hooks == hooks
+
+
+def test_arguments_are_passed_on_and_fn_runs_once():
+    calls = []
+
+    def fn(*args, **kwargs):
+        calls.append((args, kwargs))
+
+    assert first_nonfinite(functools.partial(fn, 1), 2, three=3) is None
+    assert calls == [((1, 2), {"three": 3})]
