@@ -177,7 +177,7 @@ def test_a_batch_that_is_not_finite_is_named_as_the_argument_it_is(bad):
     assert report(model, x).came_in == "argument 0"
     assert report(lambda batch: model(batch["x"]), batch={"x": x}).came_in == "argument batch"
     assert report(lambda: model(x)).came_in == "argument 0 of Layers"
-    assert report(lambda: x + 1).came_in == "a tensor from outside the meter"
+    assert report(lambda: x + 1).came_in == "a tensor from outside"
 
 
 def test_a_gradient_that_came_in_is_named_whoever_reads_it_first():
@@ -189,7 +189,21 @@ def test_a_gradient_that_came_in_is_named_whoever_reads_it_first():
     assert (found.came_in, found.phase) == ("the gradient of up.weight", "optimizer")
 
 
+def test_without_a_model_to_name_them_parameters_and_gradients_are_still_told_from_masks():
+    parameter = nn.Parameter(torch.tensor([-INF]))
+    assert report(lambda: parameter * 2).came_in == "a parameter"
+    parameter.data.fill_(1.0)
+    parameter.grad = torch.tensor([-INF])
+    optimizer = torch.optim.SGD([parameter])
+    assert report(lambda: optimizer.step()).came_in == "the gradient of a parameter"
+
+
 # ---- what is not reported
+
+
+def test_what_the_run_made_inf_on_purpose_does_not_come_in_with_the_model_it_is_given_to():
+    model = Layers()
+    assert first_nonfinite(lambda: model(torch.full((2, 4), INF))) is None
 
 
 def test_a_scalers_own_check_is_no_maker_and_its_poison_neither():

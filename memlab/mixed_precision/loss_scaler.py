@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from numbers import Integral, Real
 from weakref import WeakKeyDictionary
 
@@ -68,13 +68,13 @@ class LossScaler:
 
     def __init__(
         self,
-        init_scale=2.0**16,
-        growth_factor=2.0,
-        backoff_factor=0.5,
-        growth_interval=2000,
-        enabled=True,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
         *,
-        agree=None,
+        agree: Callable[[Tensor], Tensor] | None = None,
     ):
         self._init_scale, self._init_growth_tracker = float(checked("scale", init_scale)), 0
         self.growth_factor = checked("growth_factor", growth_factor)

@@ -233,10 +233,13 @@ class _Watch(Meter):
         category, name = self._history.owners.get(storage, ("", ""))
         if storage is not None and self._history.births[storage].op >= 0 and category != "input":
             return "", False
-        if isinstance(tensor, Parameter) or category in ("parameter", "gradient", "optimizer_state"):
-            said = {"parameter": f"parameter {name}", "gradient": f"the gradient of {name}"}.get(category, name)
-            return said or "a parameter", False
-        return {"buffer": f"buffer {name}", "": "a tensor from outside"}.get(category, name), True
+        owned = {"parameter": f"parameter {name}", "gradient": f"the gradient of {name}", "optimizer_state": name}
+        if isinstance(tensor, Parameter) or category in owned:
+            return owned.get(category, "a parameter"), False
+        return (
+            f"buffer {name}" if category == "buffer" else name if "argument" in name else "a tensor from outside",
+            True,
+        )
 
     def _report(self, number: int, tensor: Tensor, kind: str, largest: float, came_in: str) -> NonFinite:
         op, numbers = self._ops[number], numbers_of(tensor)
