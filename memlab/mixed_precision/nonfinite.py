@@ -97,6 +97,7 @@ class Seen(NamedTuple):
 
     @property
     def finite(self) -> bool:
+        """Whether it holds no inf and no nan."""
         return not (self.nan or self.plus or self.minus)
 
 
