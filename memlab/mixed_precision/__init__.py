@@ -1,1 +1,22 @@
-"""Mixed precision: number formats, loss scaling, and master weights."""
+"""Mixed precision: train in 16 bits to the same answer.
+
+formats: what a number is, bit by bit, and what a format loses. loss_scaler: keeps small gradients from FP16's floor.
+nonfinite: names the first op that made a nan or inf. master_weights: FP32 copies that small updates add up in.
+stochastic_rounding: the same without copies. Sources: Micikevicius et al. 2018; Kalamkar et al. 2019.
+"""
+
+from memlab.mixed_precision.formats import FORMATS, Bits, Format, bits, losses, round_to
+from memlab.mixed_precision.loss_scaler import LossScaler
+from memlab.mixed_precision.nonfinite import NonFinite, first_nonfinite
+
+__all__ = [
+    "FORMATS",
+    "Bits",
+    "Format",
+    "LossScaler",
+    "NonFinite",
+    "bits",
+    "first_nonfinite",
+    "losses",
+    "round_to",
+]
