@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from memlab.book.steps import IMPLEMENTATIONS, OPTIMIZERS, build
+from memlab.book.steps import build
+from memlab.book.steps import made as optimizer_made
 from memlab.memory_arithmetic import PRESETS, Transformer, preset, training_step
 from memlab.memory_arithmetic.ledger import Ledger, elements
 from memlab.memory_timeline import Meter, imagine
@@ -42,6 +43,7 @@ class Case:
     dropout: float = 0.0
     first_step: bool = False
     hardware: str = "cpu"
+    chunk_bytes: int = 64 * 2**20
 
     @property
     def model(self) -> Transformer:
@@ -59,6 +61,7 @@ class Case:
 
     def predicted(self):
         options = ("precision", "optimizer", "implementation", "attention", "dropout", "hardware", "first_step")
+        options += ("chunk_bytes",)
         return training_step(self.model, self.batch, self.tokens, **{name: getattr(self, name) for name in options})
 
 
@@ -108,6 +111,28 @@ CPU = {
     "Llama, the second block decides, for the first lets the rotary tables go": Case(
         family="llama", layers=4, width=32, heads=1, hidden=16, batch=1, tokens=14, vocabulary=8, optimizer="sgd"
     ),
+    "GPT, master weights": Case(precision="mixed"),
+    "GPT, master weights, small chunks, few tokens": Case(**SHORT, precision="mixed", chunk_bytes=4000),
+    "GPT, master weights, a chunk is a parameter": Case(**SHORT, precision="mixed", chunk_bytes=1),
+    "GPT, master weights, small chunks by foreach": Case(
+        **SHORT, precision="mixed", implementation="foreach", chunk_bytes=16_000
+    ),
+    "GPT, master weights, fused, first step": Case(**SHORT, precision="mixed", implementation="fused", first_step=True),
+    "GPT, master weights, first step in small chunks": Case(
+        **SHORT, precision="mixed", first_step=True, chunk_bytes=16_000
+    ),
+    "GPT, master weights, SGD": Case(**SHORT, precision="mixed", optimizer="sgd", chunk_bytes=16_000),
+    "GPT, master weights, SGD, first step": Case(**SHORT, precision="mixed", optimizer="sgd", first_step=True),
+    "GPT, master weights, momentum by foreach": Case(
+        **SHORT, precision="mixed", optimizer="momentum", implementation="foreach"
+    ),
+    "GPT, master weights, momentum, first step in small chunks": Case(
+        **SHORT, precision="mixed", optimizer="momentum", first_step=True, chunk_bytes=8000
+    ),
+    "GPT, master weights, the head is the token embedding, first step: the last chunk is not the fullest": Case(
+        **SHORT, **LARGE_VOCABULARY, precision="mixed", optimizer="sgd", tied=True, first_step=True, chunk_bytes=1
+    ),
+    "Llama, master weights, fused": Case(**LLAMA, **SHORT, precision="mixed", implementation="fused"),
     "GPT, autocast": Case(precision="autocast"),
     "GPT, autocast, AdamW by foreach": Case(precision="autocast", implementation="foreach", width=64, batch=1),
     "GPT, autocast, by hand": Case(**BY_HAND, precision="autocast"),
@@ -129,6 +154,14 @@ GPU = {
     "GPT on a GPU, BF16, dropout keeps flash attention": Case(precision="bf16", dropout=0.1, implementation="fused"),
     "GPT on a GPU, BF16, by hand, dropout": Case(**BY_HAND, precision="bf16", dropout=0.1, batch=8),
     "GPT on a GPU, BF16, few tokens: √v decides": Case(**SHORT, precision="bf16"),
+    "GPT on a GPU, master weights": Case(precision="mixed"),
+    "GPT on a GPU, master weights, few tokens, small chunks": Case(**SHORT, precision="mixed", chunk_bytes=16_000),
+    "GPT on a GPU, master weights, first step": Case(**SHORT, precision="mixed", first_step=True),
+    "GPT on a GPU, master weights, fused, first step in small chunks": Case(
+        **SHORT, precision="mixed", implementation="fused", first_step=True, chunk_bytes=16_000
+    ),
+    "GPT on a GPU, master weights, for-loop": Case(**SHORT, precision="mixed", implementation="for-loop"),
+    "Llama on a GPU, master weights, momentum": Case(**LLAMA, **SHORT, precision="mixed", optimizer="momentum"),
     "GPT on a GPU, autocast": Case(precision="autocast", batch=8),
     "GPT on a GPU, autocast, by hand: softmax in FP32": Case(**BY_HAND, precision="autocast", batch=8),
     "GPT on a GPU, autocast, by hand, dropout": Case(**BY_HAND, precision="autocast", dropout=0.1, batch=8),
@@ -161,12 +194,14 @@ class Run:
     """A case's model, optimizer and batch. `step()` is one training step, gradients are freed at its end."""
 
     def __init__(self, case: Case):
-        torch.set_default_dtype(BF16 if case.precision == "bf16" else torch.float32)
+        torch.set_default_dtype(BF16 if case.precision in ("bf16", "mixed") else torch.float32)
         try:
             self.model = made(case)
         finally:
             torch.set_default_dtype(torch.float32)
-        self.optimizer = OPTIMIZERS[case.optimizer](self.model.parameters(), **IMPLEMENTATIONS[case.implementation])
+        self.optimizer = optimizer_made(
+            self.model.parameters(), case.optimizer, case.implementation, case.precision, case.chunk_bytes
+        )
         x, y = torch.randint(case.vocabulary, (2, case.batch, case.tokens)).unbind()
         self.inputs = x.clone(), y.clone()
         device = "cuda" if case.hardware == "gpu" else "cpu"

@@ -53,7 +53,9 @@ def test_the_picture_says_every_moment_and_draws_a_ceiling_for_each():
     assert picture.png().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("options", [{}, {"precision": "bf16", "implementation": "fused"}, {"precision": "autocast"}])
+@pytest.mark.parametrize(
+    "options", [{}, {"precision": "bf16", "implementation": "fused"}, {"precision": "autocast"}, {"precision": "mixed"}]
+)
 def test_the_step_can_be_imagined_too(options):
     with imagine("H100-80GB"):
         timeline = metered_step(GPT, 2, 16, **options)
@@ -80,8 +82,8 @@ def test_terms_are_listed_from_the_largest_and_the_rest_is_summed():
 def test_what_has_no_model_in_the_book_is_refused():
     with pytest.raises(ValueError, match="dataclasses.replace"):
         build(PRESETS["GPT-2 small"])
-    with pytest.raises(ValueError, match="expected precision 'fp32', 'bf16' or 'autocast', found 'mixed'"):
-        metered_step(GPT, 1, 8, precision="mixed")
+    with pytest.raises(ValueError, match="expected precision to be one of .*'mixed'.*; found 'fp8'"):
+        metered_step(GPT, 1, 8, precision="fp8")
 
 
 # ---- what if
@@ -96,7 +98,7 @@ def test_wherever_the_sliders_stand_the_prediction_adds_up():
         assert step.peak_bytes > step.parameters.nbytes > 0
 
 
-def test_the_bars_say_what_was_asked_and_which_card_holds_it(monkeypatch):
+def test_the_bars_say_what_was_asked_and_which_card_holds_it():
     sliders = what_if(layers=2, width=256, tokens=256, batch=1)
     assert "0.03 billion parameters" in sliders.picture.figure.axes[0].get_title(loc="left")
     assert "which fits T4-16GB" in sliders.picture.figure.axes[0].get_title(loc="left")
@@ -107,9 +109,9 @@ def test_the_bars_say_what_was_asked_and_which_card_holds_it(monkeypatch):
     assert "H200-141GB" in large.alt
     thick = sliders.at(**sliders.start | {"width": 2048, "heads": 4})
     assert "no fused kernel for heads of 512" in thick.figure.axes[0].get_title(loc="left")
-    monkeypatch.setattr(predictions, "_imagined", lambda *_: pytest.fail("master weights cannot be imagined yet"))
-    mixed = sliders.at(**sliders.start | {"precision": "mixed", "imagined": True})
-    assert "imagined: " not in mixed.alt and "from chapter 06 on" in mixed.figure.axes[0].get_title(loc="left")
+    mixed = Asked(2, 256, 16, 256, 1, "mixed", "adamw")
+    imagined = {name: nbytes for name, nbytes in predictions._imagined(mixed).items() if nbytes}
+    assert imagined == mixed.step().peak.by_category()
 
 
 def test_the_cards_are_in_order_of_their_capacity():

@@ -186,8 +186,8 @@ def _imagined(asked: Asked) -> dict[str, int]:
 def what_if(**start) -> Interactive:
     """Sliders over a GPT's sizes, its batch, precision and optimizer: its peak in bars, against what cards have.
 
-    "imagined" runs the step on imagined hardware too and sets its bar below; "mixed", which needs master weights,
-    cannot be imagined before chapter 06. start: where the sliders begin, as layers=12.
+    "imagined" runs the step on imagined hardware too and sets its bar below. start: where the sliders begin, as
+    layers=12.
     """
     usual = {"layers": 12, "width": 1024, "heads": 16, "tokens": 1024, "batch": 8, "precision": "fp32"}
     begin = usual | {"optimizer": "adamw"} | start
@@ -205,15 +205,13 @@ def what_if(**start) -> Interactive:
         asked = Asked(layers, width, heads, tokens, batch, precision, optimizer)
         step = asked.step()
         rows = {"predicted": step.peak.by_category()}
-        if imagined and precision != "mixed":
+        if imagined:
             rows["imagined"] = _imagined(asked)
         by_hand = "" if asked.attention == "fused" else f" (no fused kernel for heads of {width // heads:,})"
         title = (
             f"{step.model.parameters / 1e9:,.2f} billion parameters{by_hand}; fullest in the {step.peak.moment}: "
             f"{format_bytes(step.peak_bytes)}, {_fits(step.peak_bytes)}"
         )
-        if imagined and precision == "mixed":
-            title += "; imagined from chapter 06 on"
         return bars(rows, title=title, capacities=capacities())
 
     return Interactive(draw, **SLIDERS, imagined=[False, True])

@@ -6,14 +6,28 @@ import torch
 
 from memlab.book.workloads import GPT, GPTConfig, Llama, LlamaConfig
 from memlab.memory_arithmetic import Transformer
+from memlab.memory_arithmetic.optimizers import CHUNK_BYTES
+from memlab.memory_arithmetic.step import PRECISIONS
 from memlab.memory_timeline import Meter, Timeline
+from memlab.mixed_precision.master_weights import MasterWeights
 
 OPTIMIZERS = {
-    "sgd": lambda p, **options: torch.optim.SGD(p, lr=1e-3, **options),
-    "momentum": lambda p, **options: torch.optim.SGD(p, lr=1e-3, momentum=0.9, **options),
-    "adamw": torch.optim.AdamW,
+    "sgd": (torch.optim.SGD, {"lr": 1e-3}),
+    "momentum": (torch.optim.SGD, {"lr": 1e-3, "momentum": 0.9}),
+    "adamw": (torch.optim.AdamW, {}),
 }
 IMPLEMENTATIONS = {None: {}, "for-loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
+
+
+def made(
+    parameters, optimizer: str, implementation: str | None, precision: str, chunk_bytes: int = CHUNK_BYTES
+) -> torch.optim.Optimizer:
+    """The optimizer of that name, around master weights when the precision is "mixed"."""
+    kind, options = OPTIMIZERS[optimizer]
+    options = options | IMPLEMENTATIONS[implementation]
+    if precision == "mixed":
+        return MasterWeights(parameters, kind, chunk_bytes=chunk_bytes, **options)
+    return kind(parameters, **options)
 
 
 def build(model: Transformer, **options) -> GPT | Llama:
@@ -38,22 +52,23 @@ def metered_step(
     optimizer: str = "adamw",
     implementation: str | None = None,
     first_step: bool = False,
+    chunk_bytes: int = CHUNK_BYTES,
     device: str = "cpu",
     **options,
 ) -> Timeline:
     """Build the model, train it, and meter its second step (or its first). Inside `imagine`, on imagined hardware.
 
-    The same words as `training_step`, which predicts it. precision: "fp32", "bf16" or "autocast".
+    The same words as `training_step`, which predicts it.
     """
-    if precision not in ("fp32", "bf16", "autocast"):
-        raise ValueError(f"expected precision 'fp32', 'bf16' or 'autocast', found {precision!r}")
+    if precision not in PRECISIONS:
+        raise ValueError(f"expected precision to be one of {', '.join(map(repr, PRECISIONS))}; found {precision!r}")
     usual = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16 if precision == "bf16" else torch.float32)
+    torch.set_default_dtype(torch.bfloat16 if precision in ("bf16", "mixed") else torch.float32)
     try:
         network = build(model, **options).to(device)
     finally:
         torch.set_default_dtype(usual)
-    algorithm = OPTIMIZERS[optimizer](network.parameters(), **IMPLEMENTATIONS[implementation])
+    algorithm = made(network.parameters(), optimizer, implementation, precision, chunk_bytes)
     x, y = (torch.randint(model.vocabulary, (batch, tokens), device=device) for _ in range(2))
     for _ in range(1 if first_step else 2):
         with Meter(network, algorithm, inputs=(x, y)) as meter:

@@ -7,10 +7,16 @@ them; fused does everything in registers. CUDA tensors get foreach unless you as
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 from memlab.memory_arithmetic.ledger import Ledger, Piece, elements
+from memlab.memory_arithmetic.shapes import added
 
 OPTIMIZERS = ("sgd", "momentum", "adamw")
 IMPLEMENTATIONS = ("for-loop", "foreach", "fused")
+CHUNK_BYTES = 64 * 2**20
+"""Bytes of FP32 gradients that a step on master weights makes at once, unless told otherwise."""
 
 
 def states(optimizer: str, itemsize: int, *, master: bool = False) -> list[Piece]:
@@ -34,42 +40,76 @@ def states(optimizer: str, itemsize: int, *, master: bool = False) -> list[Piece
 STEP_COUNTERS = Piece("step counters", "T", 4, "optimizer_state", "AdamW: one FP32 number for each parameter tensor")
 
 
-def play_step(
-    ledger: Ledger, moment: str, sizes: list[str], optimizer: str, implementation: str, itemsize: int
-) -> None:
-    """Look at the fullest instant of a step whose states exist. sizes: every parameter tensor's, in order.
+def chunks(counts: list[int], chunk_bytes: int) -> list[tuple[int, int]]:
+    """The parameters chunk by chunk, as (first, one after last): as many as have chunk_bytes of FP32 gradients, or one.
 
-    The for-loop's AdamW holds √v and √v divided by the bias correction at once, and still the previous parameter's.
+    >>> chunks([10, 20, 5, 100, 1], chunk_bytes=140)
+    [(0, 3), (3, 4), (4, 5)]
     """
-    ledger.look(moment, f"{optimizer} step")
-    if optimizer != "adamw" or implementation == "fused":
-        return
-    if implementation == "foreach":
-        roots = Piece("√v of every parameter", "P", itemsize, "temporary", "foreach_sqrt makes the whole list")
-        ledger.make(roots)
-        ledger.look(moment, "foreach_sqrt of AdamW")
-        ledger.free(roots.name)
-        return
-    counts = [elements(size, ledger.symbols) for size in sizes]
+    bounds, start, nbytes = [], 0, 0
+    for i, count in enumerate(counts):
+        if i > start and nbytes + 4 * count > chunk_bytes:
+            bounds.append((start, i))
+            start, nbytes = i, 0
+        nbytes += 4 * count
+    return [*bounds, (start, len(counts))]
+
+
+def loop_temporaries(sizes: list[str], counts: list[int], itemsize: int) -> list[Piece]:
+    """What AdamW's loop over these parameters holds at its fullest. sizes, counts: of each, as text and as a number.
+
+    √v, and √v divided by the bias correction, at once; and still the latter of the previous parameter.
+    """
     held = [(before + 2 * now, i) for i, (before, now) in enumerate(zip([0, *counts], counts, strict=False))]
     largest = max(held, key=lambda pair: pair[0])[1]
-    made = [
-        Piece("√v of a parameter", sizes[largest], itemsize, "temporary", "sqrt in AdamW's loop"),
-        Piece("√v / √(1 − β₂ᵗ)", sizes[largest], itemsize, "temporary", "the division after it"),
+    root, divided = "√v of a parameter", "√v / √(1 − β₂ᵗ)"
+    until = "the loop's variable holds it until the next division"
+    return [
+        *(Piece(f"{divided} of the parameter before", s, itemsize, "temporary", until) for s in sizes[:largest][-1:]),
+        Piece(root, sizes[largest], itemsize, "temporary", "sqrt in AdamW's loop"),
+        Piece(divided, sizes[largest], itemsize, "temporary", "the division after it"),
     ]
-    if largest:
-        made.insert(
-            0,
-            Piece(
-                "√v / √(1 − β₂ᵗ) of the parameter before",
-                sizes[largest - 1],
-                itemsize,
-                "temporary",
-                "the loop's variable holds it until the next division",
-            ),
-        )
-    for piece in made:
+
+
+def play_step(
+    ledger: Ledger,
+    moment: str,
+    sizes: list[str],
+    optimizer: str,
+    implementation: str,
+    itemsize: int,
+    *,
+    chunk_bytes: int | None = None,
+    made: Sequence[Piece] = (),
+) -> None:
+    """Look at the fullest instant of a step. sizes: every parameter tensor's, in order.
+
+    chunk_bytes: of a step on master weights, which widens so many bytes of gradients to FP32 and steps, chunk by chunk;
+    None is one step on everything. made: the states that the step makes, when it is the first.
+    """
+    counts = [elements(size, ledger.symbols) for size in sizes]
+    size = lambda start, stop: "P" if stop - start == len(sizes) else added(sizes[start:stop])  # noqa: E731
+
+    def held(start: int, stop: int) -> list[Piece]:
+        found = []
+        if made:
+            so_far = {"P": size(0, stop), "T": "T" if stop == len(sizes) else str(stop)}
+            found = [replace(piece, size=so_far[piece.size]) for piece in made]
+        if chunk_bytes is not None:
+            widened = "a step on master weights widens the gradients of one chunk at a time"
+            found.append(Piece("FP32 gradients of a chunk", size(start, stop), 4, "temporary", widened))
+        if optimizer == "adamw" and implementation == "foreach":
+            name = "√v of every parameter" if chunk_bytes is None else "√v of a chunk"
+            whole = "foreach_sqrt makes the whole list"
+            found.append(Piece(name, size(start, stop), itemsize, "temporary", whole))
+        if optimizer == "adamw" and implementation == "for-loop":
+            found += loop_temporaries(sizes[start:stop], counts[start:stop], itemsize)
+        return found
+
+    bounds = [(0, len(sizes))] if chunk_bytes is None else chunks(counts, chunk_bytes)
+    fullest = max((held(*chunk) for chunk in bounds), key=lambda pieces: sum(map(ledger.bytes_of, pieces)))
+    for piece in fullest:
         ledger.make(piece)
-    ledger.look(moment, "div in AdamW's loop")
-    for piece in made:
+    ledger.look(moment, f"{optimizer} step")
+    for piece in fullest:
         ledger.free(piece.name)

@@ -13,7 +13,14 @@ from dataclasses import dataclass, field
 from memlab.memory_arithmetic import gpt, llama
 from memlab.memory_arithmetic.ledger import Breakdown, Ledger, Op, Piece, net
 from memlab.memory_arithmetic.ops import Setting, of
-from memlab.memory_arithmetic.optimizers import IMPLEMENTATIONS, OPTIMIZERS, STEP_COUNTERS, play_step, states
+from memlab.memory_arithmetic.optimizers import (
+    CHUNK_BYTES,
+    IMPLEMENTATIONS,
+    OPTIMIZERS,
+    STEP_COUNTERS,
+    play_step,
+    states,
+)
 from memlab.memory_arithmetic.shapes import FAMILIES, Transformer, added, one_of, positive
 
 PRECISIONS = ("fp32", "bf16", "mixed", "autocast")
@@ -80,19 +87,20 @@ def training_step(
     dropout: float = 0.0,
     hardware: str = "gpu",
     first_step: bool = False,
+    chunk_bytes: int = CHUNK_BYTES,
 ) -> TrainingStep:
     """The memory of forward, backward and optimizer step on (batch, tokens) of int64, gradients freed before it.
 
     precision: "fp32" (4 + 4 bytes of weight and gradient a parameter, 8 of AdamW's), "bf16" (2 + 2 + 4), "mixed" (BF16
       weights and gradients, FP32 master weights and moments: 2 + 2 + 12), "autocast" (FP32 weights, gradients and
       moments, and until backward a BF16 copy of each weight that a matrix product reads: 4 + 4 + 8, and 2 for a time).
-      "mixed" counts no FP32 copy of the gradients: fused implementations convert in registers, others add 4 bytes.
     optimizer: "sgd", "momentum" or "adamw". implementation: "for-loop", "foreach" or "fused"; None is what torch.optim
       picks, foreach on a GPU and the for-loop on a CPU.
     attention: "fused" (scaled_dot_product_attention) or "by hand". dropout: a probability; any above 0 costs the same.
     hardware: whose kernels run; a "gpu" is NVIDIA's Ampere or later. There, AdamW's step counters lie in main memory
       unless it is fused.
     first_step: the optimizer has no states until its step.
+    chunk_bytes: for "mixed", how many bytes of FP32 gradients the step makes at once, one parameter's at least.
 
     Raises TypeError or ValueError for sizes below 1, more tokens than the context, and options that do not exist.
     """
@@ -103,6 +111,7 @@ def training_step(
     one_of("implementation", implementation, IMPLEMENTATIONS)
     one_of("attention", attention, ATTENTIONS)
     one_of("hardware", hardware, HARDWARE)
+    positive("chunk_bytes", chunk_bytes)
     refuse_dropout(dropout)
     refuse_attention(model, precision, attention, dropout, hardware)
     setting = Setting(
@@ -126,8 +135,9 @@ def training_step(
             "T": model.parameter_tensors,
         }
     )
-    state_size = 4 if precision == "mixed" else setting.stream
-    kept_states = states(optimizer, state_size, master=precision == "mixed")
+    mixed = precision == "mixed"
+    state_size = 4 if mixed else setting.stream
+    kept_states = states(optimizer, state_size, master=mixed)
     counters = [STEP_COUNTERS] if optimizer == "adamw" else []
     elsewhere = counters if hardware == "gpu" and implementation != "fused" else []
     on_device = kept_states + [piece for piece in counters if piece not in elsewhere]
@@ -147,9 +157,16 @@ def training_step(
         ledger.free(name, ledger.held[name])
     for piece in gradients:
         ledger.make(piece)
-    for piece in on_device if first_step else []:
-        ledger.make(piece)
-    play_step(ledger, OPTIMIZER, list(model.tensors.values()), optimizer, implementation, state_size)
+    play_step(
+        ledger,
+        OPTIMIZER,
+        list(model.tensors.values()),
+        optimizer,
+        implementation,
+        state_size,
+        chunk_bytes=chunk_bytes if mixed else None,
+        made=on_device if first_step else [],
+    )
 
     static = {"parameter": weights, "gradient": gradients, "optimizer_state": dict.fromkeys(kept_states + counters, 1)}
     return TrainingStep(

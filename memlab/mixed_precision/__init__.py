@@ -7,16 +7,21 @@ stochastic_rounding: the same without copies. Sources: Micikevicius et al. 2018;
 
 from memlab.mixed_precision.formats import FORMATS, Bits, Format, bits, losses, round_to
 from memlab.mixed_precision.loss_scaler import LossScaler
+from memlab.mixed_precision.master_weights import MasterWeights
 from memlab.mixed_precision.nonfinite import NonFinite, first_nonfinite
+from memlab.mixed_precision.stochastic_rounding import StochasticRounding, round_stochastically
 
 __all__ = [
     "FORMATS",
     "Bits",
     "Format",
     "LossScaler",
+    "MasterWeights",
     "NonFinite",
+    "StochasticRounding",
     "bits",
     "first_nonfinite",
     "losses",
+    "round_stochastically",
     "round_to",
 ]

@@ -1,0 +1,272 @@
+"""Master weights: the model computes in 16 bits, the optimizer steps on an FP32 copy of every weight.
+
+A weight of 1.0 in BF16 has no neighbour nearer than 1/256 below and 1/128 above. An update below half of that rounds to
+nothing, and at a learning rate of 1e-3 nearly all of Adam's are. So the update is added to an FP32 copy, the *master*,
+where small steps add up, and the 16-bit weight is the master, rounded. Micikevicius et al. 2018, section 3.1.
+
+A parameter then takes 2 bytes as weight, 2 as gradient, 4 as master and, with Adam, 8 as moments: 16, as many as in
+FP32. What is saved is activations and time, and never a byte of this sum. A second FP32 copy, of the gradients, would
+make it 20: so the step goes chunk by chunk, and the FP32 gradients of one chunk at a time exist.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from memlab.memory_arithmetic.optimizers import CHUNK_BYTES
+
+HALVES = (torch.float16, torch.bfloat16)
+
+
+class MasterWeights(Optimizer):
+    """Any optimizer of torch.optim around 16-bit weights: it steps on FP32 masters, and its states are FP32.
+
+        optimizer = MasterWeights(model.parameters(), torch.optim.AdamW, lr=3e-4, fused=True)
+
+    params: parameters of any shape, or groups of them. FP16 and BF16 parameters get a master, all others are their own.
+    optimizer_class, **defaults: whose `step` it is, and what it is made with. It must update each parameter from its
+      own gradient, as nearly all do; one that looks at all of them together needs chunk_bytes=None.
+    chunk_bytes: how many bytes of FP32 gradients may exist at once (one parameter's, if they are more); None: no limit.
+      Many small chunks cost a GPU launches; a CPU is faster below 32 MiB, where glibc keeps the memory for the next.
+
+    `param_groups` hold the model's own parameters, so schedulers, `zero_grad`, clipping and loss scalers find what they
+    expect. `state[p]` holds the master, under "master", with the optimizer's states: both are made at a parameter's
+    first step, and a parameter that never has a gradient costs nothing.
+
+    A weight that somebody writes to between steps, such as `model.load_state_dict`, is taken over (see `refresh`).
+    A scaler that leaves its scale to the optimizer (torch.amp.GradScaler) divides by it here, in FP32. Before the
+    scaler's `unscale_`, call `widen_gradients`.
+
+    Raises TypeError or ValueError for an optimizer instead of its class, one whose step needs a closure (LBFGS), a
+    chunk_bytes below 1, and parameters of which none has 16 bits.
+    """
+
+    _step_supports_amp_scaling = True  # to GradScaler: hand over `grad_scale` and `found_inf`, and do not unscale
+
+    def __init__(
+        self,
+        params,
+        optimizer_class: type[Optimizer],
+        *,
+        chunk_bytes: int | None = CHUNK_BYTES,
+        **defaults,
+    ):
+        refuse_class(optimizer_class)
+        if chunk_bytes is not None and chunk_bytes < 1:
+            raise ValueError(f"expected chunk_bytes of at least 1, or None for no limit; found {chunk_bytes}")
+        self.chunk_bytes = chunk_bytes
+        self._make = functools.partial(optimizer_class, **defaults)
+        self._inner = self._make(params)
+        self._inner.state.clear()
+        self._versions: dict[Tensor, int] = {}  # how often a weight had been written to, when its step ended
+        super().__init__(self._inner.param_groups, self._inner.defaults)
+        dtypes = {p.dtype for group in self.param_groups for p in group["params"]}
+        if dtypes.isdisjoint(HALVES):
+            raise ValueError(
+                f"expected parameters in FP16 or BF16, found only {', '.join(sorted(map(str, dtypes)))}, which are "
+                f"their own masters (autocast leaves weights in FP32 too); use {optimizer_class.__name__} itself"
+            )
+
+    # ---- the step
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Tensor] | None = None):
+        """One step of every parameter that has a gradient; of none, if a scaler found inf or nan. Returns the loss."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if not getattr(self, "found_inf", False):
+            for chunk in self._chunks():
+                self._step_chunk(chunk)
+        return loss
+
+    def _chunks(self) -> Iterator[list[tuple[dict, Tensor]]]:
+        """Parameters with gradients and their groups, in order, as many as chunk_bytes allow, of one device."""
+        chunk, nbytes = [], 0
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                full = self.chunk_bytes is not None and nbytes + 4 * p.numel() > self.chunk_bytes
+                if chunk and (full or p.device != chunk[0][1].device):
+                    yield chunk
+                    chunk, nbytes = [], 0
+                chunk.append((group, p))
+                nbytes += 4 * p.numel()
+        if chunk:
+            yield chunk
+
+    def _step_chunk(self, chunk: list[tuple[dict, Tensor]]) -> None:
+        weights = [p for _, p in chunk]
+        masters = [self._master(group, p) for group, p in chunk]
+        inner = self._inner
+        try:
+            self._widen(weights, masters)
+            inner.param_groups = [
+                group | {"params": own}
+                for group in self.param_groups
+                if (own := [m for (its, _), m in zip(chunk, masters, strict=True) if its is group])
+            ]
+            for p, m in zip(weights, masters, strict=True):
+                inner.state[m] = {name: value for name, value in self.state[p].items() if name != "master"}
+            type(inner).step.__wrapped__(inner)  # without the hooks: they are for the whole step, and run there
+            for p, m in zip(weights, masters, strict=True):
+                self.state[p] = self._kept(p, m) | inner.state[m]
+        finally:
+            inner.state, inner.param_groups = defaultdict(dict), self.param_groups
+            for p, m in zip(weights, masters, strict=True):
+                if m is not p:
+                    m.grad = None
+        halves = [(p, m) for p, m in zip(weights, masters, strict=True) if m is not p]
+        if halves:
+            self._round(*map(list, zip(*halves, strict=True)))
+
+    def _widen(self, weights: list[Tensor], masters: list[Tensor]) -> None:
+        """Give each master its weight's gradient in FP32, divided by the loss scale if a scaler left that to us."""
+        narrow, wide = [], []
+        for p, m in zip(weights, masters, strict=True):
+            if p.grad.dtype not in HALVES:
+                m.grad = p.grad
+            elif p.grad.is_sparse:
+                m.grad = p.grad.float()
+            else:
+                narrow.append(p.grad)
+                wide.append(m)
+        if wide:  # in one block of memory, which a CPU's allocator finds again; many small ones it gives back
+            numels = [m.numel() for m in wide]
+            for m, piece in zip(
+                wide, torch.empty(sum(numels), dtype=torch.float32, device=wide[0].device).split(numels), strict=True
+            ):
+                m.grad = piece.as_strided(m.shape, m.stride())
+            torch._foreach_copy_([m.grad for m in wide], narrow)
+        scale = getattr(self, "grad_scale", None)
+        if scale is not None:
+            gradients = [m.grad._values() if m.grad.is_sparse else m.grad for m in masters]
+            torch._foreach_mul_(gradients, scale.double().reciprocal().float().to(gradients[0].device))
+
+    # ---- masters
+
+    _keeps_masters = True
+
+    def _master(self, group: dict, p: Tensor) -> Tensor:
+        """The FP32 weights of a parameter, up to date with what others wrote to it. At its first step, made."""
+        m = self.state.get(p, {}).get("master")
+        if m is None:
+            m = p.detach().float() if p.dtype in HALVES else p
+        elif self._versions.get(p) != p._version:
+            take_over(p, m)
+        if p not in self.state:  # most optimizers begin without one; Adagrad's exists before its first step
+            self.state[p] = self._kept(p, m) | self._make([group | {"params": [m]}]).state[m]
+        return m
+
+    def _kept(self, p: Tensor, m: Tensor) -> dict[str, Tensor]:
+        """What a parameter's state holds beside the optimizer's own."""
+        return {"master": m} if self._keeps_masters and m is not p else {}
+
+    def _round(self, weights: list[Tensor], masters: list[Tensor]) -> None:
+        """Masters → weights, to the nearest."""
+        torch._foreach_copy_(weights, masters)
+        self._versions.update((p, p._version) for p in weights)
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Take over what was written to the weights: where a weight is not its master rounded, the master becomes it.
+
+        All other elements keep their low bits. `step` does this by itself for a write that torch counts in
+        `p._version`; only one through `p.data` passes unseen, and needs this call.
+        """
+        for p, state in self.state.items():
+            if "master" in state:
+                take_over(p, state["master"])
+
+    # ---- gradients
+
+    @torch.no_grad()
+    def widen_gradients(self) -> None:
+        """Turn 16-bit gradients into FP32 ones of the same parameters, one after the other: 2 bytes more a parameter.
+
+        Then a scaler's `unscale_` and `clip_grad_norm_(model.parameters(), ...)` lose nothing. Divided by the scale in
+        FP16, a small gradient would underflow again. Once the gradients are cleared (`set_to_none=True`, the default),
+        backward makes 16-bit ones.
+        """
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None and p.grad.dtype in HALVES:
+                    wide = p.grad.float()
+                    p.grad, p.grad_dtype = None, None  # None: of any type
+                    p.grad = wide
+
+    # ---- saving and loading
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        """Resume from what `state_dict()` gave, masters and states in FP32. The weights themselves are the model's.
+
+        Raises ValueError for the dict of another class, which has no masters, and for one of other parameter groups.
+        """
+        self._refuse_foreign(state_dict)
+        super().load_state_dict(state_dict)  # checks, hooks and hyperparameters; but it casts states to 16 bits
+        inner, saved = self._inner, state_dict["state"]
+        wide = {p: p.detach().float() if p.dtype in HALVES else p for p in self.state}
+        try:
+            inner.param_groups = [
+                group | {"params": [wide.get(p, p) for p in group["params"]]} for group in self.param_groups
+            ]
+            inner.load_state_dict({"state": saved, "param_groups": state_dict["param_groups"]})
+            for p, m in wide.items():
+                state = inner.state[m]
+                if "master" in state:
+                    state["master"] = m.copy_(state["master"])  # its own, whoever else has the dict's
+                self.state[p] = state
+        finally:
+            inner.state, inner.param_groups = defaultdict(dict), self.param_groups
+        self._versions.clear()
+
+    def _refuse_foreign(self, state_dict: dict) -> None:
+        if not (isinstance(state_dict, dict) and {"state", "param_groups"} <= state_dict.keys()):
+            found = list(state_dict) if isinstance(state_dict, dict) else type(state_dict).__name__
+            raise ValueError(
+                f"expected what an optimizer's state_dict() gave, with state and param_groups; found {found}"
+            )
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        own = [p for group in self.param_groups for p in group["params"]]
+        for number, p in zip(numbers, own, strict=False):
+            state = state_dict["state"].get(number)
+            if state is not None and ("master" in state) != (self._keeps_masters and p.dtype in HALVES):
+                raise ValueError(
+                    f"expected a state dict of {type(self).__name__} for these parameters, found one with "
+                    f"{', '.join(map(repr, state)) or 'nothing'} for parameter {number} of {p.dtype}; load it into the "
+                    "class that wrote it"
+                )
+
+    def __getstate__(self) -> dict:
+        own = ("chunk_bytes", "_make", "_inner", "_versions")
+        return super().__getstate__() | {name: getattr(self, name) for name in own}
+
+
+def take_over(p: Tensor, m: Tensor) -> None:
+    """Where a weight is not its master rounded, somebody wrote to it: the master becomes that weight, in place."""
+    m.copy_(torch.where(p == m.to(p.dtype), m, p))
+
+
+def refuse_class(optimizer_class: object) -> None:
+    """Raise TypeError or ValueError for what is no optimizer's class, or one that MasterWeights cannot step."""
+    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
+        found = f"an {type(optimizer_class).__name__}" if isinstance(optimizer_class, Optimizer) else optimizer_class
+        raise TypeError(
+            f"expected an optimizer's class, found {found}; write MasterWeights(model.parameters(), torch.optim.AdamW, "
+            "lr=3e-4), with the class first and what it is made with after it"
+        )
+    closure = inspect.signature(optimizer_class.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ValueError(
+            "expected an optimizer that updates each parameter from its own gradient, found "
+            f"{optimizer_class.__name__}, whose step calls a closure several times; use it on FP32 weights"
+        )

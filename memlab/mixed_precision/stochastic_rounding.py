@@ -1,0 +1,84 @@
+"""Stochastic rounding: up or down by chance, so that updates too small for BF16 arrive on average.
+
+Between two neighbours a < x < b, x becomes b with probability (x − a) / (b − a), else a. The expected value is x
+itself, whereas rounding to the nearest answers a every time, and a thousand updates of a thousandth of an ulp leave the
+weight where it was. So a BF16 weight can train without an FP32 master: 2 bytes of weight, 2 of gradient, 8 of Adam's
+moments. Noise is the price: each rounding adds a variance of (x − a)(b − x). Gupta et al. 2015, section 3.
+
+A BF16 number is an FP32 number without its low 16 bits. So 16 random bits, added to those low bits, carry into the high
+ones with exactly the right probability; then the low ones are cut off. The sign is a bit of its own and takes no part.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from memlab.memory_arithmetic.optimizers import CHUNK_BYTES
+from memlab.mixed_precision.master_weights import MasterWeights
+
+LOW_BITS = 0xFFFF
+
+
+def round_stochastically(
+    x: Tensor, dtype: torch.dtype = torch.bfloat16, generator: torch.Generator | None = None
+) -> Tensor:
+    """x in BF16, each element rounded to one of its two neighbours, with x as expected value.
+
+    x: FP32, of any shape → the same shape. What BF16 can hold stays as it is, inf and nan too. Beyond the largest
+    finite BF16 number (3.39e38) the upper neighbour is inf. generator: of x's device.
+
+    Raises TypeError for an x that is not FP32, ValueError for another dtype: FP16 drops 13 bits of most numbers, and
+    more of its subnormals.
+    """
+    if dtype is not torch.bfloat16:
+        raise ValueError(
+            f"expected dtype=torch.bfloat16, FP32 without its low 16 bits; found {dtype}; use MasterWeights"
+        )
+    if x.dtype is not torch.float32:
+        raise TypeError(f"expected x in torch.float32, found {x.dtype}; convert it with x.float()")
+    noise = torch.randint(LOW_BITS + 1, x.shape, dtype=torch.int32, device=x.device, generator=generator)
+    high_bits = noise.add_(x.view(torch.int32)).bitwise_and_(~LOW_BITS)
+    return torch.where(x.isfinite(), high_bits.view(torch.float32), x).to(dtype)
+
+
+class StochasticRounding(MasterWeights):
+    """Any optimizer of torch.optim around BF16 weights, without masters: what it computes is rounded stochastically.
+
+        optimizer = StochasticRounding(model.parameters(), torch.optim.AdamW, lr=3e-4)
+
+    The step is that of `MasterWeights`, chunk by chunk in FP32 and with FP32 states, but a chunk's FP32 weights are
+    copies that end with it: so a chunk takes 4 bytes a parameter more. generator: a torch.Generator of the parameters'
+    device, for steps that can be repeated; save its state with the rest to resume exactly.
+
+    Raises what MasterWeights raises, and ValueError for FP16 parameters.
+    """
+
+    _keeps_masters = False
+
+    def __init__(
+        self,
+        params,
+        optimizer_class: type[Optimizer],
+        *,
+        generator: torch.Generator | None = None,
+        chunk_bytes: int | None = CHUNK_BYTES,
+        **defaults,
+    ):
+        self.generator = generator
+        super().__init__(params, optimizer_class, chunk_bytes=chunk_bytes, **defaults)
+
+    def add_param_group(self, param_group: dict) -> None:
+        """Add parameters, in BF16 or wider. Raises ValueError for FP16."""
+        super().add_param_group(param_group)
+        if any(p.dtype is torch.float16 for p in self.param_groups[-1]["params"]):
+            del self.param_groups[-1]
+            raise ValueError("expected parameters in BF16, found FP16, which is not rounded here; use MasterWeights")
+
+    def _round(self, weights: list[Tensor], wide: list[Tensor]) -> None:
+        for p, m in zip(weights, wide, strict=True):
+            p.copy_(round_stochastically(m, p.dtype, self.generator))
+
+    def __getstate__(self) -> dict:
+        return super().__getstate__() | {"generator": self.generator}

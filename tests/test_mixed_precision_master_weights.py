@@ -1,0 +1,591 @@
+"""Master weights: the step is FP32's, bit for bit; no more is held than promised; and nothing is lost on the way."""
+
+import copy
+import inspect
+import io
+
+import pytest
+import torch
+from torch import nn, optim
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from memlab.memory_timeline import Meter
+from memlab.mixed_precision.master_weights import MasterWeights
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+SHAPES = [(3, 4), (5,), (0,), (2, 3, 4), (7, 1)]
+
+
+def parameters(dtype=BF16, shapes=SHAPES, seed=0) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(seed)
+    return [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in shapes]
+
+
+def pairs(dtype=BF16, shapes=SHAPES):
+    """16-bit parameters, and FP32 ones of the same values."""
+    narrow = parameters(dtype, shapes)
+    return narrow, [nn.Parameter(p.detach().float()) for p in narrow]
+
+
+def give_gradients(narrow, wide, seed=0, scale=1.0):
+    """The same gradients to both, exact in 16 bits; those of `narrow` times a power of two."""
+    generator = torch.Generator().manual_seed(seed)
+    for p, q in zip(narrow, wide, strict=True):
+        g = torch.randn(p.shape, generator=generator).to(p.dtype)
+        p.grad, q.grad = g * scale, g.float()
+
+
+def assert_same(masters: MasterWeights, narrow, reference, wide):
+    for p, q in zip(narrow, wide, strict=True):
+        state = masters.state[p]
+        assert torch.equal(state["master"], q)
+        assert torch.equal(p, q.to(p.dtype))
+        assert state.keys() - {"master"} == reference.state[q].keys()
+        for name, value in reference.state[q].items():
+            assert not torch.is_tensor(value) or (value.dtype == state[name].dtype and torch.equal(value, state[name]))
+
+
+# ---- the step is FP32's
+
+ALGORITHMS = {
+    "SGD": (optim.SGD, {"lr": 0.1}),
+    "SGD, Nesterov, decay": (optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+    "Adam": (optim.Adam, {}),
+    "AdamW, for-loop, maximize": (optim.AdamW, {"foreach": False, "maximize": True}),
+    "AdamW, foreach, AMSGrad": (optim.AdamW, {"foreach": True, "amsgrad": True}),
+    "AdamW, fused": (optim.AdamW, {"fused": True}),
+    "AdamW, lr as a tensor": (optim.AdamW, {"lr": torch.tensor(0.01), "foreach": False}),
+    "Adagrad with a first accumulator that BF16 cannot hold": (optim.Adagrad, {"initial_accumulator_value": 0.1}),
+    "RMSprop": (optim.RMSprop, {"momentum": 0.5, "centered": True}),
+    "Adadelta": (optim.Adadelta, {}),
+    "Adamax": (optim.Adamax, {}),
+    "NAdam": (optim.NAdam, {}),
+    "RAdam": (optim.RAdam, {}),
+    "ASGD": (optim.ASGD, {}),
+    "Rprop": (optim.Rprop, {}),
+}
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("chunk_bytes", [1, 100, None])
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_masters_and_states_are_those_of_fp32_bit_for_bit_however_small_the_chunks(name, chunk_bytes, dtype):
+    kind, options = ALGORITHMS[name]
+    narrow, wide = pairs(dtype)
+    masters = MasterWeights(
+        [{"params": narrow[:2]}, {"params": narrow[2:], "lr": 0.3}], kind, chunk_bytes=chunk_bytes, **options
+    )
+    reference = kind([{"params": wide[:2]}, {"params": wide[2:], "lr": 0.3}], **options)
+    for step in range(4):
+        give_gradients(narrow, wide, seed=step)
+        masters.step()
+        reference.step()
+    assert_same(masters, narrow, reference, wide)
+
+
+def test_adafactor_is_fp32s_too():
+    narrow, wide = pairs(shapes=[(3, 4), (5,)])
+    masters, reference = MasterWeights(narrow, optim.Adafactor, chunk_bytes=1), optim.Adafactor(wide)
+    for step in range(3):
+        give_gradients(narrow, wide, seed=step)
+        masters.step()
+        reference.step()
+    assert_same(masters, narrow, reference, wide)
+
+
+def test_updates_below_half_an_ulp_vanish_without_a_master_and_arrive_with_one():
+    def trained(make):
+        p = nn.Parameter(torch.ones(1, dtype=BF16))
+        optimizer = make([p])
+        for _ in range(1024):
+            p.grad = torch.full_like(p, 2**-10)
+            optimizer.step()
+        return p.item()
+
+    assert trained(lambda params: optim.SGD(params, lr=1.0)) == 1.0
+    assert trained(lambda params: MasterWeights(params, optim.SGD, lr=1.0)) == 0.0
+
+
+def test_fp32_and_fp64_parameters_are_their_own_masters():
+    narrow, wide = pairs()
+    narrow += [nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4, dtype=torch.float64))]
+    wide += [nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4, dtype=torch.float64))]
+    masters, reference = MasterWeights(narrow, optim.AdamW, chunk_bytes=60), optim.AdamW(wide)
+    for step in range(3):
+        give_gradients(narrow[:-2], wide[:-2], seed=step)
+        for p in (*narrow[-2:], *wide[-2:]):
+            p.grad = torch.full_like(p, step - 0.7)
+        given = [p.grad for p in narrow]
+        masters.step()
+        reference.step()
+        assert all(p.grad is g for p, g in zip(narrow, given, strict=True))
+    assert all(torch.equal(p, q) for p, q in zip(narrow[-2:], wide[-2:], strict=True))
+    assert all("master" not in masters.state[p] for p in narrow[-2:])
+    assert_same(masters, narrow[:-2], reference, wide[:-2])
+
+
+def test_frozen_parameters_and_those_without_a_gradient_cost_nothing():
+    narrow, wide = pairs()
+    narrow[0].requires_grad_(False)
+    masters = MasterWeights(narrow, optim.AdamW)
+    assert not masters.state
+    give_gradients(narrow[3:], wide[3:])
+    before = [p.detach().clone() for p in narrow]
+    masters.step()
+    assert set(masters.state) == set(narrow[3:])
+    assert all(torch.equal(p, b) for p, b in zip(narrow[:3], before[:3], strict=True))
+
+
+def test_layouts_of_weights_and_gradients_may_differ():
+    base = torch.randn(6, 4).to(BF16)
+    weights = [
+        base.t(),
+        base[::2],
+        base[:, 1:3],
+        torch.randn(2, 3, 4, 4).to(BF16).to(memory_format=torch.channels_last),
+    ]
+    for options in ({"foreach": False}, {"foreach": True}, {"fused": True}):
+        narrow = [nn.Parameter(w.detach().clone(memory_format=torch.preserve_format)) for w in weights]
+        narrow.append(nn.Parameter(base.clone()[:, 1:3]))
+        wide = [nn.Parameter(p.detach().float().contiguous()) for p in narrow]
+        masters, reference = MasterWeights(narrow, optim.AdamW, lr=0.1, **options), optim.AdamW(wide, lr=0.1, **options)
+        for step in range(2):
+            give_gradients(narrow, wide, seed=step)
+            narrow[0].grad = narrow[0].grad.t().contiguous().t()
+            masters.step()
+            reference.step()
+        for p, q in zip(narrow, wide, strict=True):
+            assert torch.equal(p, q.to(BF16))
+
+
+def test_a_tied_weight_is_stepped_once():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.head = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
+            self.head.weight = self.embedding.weight
+
+        def forward(self, x):
+            return self.head(self.embedding(x)).float().logsumexp(-1).mean()
+
+    model = Tied().to(BF16)
+    masters = MasterWeights(model.parameters(), optim.SGD, lr=0.5)
+    model(torch.arange(8)).backward()
+    expected = model.head.weight.detach().float() - 0.5 * model.head.weight.grad.float()
+    masters.step()
+    assert len(masters.state) == 1
+    assert torch.equal(model.head.weight, expected.to(BF16)) and model.embedding.weight is model.head.weight
+
+
+def test_a_sparse_gradient_stays_sparse_and_repeated_rows_are_added_in_fp32():
+    rows = torch.tensor([0, 2, 2, 2])
+    weight = torch.ones(4, 2, dtype=BF16)
+    layers = [nn.Embedding.from_pretrained(w.clone(), freeze=False, sparse=True) for w in (weight, weight.float())]
+    masters = MasterWeights(layers[0].parameters(), optim.SparseAdam, lr=0.01)
+    reference = optim.SparseAdam(layers[1].parameters(), lr=0.01)
+    for _ in range(3):
+        for layer in layers:
+            layer(rows).sum().backward()
+        assert layers[0].weight.grad.is_sparse
+        masters.step()
+        reference.step()
+        masters.zero_grad()
+        reference.zero_grad()
+    assert torch.equal(masters.state[layers[0].weight]["master"], layers[1].weight)
+    with pytest.raises(RuntimeError, match="sparse"):
+        dense = MasterWeights(layers[0].parameters(), optim.AdamW)
+        layers[0](rows).sum().backward()
+        dense.step()
+
+
+def test_a_step_that_raises_leaves_no_fp32_gradient_and_the_state_as_it_was():
+    class Failing(optim.SGD):
+        def step(self, closure=None):
+            raise ArithmeticError("no")
+
+    narrow, wide = pairs()
+    masters = MasterWeights(narrow, Failing, lr=0.1)
+    give_gradients(narrow, wide)
+    with pytest.raises(ArithmeticError):
+        masters.step()
+    assert all(state["master"].grad is None for state in masters.state.values())
+    assert not masters._inner.state and masters._inner.param_groups is masters.param_groups
+
+
+# ---- what is held
+
+
+@pytest.mark.parametrize("options", [{"foreach": False}, {"foreach": True}, {"fused": True}])
+def test_sixteen_bytes_a_parameter_and_one_chunk_of_gradients(options):
+    tensors, each = 10, 1000
+    model = nn.ParameterList(parameters(shapes=[(each,)] * tensors))
+    masters = MasterWeights(model.parameters(), optim.AdamW, chunk_bytes=2 * 4 * each, **options)
+    for _ in range(2):
+        for p in model:
+            p.grad = torch.ones_like(p)
+        with Meter(model, masters) as meter:
+            masters.step()
+    timeline, total = meter.timeline, tensors * each
+    found = timeline.bytes_by_category(timeline.peak_event)
+    roots = 0 if "fused" in options else 2 * 4 * each if options["foreach"] else 3 * 4 * each
+    assert found["parameter"] == 2 * total and found["gradient"] == 2 * total
+    assert found["optimizer_state"] == (4 + 8) * total + 4 * tensors
+    assert found["temporary"] == 2 * 4 * each + roots
+    assert timeline.bytes_at(len(timeline)) == 16 * total + 4 * tensors
+    names = {storage.name for storage in timeline.storages.values()}
+    assert {"master of 0", "exp_avg of 9"} <= names
+
+
+def test_states_are_made_at_the_first_step_and_counted_as_the_optimizers():
+    model = nn.ParameterList(parameters(shapes=[(100,)] * 3))
+    masters = MasterWeights(model.parameters(), optim.AdamW, fused=True)
+    for p in model:
+        p.grad = torch.ones_like(p)
+    with Meter(model, masters) as meter:
+        masters.step()
+    held = meter.timeline.bytes_by_category(len(meter.timeline))
+    assert held["optimizer_state"] == 3 * (100 * 12 + 4) and held["temporary"] == 0
+
+
+# ---- loss scaling
+
+
+def scaler_of(scale, **options):
+    return torch.amp.GradScaler("cpu", init_scale=scale, **options)
+
+
+@pytest.mark.parametrize("options", [{"foreach": False}, {"fused": True}])
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_grad_scaler_leaves_the_unscaling_to_fp32(options, dtype):
+    narrow, wide = pairs(dtype)
+    masters, reference = MasterWeights(narrow, optim.AdamW, **options), optim.AdamW(wide, **options)
+    scaler = scaler_of(256.0)
+    for step in range(3):
+        scaler.scale(torch.zeros(()))
+        give_gradients(narrow, wide, seed=step, scale=256.0)
+        given = [p.grad.clone() for p in narrow]
+        scaler.step(masters)
+        scaler.update()
+        reference.step()
+        assert all(torch.equal(p.grad, g) for p, g in zip(narrow, given, strict=True))
+    assert_same(masters, narrow, reference, wide)
+    assert not hasattr(masters, "grad_scale") and not hasattr(masters, "found_inf")
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_a_gradient_that_overflowed_skips_the_step_whole(bad):
+    narrow, wide = pairs(FP16)
+    masters, scaler = MasterWeights(narrow, optim.AdamW), scaler_of(1024.0)
+    scaler.scale(torch.zeros(()))
+    give_gradients(narrow, wide)
+    narrow[1].grad[2] = bad
+    before = [p.detach().clone() for p in narrow]
+    scaler.step(masters)
+    scaler.update()
+    assert all(torch.equal(p, b) for p, b in zip(narrow, before, strict=True)) and not masters.state
+    assert scaler.get_scale() == 512.0
+
+
+def test_a_gradient_that_fp16_cannot_hold_survives_unscaling_in_fp32_and_not_in_fp16():
+    small, scale = 2.0**-26, 2.0**16
+    p = nn.Parameter(torch.ones(1, dtype=FP16))
+    scaled = torch.full_like(p, small * scale)
+    assert (scaled / scale).item() == 0.0
+    for widen in (False, True):
+        masters, scaler = MasterWeights([p], optim.SGD, lr=1.0, momentum=0.9), scaler_of(scale)
+        scaler.scale(torch.zeros(()))
+        p.grad = scaled.detach().clone()
+        if widen:
+            masters.widen_gradients()
+            scaler.unscale_(masters)
+            assert p.grad.item() == small
+        scaler.step(masters)
+        assert masters.state[p]["momentum_buffer"].item() == small
+
+
+def test_unscale_clip_step_is_exactly_that_of_fp32():
+    narrow, wide = pairs(FP16)
+    masters, reference, scaler = MasterWeights(narrow, optim.AdamW), optim.AdamW(wide), scaler_of(1024.0)
+    for step in range(3):
+        scaler.scale(torch.zeros(()))
+        give_gradients(narrow, wide, seed=step, scale=1024.0)
+        masters.widen_gradients()
+        scaler.unscale_(masters)
+        norms = [nn.utils.clip_grad_norm_(params, 0.5) for params in (narrow, wide)]
+        assert torch.equal(*norms)
+        scaler.step(masters)
+        scaler.update()
+        reference.step()
+        masters.zero_grad()
+    assert_same(masters, narrow, reference, wide)
+
+
+def test_gradients_are_16_bit_again_after_they_were_widened_and_cleared():
+    model = nn.Linear(4, 4).to(BF16)
+    masters = MasterWeights(model.parameters(), optim.SGD, lr=0.1)
+    x = torch.ones(2, 4, dtype=BF16)
+    model(x).sum().backward()
+    exact = [p.grad.float() for p in model.parameters()]
+    masters.widen_gradients()
+    masters.widen_gradients()
+    assert all(p.grad.dtype is FP32 and torch.equal(p.grad, g) for p, g in zip(model.parameters(), exact, strict=True))
+    masters.step()
+    masters.zero_grad()
+    model(x).sum().backward()
+    assert {p.grad.dtype for p in model.parameters()} == {BF16}
+
+
+def test_widening_takes_two_bytes_a_parameter_and_one_tensor_at_a_time():
+    model = nn.ParameterList(parameters(shapes=[(1000,)] * 5))
+    masters = MasterWeights(model.parameters(), optim.SGD)
+    for p in model:
+        p.grad = torch.ones_like(p)
+    with Meter(model, masters) as meter:
+        masters.widen_gradients()
+    timeline = meter.timeline
+    assert timeline.bytes_at(len(timeline)) == (2 + 4) * 5000
+    assert timeline.peak_bytes == (2 + 4) * 5000 + 2 * 1000
+
+
+def test_autograd_can_add_micro_batches_in_fp32_gradients():
+    model = nn.Linear(1, 1, bias=False).to(BF16)
+    model.weight.grad_dtype = FP32
+    masters = MasterWeights(model.parameters(), optim.SGD, lr=1.0)
+    for value in (1.0, 2.0**-9, 2.0**-9):
+        model(torch.full((1, 1), value, dtype=BF16)).backward()
+    given = model.weight.grad
+    assert given.item() == 1 + 2**-8 and given.dtype is FP32
+    start = model.weight.detach().float()
+    masters.step()
+    assert torch.equal(masters.state[model.weight]["master"], start - given) and model.weight.grad is given
+
+
+# ---- groups, schedulers, hooks, closures
+
+
+def test_the_groups_are_the_models_own_and_a_scheduler_moves_them():
+    narrow, wide = pairs()
+    masters, reference = MasterWeights(narrow, optim.AdamW, lr=0.1), optim.AdamW(wide, lr=0.1)
+    assert all(a is b for a, b in zip(masters.param_groups[0]["params"], narrow, strict=True))
+    schedules = [optim.lr_scheduler.StepLR(optimizer, 1, 0.5) for optimizer in (masters, reference)]
+    for step in range(3):
+        give_gradients(narrow, wide, seed=step)
+        masters.step()
+        reference.step()
+        for schedule in schedules:
+            schedule.step()
+    assert_same(masters, narrow, reference, wide)
+    masters.zero_grad(set_to_none=False)
+    assert all((p.grad == 0).all() for p in narrow)
+    masters.zero_grad()
+    assert all(p.grad is None for p in narrow)
+
+
+def test_a_group_can_be_added_later_and_gets_the_defaults():
+    narrow, wide = pairs()
+    masters, reference = MasterWeights(narrow[:1], optim.AdamW, lr=0.1), optim.AdamW(wide[:1], lr=0.1)
+    for optimizer, params in ((masters, narrow), (reference, wide)):
+        optimizer.add_param_group({"params": params[1:], "weight_decay": 0.5})
+    give_gradients(narrow, wide)
+    masters.step()
+    reference.step()
+    assert_same(masters, narrow, reference, wide)
+
+
+def test_named_parameters_are_taken():
+    model = nn.Linear(2, 2).to(BF16)
+    masters = MasterWeights(model.named_parameters(), optim.Adagrad)
+    assert masters.param_groups[0]["param_names"] == ["weight", "bias"]
+    model(torch.ones(1, 2, dtype=BF16)).sum().backward()
+    masters.step()
+
+
+def test_hooks_run_once_a_step_and_not_once_a_chunk():
+    narrow, wide = pairs()
+    masters = MasterWeights(narrow, optim.AdamW, chunk_bytes=1)
+    seen = []
+    masters.register_step_pre_hook(lambda optimizer, *_: seen.append(("before", optimizer)))
+    everywhere = register_optimizer_step_post_hook(lambda optimizer, *_: seen.append(("after", optimizer)))
+    try:
+        give_gradients(narrow, wide)
+        masters.step()
+    finally:
+        everywhere.remove()
+    assert seen == [("before", masters), ("after", masters)]
+
+
+def test_a_closure_is_called_once_with_gradients_on_and_its_loss_returned():
+    p = nn.Parameter(torch.ones(1, dtype=BF16))
+    masters = MasterWeights([p], optim.SGD, lr=0.5)
+
+    def closure():
+        masters.zero_grad()
+        loss = (2 * p).sum()
+        loss.backward()
+        return loss
+
+    assert masters.step(closure).item() == 2.0
+    assert p.item() == 0.0
+    assert masters.step() is None
+
+
+# ---- weights that somebody else writes
+
+
+def test_weights_loaded_after_steps_are_taken_over_and_not_overwritten():
+    model = nn.Linear(3, 3).to(BF16)
+    other = {name: torch.full_like(value, 3.0) for name, value in model.state_dict().items()}
+    masters = MasterWeights(model.parameters(), optim.SGD, lr=0.5)
+    for _ in range(2):
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        masters.step()
+        model.load_state_dict(other)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    masters.step()
+    assert all((p == 2.5).all() for p in model.parameters())
+
+
+def test_a_write_to_some_elements_leaves_the_low_bits_of_the_others():
+    p = nn.Parameter(torch.ones(2, dtype=BF16))
+    masters = MasterWeights([p], optim.SGD, lr=1.0)
+    for _ in range(3):
+        p.grad = torch.full_like(p, 2**-10)
+        masters.step()
+        with torch.no_grad():
+            p[0] = 5.0
+    p.grad = torch.full_like(p, 2**-10)
+    masters.step()
+    assert masters.state[p]["master"].tolist() == [5 - 3 * 2**-10, 1 - 4 * 2**-10]
+
+
+def test_a_write_through_data_is_taken_over_by_refresh():
+    p = nn.Parameter(torch.ones(2, dtype=BF16))
+    masters = MasterWeights([p], optim.SGD, lr=1.0)
+    p.grad = torch.full_like(p, 2**-10)
+    masters.step()
+    p.data[0] = 5.0
+    masters.refresh()
+    assert masters.state[p]["master"].tolist() == [5.0, 1 - 2**-10]
+
+
+# ---- saving and loading
+
+
+def through_a_file(state_dict):
+    file = io.BytesIO()
+    torch.save(state_dict, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@pytest.mark.parametrize("name", ["AdamW, fused", "SGD, Nesterov, decay", "SGD", "AdamW, foreach, AMSGrad"])
+@pytest.mark.parametrize("weights_first", [True, False])
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(name, weights_first):
+    kind, options = ALGORITHMS[name]
+
+    def run(model, masters, steps):
+        for step in steps:
+            for p in model:
+                p.grad = torch.full_like(p, 2**-8 * (step - 2.5))
+            masters.step()
+
+    def made():
+        model = nn.ParameterList([*parameters(shapes=[(3, 4), (5,)]), nn.Parameter(torch.ones(2))])
+        return model, MasterWeights(model.parameters(), kind, chunk_bytes=30, **options)
+
+    whole = made()
+    run(*whole, range(8))
+    first = made()
+    run(*first, range(4))
+    saved = through_a_file([first[0].state_dict(), first[1].state_dict()])
+    second = made()
+    for part in (0, 1) if weights_first else (1, 0):
+        second[part].load_state_dict(saved[part])
+    run(*second, range(4, 8))
+    for p, q in zip(whole[0], second[0], strict=True):
+        assert torch.equal(p, q)
+        assert whole[1].state[p].keys() == second[1].state[q].keys()
+        for key, value in whole[1].state[p].items():
+            assert value is None or (torch.equal(value, second[1].state[q][key]))
+            assert value is None or value.dtype is second[1].state[q][key].dtype is FP32
+
+
+def test_loaded_masters_are_copies():
+    narrow, wide = pairs()
+    first, second = MasterWeights(narrow, optim.SGD, lr=1.0), MasterWeights(parameters(), optim.SGD, lr=1.0)
+    give_gradients(narrow, wide)
+    first.step()
+    saved = first.state_dict()
+    second.load_state_dict(saved)
+    masters = [state["master"] for state in saved["state"].values()]
+    assert not {m.data_ptr() for m in masters if m.numel()} & {
+        state["master"].data_ptr() for state in second.state.values() if state["master"].numel()
+    }
+
+
+def test_a_state_dict_of_another_class_is_refused():
+    narrow, wide = pairs()
+    masters, plain = MasterWeights(narrow, optim.AdamW), optim.AdamW(wide)
+    give_gradients(narrow, wide)
+    plain.step()
+    with pytest.raises(
+        ValueError, match="expected a state dict of MasterWeights .* load it into the class that wrote it"
+    ):
+        masters.load_state_dict(plain.state_dict())
+    with pytest.raises(ValueError, match="different number of parameter groups"):
+        masters.load_state_dict(MasterWeights([{"params": [p]} for p in parameters()], optim.AdamW).state_dict())
+    with pytest.raises(ValueError, match="with state and param_groups; found"):
+        masters.load_state_dict(scaler_of(2.0).state_dict())
+    assert not masters.state
+
+
+def test_a_deep_copy_goes_on_like_the_original():
+    narrow, wide = pairs()
+    masters = MasterWeights(narrow, optim.AdamW)
+    give_gradients(narrow, wide)
+    masters.step()
+    params, copied = copy.deepcopy((narrow, masters))
+    for p, q in zip(narrow, params, strict=True):
+        q.grad = p.grad.clone()
+    masters.step()
+    copied.step()
+    assert all(torch.equal(p, q) for p, q in zip(narrow, params, strict=True))
+
+
+# ---- bad input
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "error", "message"),
+    [
+        (
+            lambda: (parameters(FP32), optim.AdamW),
+            {},
+            ValueError,
+            "found only torch.float32, which are their own masters",
+        ),
+        (
+            lambda: (parameters(), optim.AdamW(parameters())),
+            {},
+            TypeError,
+            "expected an optimizer's class, found an AdamW;",
+        ),
+        (lambda: (parameters(), "AdamW"), {}, TypeError, "expected an optimizer's class, found AdamW;"),
+        (lambda: (parameters(), optim.LBFGS), {}, ValueError, "found LBFGS, whose step calls a closure several times"),
+        (lambda: (parameters(), optim.AdamW), {"chunk_bytes": 0}, ValueError, "chunk_bytes of at least 1, or None"),
+        (lambda: ([], optim.AdamW), {}, ValueError, "empty parameter list"),
+        (lambda: (parameters(), optim.AdamW), {"lr": -1.0}, ValueError, "Invalid learning rate"),
+        (lambda: (parameters(), optim.AdamW), {"speed": 1}, TypeError, "speed"),
+        (lambda: ([torch.ones(2, requires_grad=True).to(BF16)], optim.AdamW), {}, ValueError, "non-leaf"),
+    ],
+)
+def test_bad_input_is_refused_with_what_to_do(arguments, options, error, message):
+    with pytest.raises(error, match=message):
+        MasterWeights(*arguments(), **options)
+
+
+def test_the_signature_is_that_of_a_wrapped_optimizer():
+    names = list(inspect.signature(MasterWeights).parameters)
+    assert names == ["params", "optimizer_class", "chunk_bytes", "defaults"]

@@ -1,0 +1,193 @@
+"""Stochastic rounding: every result is a neighbour, the mean is the value, and small updates arrive."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from memlab.memory_timeline import Meter
+from memlab.mixed_precision.master_weights import MasterWeights
+from memlab.mixed_precision.stochastic_rounding import StochasticRounding, round_stochastically
+
+BF16, FP32 = torch.bfloat16, torch.float32
+DRAWS = 40_000
+
+
+def seeded(seed=0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def neighbours(x: float) -> tuple[float, float]:
+    """The BF16 numbers next to x: by FP32's bits without the low 16, and one more."""
+    bits = torch.tensor(x, dtype=FP32).view(torch.int32) & ~0xFFFF
+    towards, away = bits.view(FP32).item(), (bits + 0x10000).view(FP32).item()
+    return min(towards, away), max(towards, away)
+
+
+@pytest.mark.parametrize("x", [1.001, -1.001, 3.14159, -2.7e-20, 1e-39, -1e-39, 6.5e30, 1 + 2**-20, -(2 - 2**-20)])
+def test_the_mean_is_the_value_and_up_is_as_likely_as_the_fraction(x):
+    a, b = neighbours(x)
+    x = torch.tensor(x, dtype=FP32).item()
+    found = round_stochastically(torch.full((DRAWS,), x), generator=seeded()).double()
+    assert set(found.tolist()) <= {a, b}
+    fraction = (x - a) / (b - a)
+    sigma = (fraction * (1 - fraction) / DRAWS) ** 0.5
+    assert abs((found == b).double().mean().item() - fraction) <= 6 * sigma
+    assert abs(found.mean().item() - x) <= 6 * sigma * (b - a)
+
+
+def test_what_bf16_holds_stays_as_it_is():
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(BF16)
+    found = round_stochastically(every.float(), generator=seeded())
+    finite = ~every.isnan()
+    assert torch.equal(found[finite].view(torch.int16), every[finite].view(torch.int16))
+    assert found[~finite].isnan().all()
+
+
+def test_a_nan_of_any_bits_stays_one():
+    bits = torch.tensor([0x7F800001, 0x7FFFFFFF, -1, -0x7FFFFF], dtype=torch.int32)
+    for seed in range(50):
+        assert round_stochastically(bits.view(FP32), generator=seeded(seed)).isnan().all()
+
+
+def test_above_the_largest_finite_number_the_upper_neighbour_is_inf():
+    largest = torch.finfo(BF16).max
+    x = torch.full((DRAWS,), torch.finfo(FP32).max)
+    found = round_stochastically(x, generator=seeded())
+    assert set(found.tolist()) <= {largest, float("inf")} and (found == float("inf")).any()
+    assert set(round_stochastically(-x, generator=seeded()).tolist()) <= {-largest, float("-inf")}
+
+
+def test_a_generator_makes_it_repeatable_and_shapes_and_layouts_are_kept():
+    x = torch.randn(3, 4, 5).transpose(0, 2)
+    first, again = (round_stochastically(x, generator=seeded(3)) for _ in range(2))
+    assert torch.equal(first, again) and first.shape == x.shape and first.dtype is BF16
+    assert not torch.equal(first, round_stochastically(x, generator=seeded(4)))
+    assert round_stochastically(torch.tensor(1.001)).shape == () and round_stochastically(torch.empty(0, 2)).shape == (
+        0,
+        2,
+    )
+    before = x.clone()
+    round_stochastically(x)
+    assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize(
+    ("x", "dtype", "error", "message"),
+    [
+        (torch.ones(2), torch.float16, ValueError, "expected dtype=torch.bfloat16, .* found torch.float16"),
+        (torch.ones(2, dtype=torch.float64), BF16, TypeError, "expected x in torch.float32, found torch.float64"),
+        (torch.ones(2, dtype=BF16), BF16, TypeError, "expected x in torch.float32, found torch.bfloat16"),
+    ],
+)
+def test_other_types_are_refused(x, dtype, error, message):
+    with pytest.raises(error, match=message):
+        round_stochastically(x, dtype)
+
+
+# ---- the optimizer
+
+
+def test_updates_of_an_eighth_of_an_ulp_arrive_on_average_and_to_the_nearest_not_at_all():
+    ulp, steps, weights = 2**-7, 800, 1000  # 100 ulp from 1 up, below 2
+    results = {}
+    for name, make in {
+        "nearest": lambda params: torch.optim.SGD(params, lr=1.0),
+        "stochastic": lambda params: StochasticRounding(params, torch.optim.SGD, lr=1.0, generator=seeded()),
+    }.items():
+        p = nn.Parameter(torch.ones(weights, dtype=BF16))
+        optimizer = make([p])
+        for _ in range(steps):
+            p.grad = torch.full_like(p, -ulp / 8)
+            optimizer.step()
+        results[name] = p.detach().double()
+    expected = steps * ulp / 8
+    assert (results["nearest"] == 1).all()
+    sigma = ulp * (steps * (1 / 8) * (7 / 8) / weights) ** 0.5
+    assert abs(results["stochastic"].mean().item() - 1 - expected) <= 6 * sigma
+
+
+def test_an_update_of_2_to_the_minus_10_on_1_vanishes_to_the_nearest_and_is_one_ulp_an_eighth_of_the_time():
+    p = nn.Parameter(torch.ones(DRAWS, dtype=BF16))
+    with torch.no_grad():
+        assert torch.equal(p + torch.tensor(2**-10, dtype=BF16), p)
+    optimizer = StochasticRounding([p], torch.optim.SGD, lr=1.0, generator=seeded())
+    p.grad = torch.full_like(p, -(2**-10))
+    optimizer.step()
+    assert set(p.tolist()) == {1.0, 1 + 2**-7}
+    assert abs((p != 1).double().mean().item() - 1 / 8) <= 6 * (1 / 8 * 7 / 8 / DRAWS) ** 0.5
+
+
+def test_each_step_is_the_fp32_step_from_the_rounded_weights_rounded():
+    p = nn.Parameter(torch.randn(50).to(BF16))
+    optimizer = StochasticRounding([p], torch.optim.AdamW, lr=0.01, generator=seeded(5))
+    witness = seeded(5)
+    q = nn.Parameter(p.detach().float())
+    reference = torch.optim.AdamW([q], lr=0.01)
+    for step in range(5):
+        p.grad = torch.full_like(p, step - 1.5)
+        q.grad = p.grad.float()
+        with torch.no_grad():
+            q.copy_(p)
+        optimizer.step()
+        reference.step()
+        assert torch.equal(p, round_stochastically(q.detach(), generator=witness))
+        for name, value in reference.state[q].items():
+            assert torch.equal(optimizer.state[p][name], value) and value.dtype is FP32
+
+
+def test_twelve_bytes_a_parameter_and_a_chunk_of_weights_and_gradients():
+    tensors, each = 10, 1000
+    model = nn.ParameterList(nn.Parameter(torch.randn(each).to(BF16)) for _ in range(tensors))
+    optimizer = StochasticRounding(model.parameters(), torch.optim.AdamW, chunk_bytes=4 * each, fused=True)
+    for _ in range(2):
+        for p in model:
+            p.grad = torch.ones_like(p)
+        with Meter(model, optimizer) as meter:
+            optimizer.step()
+    timeline = meter.timeline
+    held = timeline.bytes_by_category(timeline.peak_event)
+    assert timeline.bytes_at(len(timeline)) == 12 * tensors * each + 4 * tensors
+    assert held["optimizer_state"] == 8 * tensors * each + 4 * tensors
+    assert 8 * each <= held["temporary"] <= 20 * each
+
+
+def test_a_resumed_run_with_the_generators_state_is_the_uninterrupted_one():
+    def made():
+        p = nn.Parameter(torch.linspace(-1, 1, 64).to(BF16))
+        return p, StochasticRounding([p], torch.optim.AdamW, lr=0.01, generator=seeded(1))
+
+    def run(p, optimizer, steps):
+        for step in steps:
+            p.grad = torch.full_like(p, step - 3.5)
+            optimizer.step()
+
+    whole, first, second = made(), made(), made()
+    run(*whole, range(8))
+    run(*first, range(4))
+    with torch.no_grad():
+        second[0].copy_(first[0])
+    second[1].load_state_dict(copy.deepcopy(first[1].state_dict()))
+    second[1].generator.set_state(first[1].generator.get_state())
+    run(*second, range(4, 8))
+    assert torch.equal(whole[0], second[0])
+    assert all(value.dtype is FP32 for value in second[1].state[second[0]].values())
+
+
+def test_a_dict_with_masters_and_fp16_parameters_are_refused():
+    p = nn.Parameter(torch.ones(2, dtype=BF16))
+    with_masters, without = MasterWeights([p], torch.optim.AdamW), StochasticRounding([p], torch.optim.AdamW)
+    p.grad = torch.ones_like(p)
+    with_masters.step()
+    with pytest.raises(ValueError, match="expected a state dict of StochasticRounding .* 'master'"):
+        without.load_state_dict(with_masters.state_dict())
+    without.step()
+    with pytest.raises(ValueError, match="expected a state dict of MasterWeights"):
+        with_masters.load_state_dict(without.state_dict())
+    half = nn.Parameter(torch.ones(2, dtype=torch.float16))
+    with pytest.raises(ValueError, match="expected parameters in BF16, found FP16"):
+        StochasticRounding([half], torch.optim.AdamW)
+    with pytest.raises(ValueError, match="expected parameters in BF16, found FP16"):
+        without.add_param_group({"params": [half]})
+    assert len(without.param_groups) == 1
