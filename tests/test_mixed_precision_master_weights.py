@@ -512,6 +512,25 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(name, weights_first)
             assert value is None or value.dtype is second[1].state[q][key].dtype is FP32
 
 
+def test_masters_without_their_weights_do_not_overwrite_what_the_model_has():
+    def stepped(value):
+        p = nn.Parameter(torch.full((2,), value, dtype=BF16))
+        masters = MasterWeights([p], optim.SGD, lr=1.0)
+        p.grad = torch.full_like(p, 2**-10)
+        masters.step()
+        return p, masters
+
+    (_, first), (p, second) = stepped(1.0), stepped(4.0)
+    second.load_state_dict(first.state_dict())
+    second.step()
+    assert second.state[p]["master"].tolist() == [4 - 2**-10] * 2
+
+
+def test_what_an_optimizer_makes_in_16_bits_when_it_is_built_is_not_kept():
+    masters = MasterWeights(parameters(), optim.Adagrad)
+    assert not masters.state and not masters._inner.state
+
+
 def test_loaded_masters_are_copies():
     narrow, wide = pairs()
     first, second = MasterWeights(narrow, optim.SGD, lr=1.0), MasterWeights(parameters(), optim.SGD, lr=1.0)

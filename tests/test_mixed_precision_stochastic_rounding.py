@@ -37,6 +37,15 @@ def test_the_mean_is_the_value_and_up_is_as_likely_as_the_fraction(x):
     assert abs(found.mean().item() - x) <= 6 * sigma * (b - a)
 
 
+def test_the_rarest_outcome_has_its_share_too():
+    """One unit of FP32 above or below a BF16 number: one draw in 65,536 goes to the far neighbour."""
+    draws = 48 * 2**16
+    for low_bits, rare in ((1, 1 + 2**-7), (0xFFFF, 1.0)):
+        x = (torch.tensor(1.0).view(torch.int32) + low_bits).view(FP32).expand(draws)
+        found = int((round_stochastically(x, generator=seeded()) == rare).sum())
+        assert abs(found - 48) <= 6 * 48**0.5
+
+
 def test_what_bf16_holds_stays_as_it_is():
     every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(BF16)
     found = round_stochastically(every.float(), generator=seeded())
@@ -150,7 +159,7 @@ def test_twelve_bytes_a_parameter_and_a_chunk_of_weights_and_gradients():
     held = timeline.bytes_by_category(timeline.peak_event)
     assert timeline.bytes_at(len(timeline)) == 12 * tensors * each + 4 * tensors
     assert held["optimizer_state"] == 8 * tensors * each + 4 * tensors
-    assert 8 * each <= held["temporary"] <= 20 * each
+    assert 8 * each <= held["temporary"] <= 15 * each
 
 
 def test_a_resumed_run_with_the_generators_state_is_the_uninterrupted_one():

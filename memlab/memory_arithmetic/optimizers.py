@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 from memlab.memory_arithmetic.ledger import Ledger, Piece, elements
 from memlab.memory_arithmetic.shapes import added
@@ -88,13 +89,11 @@ def play_step(
     None is one step on everything. made: the states that the step makes, when it is the first.
     """
     counts = [elements(size, ledger.symbols) for size in sizes]
+    so_far = [0, *accumulate(counts)]
     size = lambda start, stop: "P" if stop - start == len(sizes) else added(sizes[start:stop])  # noqa: E731
 
-    def held(start: int, stop: int) -> list[Piece]:
+    def in_chunk(start: int, stop: int) -> list[Piece]:
         found = []
-        if made:
-            so_far = {"P": size(0, stop), "T": "T" if stop == len(sizes) else str(stop)}
-            found = [replace(piece, size=so_far[piece.size]) for piece in made]
         if chunk_bytes is not None:
             widened = "a step on master weights widens the gradients of one chunk at a time"
             found.append(Piece("FP32 gradients of a chunk", size(start, stop), 4, "temporary", widened))
@@ -106,10 +105,15 @@ def play_step(
             found += loop_temporaries(sizes[start:stop], counts[start:stop], itemsize)
         return found
 
-    bounds = [(0, len(sizes))] if chunk_bytes is None else chunks(counts, chunk_bytes)
-    fullest = max((held(*chunk) for chunk in bounds), key=lambda pieces: sum(map(ledger.bytes_of, pieces)))
-    for piece in fullest:
+    def nbytes(chunk: tuple[int, int]) -> int:
+        states = sum(piece.itemsize * {"P": so_far[chunk[1]], "T": chunk[1]}[piece.size] for piece in made)
+        return states + sum(map(ledger.bytes_of, in_chunk(*chunk)))
+
+    start, stop = max([(0, len(sizes))] if chunk_bytes is None else chunks(counts, chunk_bytes), key=nbytes)
+    all_until = {"P": size(0, stop), "T": "T" if stop == len(sizes) else str(stop)}
+    held = [replace(piece, size=all_until[piece.size]) for piece in made] + in_chunk(start, stop)
+    for piece in held:
         ledger.make(piece)
     ledger.look(moment, f"{optimizer} step")
-    for piece in fullest:
+    for piece in held:
         ledger.free(piece.name)

@@ -163,7 +163,7 @@ class MasterWeights(Optimizer):
             m = p.detach().float() if p.dtype in HALVES else p
         elif self._versions.get(p) != p._version:
             take_over(p, m)
-        if p not in self.state:  # most optimizers begin without one; Adagrad's exists before its first step
+        if p not in self.state:  # most optimizers begin without one; torch 2.11's Adagrad needs what its __init__ makes
             self.state[p] = self._kept(p, m) | self._make([group | {"params": [m]}]).state[m]
         return m
 

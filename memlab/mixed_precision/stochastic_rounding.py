@@ -49,8 +49,9 @@ class StochasticRounding(MasterWeights):
         optimizer = StochasticRounding(model.parameters(), torch.optim.AdamW, lr=3e-4)
 
     The step is that of `MasterWeights`, chunk by chunk in FP32 and with FP32 states, but a chunk's FP32 weights are
-    copies that end with it: so a chunk takes 4 bytes a parameter more. generator: a torch.Generator of the parameters'
-    device, for steps that can be repeated; save its state with the rest to resume exactly.
+    copies that end with it: a chunk takes 4 bytes a parameter more, and rounding a tensor 11 for a moment.
+    generator: a torch.Generator of the parameters' device, for steps that can be repeated; save its state with the rest
+      to resume exactly.
 
     Raises what MasterWeights raises, and ValueError for FP16 parameters.
     """
