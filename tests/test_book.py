@@ -233,18 +233,22 @@ def test_the_allocators_peak_is_the_sum_of_what_was_held_at_once():
     assert allocated_peak(run) == 1500 * 4
 
 
-def test_the_benchmark_finds_no_byte_between_meter_and_allocator(monkeypatch, capsys):
+def test_the_benchmark_finds_no_byte_between_meter_and_allocator_and_no_bit_between_scalers(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["benchmark", "--quick"])
-    monkeypatch.setattr(benchmark, "pictures_that_move", lambda *_: [])  # tried in test_browser
-    monkeypatch.setattr(benchmark, "interleaved", lambda runs, _: {name: [1.0 + len(name)] for name in runs})
+    in_a_browser = benchmark.MEASURES[-1]  # tried in test_browser
+    assert in_a_browser.__name__ == "pictures_that_move"
+    monkeypatch.setattr(benchmark, "MEASURES", benchmark.MEASURES[:-1])
     threads = torch.get_num_threads()
     try:
         benchmark.main()
     finally:
         torch.set_num_threads(threads)
-    printed = capsys.readouterr().out
-    peaks = [line for line in printed.splitlines() if line.startswith("peak, ")]
+    printed = capsys.readouterr().out.splitlines()
+    peaks = [line for line in printed if line.startswith("peak, ")]
     assert len(peaks) >= 5 and all(" +0 B from" in line for line in peaks), peaks
+    scalers = [line for line in printed if line.startswith("LossScaler")]
+    assert len(scalers) == 2, printed
+    assert all("parameters bitwise, scale history equal through 1 overflows" in line for line in scalers), scalers
 
 
 def test_the_committed_lengths_are_whole_and_within_their_range():

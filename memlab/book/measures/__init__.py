@@ -1,0 +1,21 @@
+"""What `python -m memlab.benchmark` measures, chapter by chapter.
+
+A measure is a function of a device ("cpu" or "cuda") and a number of rounds; it gives rows of three texts: what is
+measured, the figure, and what it must reach ("" where nothing is demanded).
+"""
+
+from memlab.book.measures.memory_arithmetic import imagined_step
+from memlab.book.measures.memory_timeline import import_time, meter_cost_per_op, meter_exactness, meter_time
+from memlab.book.measures.mixed_precision import loss_scaling, master_weights
+from memlab.book.measures.pictures import pictures_that_move
+
+MEASURES = (
+    meter_time,
+    meter_cost_per_op,
+    meter_exactness,
+    import_time,
+    imagined_step,
+    loss_scaling,
+    master_weights,
+    pictures_that_move,
+)

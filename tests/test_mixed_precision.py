@@ -1,0 +1,137 @@
+"""Mixed precision as a whole: a model trained in 16 bits learns what one trained in 32 does, here and in DeepSpeed."""
+
+import math
+import os
+import statistics
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from memlab.book.frameworks import deepspeed_alone, has_deepspeed
+from memlab.book.workloads import GPT, text_batch
+from memlab.mixed_precision import LossScaler, MasterWeights, StochasticRounding
+
+SIZES = {"layers": 2, "width": 32, "heads": 2, "context": 32}
+SHARE = 4096  # of a large batch, so that gradients are small, as they are there
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def learnt(dtype, around=None, scaler=None, steps=80, seed=0):
+    """The mean loss of the last steps of a small GPT's training on real text."""
+    torch.manual_seed(seed)
+    model = GPT(**SIZES).to(dtype)
+    options = {"lr": 1e-3}
+    parameters = model.parameters()
+    optimizer = around(parameters, torch.optim.AdamW, **options) if around else torch.optim.AdamW(parameters, **options)
+    scaler = scaler or LossScaler(enabled=False)
+    losses = []
+    for step in range(steps):
+        loss = model(*text_batch(4, 32, seed=1000 * seed + step))
+        losses.append(loss.item())
+        scaler.scale(loss.float() / SHARE).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    return statistics.mean(losses[-20:])
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_fp16_learns_what_fp32_does_with_masters_and_scaling_and_with_neither_alone(seed):
+    fp32 = learnt(torch.float32, seed=seed)
+    scaled = learnt(torch.float16, MasterWeights, LossScaler(growth_interval=10), seed=seed)
+    assert scaled == pytest.approx(fp32, rel=0.01)
+    assert learnt(torch.float16, MasterWeights, seed=seed) > 1.05 * fp32  # most gradients are 0
+    assert math.isnan(learnt(torch.float16, seed=seed))  # Adam's epsilon is 0, and so is its second moment
+    assert math.isnan(learnt(torch.float16, None, LossScaler(growth_interval=10), seed=seed))
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_bf16_needs_no_scaler_but_something_that_keeps_small_updates(seed):
+    fp32 = learnt(torch.float32, seed=seed)
+    for around in (MasterWeights, StochasticRounding):
+        assert learnt(torch.bfloat16, around, seed=seed) == pytest.approx(fp32, rel=0.01)
+
+
+def fp16_run(scaler, steps=24):
+    """Scales and weights of FP16 training on masters, from a scale that is far too high."""
+    torch.manual_seed(0)
+    model, scales = GPT(**SIZES).half(), []
+    optimizer = MasterWeights(model.parameters(), torch.optim.AdamW, lr=1e-3)
+    for step in range(steps):
+        x, y = text_batch(4, 32, seed=step)
+        model.zero_grad()
+        scaler.scale(F.cross_entropy(model(x).flatten(0, 1).float(), y.flatten())).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    return scales, [parameter.detach() for parameter in model.parameters()]
+
+
+def same(one, other):
+    return one[0] == other[0] and all(torch.equal(a, b) for a, b in zip(one[1], other[1], strict=True))
+
+
+def test_pytorchs_own_scaler_drives_master_weights_bit_for_bit_as_ours_does():
+    ours, theirs = fp16_run(LossScaler(2.0**32)), fp16_run(torch.amp.GradScaler("cpu", 2.0**32))
+    assert same(ours, theirs) and ours[0][0] == 2.0**31 and ours[0][-1] == ours[0][-2] < 2.0**20
+
+
+@pytest.mark.skipif(not has_deepspeed(), reason="DeepSpeed is not installed (memlab[frameworks])")
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_deepspeed_gives_the_same_weights_bit_for_bit_and_leaves_nothing_behind(precision, capfd):
+    environment, folder = dict(os.environ), set(os.listdir())
+    torch.manual_seed(0)
+    model, scales = GPT(**SIZES), []
+    config = {"train_batch_size": 4, "gradient_clipping": 0.0, precision: {"enabled": True}}
+    config["zero_optimization"] = {"stage": 1, "reduce_bucket_size": 2**16}
+    if precision == "fp16":
+        config["fp16"] |= {"initial_scale_power": 32, "loss_scale_window": 1000, "hysteresis": 1}
+    with deepspeed_alone() as deepspeed:
+        adam = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        engine, optimizer, *_ = deepspeed.initialize(model=model, optimizer=adam, config=config)
+        for step in range(24):
+            x, y = text_batch(4, 32, seed=step)
+            engine.backward(F.cross_entropy(engine(x).flatten(0, 1).float(), y.flatten()))
+            engine.step()
+            scales.append(float(optimizer.loss_scale))
+        engine.destroy()
+    weights = [parameter.detach() for parameter in model.parameters()]
+    if precision == "fp16":
+        assert same(fp16_run(LossScaler(2.0**32)), (scales, weights))
+    else:
+        assert same(bf16_run(), ([], weights))
+    assert not torch.distributed.is_initialized()
+    changed = {name for name in environment.keys() | os.environ if environment.get(name) != os.environ.get(name)}
+    assert changed <= {"TORCHINDUCTOR_CACHE_DIR"}  # torch's own
+    assert set(os.listdir()) == folder
+    assert capfd.readouterr().err == ""
+
+
+def bf16_run(steps=24):
+    """BF16 training on masters, the logits widened before the loss, as DeepSpeed's run has them."""
+    torch.manual_seed(0)
+    model = GPT(**SIZES).bfloat16()
+    optimizer = MasterWeights(model.parameters(), torch.optim.AdamW, lr=1e-3)
+    for step in range(steps):
+        x, y = text_batch(4, 32, seed=step)
+        model.zero_grad()
+        F.cross_entropy(model(x).flatten(0, 1).float(), y.flatten()).backward()
+        optimizer.step()
+    return [], [parameter.detach() for parameter in model.parameters()]
+
+
+@pytest.mark.skipif(not has_deepspeed(), reason="DeepSpeed is not installed (memlab[frameworks])")
+def test_an_error_inside_deepspeed_passes_through_and_the_process_is_as_before():
+    environment = os.environ.get("RANK")
+    with pytest.raises(ZeroDivisionError), deepspeed_alone():
+        1 / 0  # noqa: B018
+    assert os.environ.get("RANK") == environment and not torch.distributed.is_initialized()
+    os.write(2, b"")  # still open
