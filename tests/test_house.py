@@ -35,6 +35,7 @@ DRIVERS = tuple(
         "interactive",
         "predictions",
         "numbers",
+        "curves",
     )
 )
 

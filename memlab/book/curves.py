@@ -25,6 +25,8 @@ def smoothed(losses: Sequence[float], window: int) -> list[float]:
 def curves(runs: Mapping[str, Sequence[float]], title: str = "", window: int = 10) -> Picture:
     """Each run's loss over its steps, smoothed over `window` steps; a run that breaks ends in a cross.
 
+    The first run is what the others are compared with: a broad line, so that one upon it can be told from it.
+
     Raises ValueError for no run, or for one without a step.
     """
     if not runs or not all(map(len, runs.values())):
@@ -36,7 +38,8 @@ def curves(runs: Mapping[str, Sequence[float]], title: str = "", window: int = 1
         broken = first_nonfinite_step(losses)
         line = smoothed(losses[: broken - 1] if broken else losses, window)
         colour = LINE_COLOURS[number % len(LINE_COLOURS)]
-        style = {"color": colour, "linestyle": LINE_STYLES[number % len(LINE_STYLES)], "linewidth": 1.4}
+        style = {"color": colour, "linestyle": LINE_STYLES[number % len(LINE_STYLES)]}
+        style |= {"linewidth": 1.4} if number else {"linewidth": 5, "alpha": 0.35}
         ends = f"breaks in step {broken}" if broken else f"ends at {line[-1]:.2f}"
         axes.plot(range(1, len(line) + 1), line, label=f"{name}: {ends}", **style)
         if broken:
