@@ -25,6 +25,13 @@ except ImportError:  # Windows
 CHECK_SECONDS = 10
 CHECK_BYTES = 1 * GiB
 KERNEL_BYTES = 4 * GiB
+SETTINGS = {
+    "CUDA_VISIBLE_DEVICES": "",
+    "OMP_NUM_THREADS": "1",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "KINETO_LOG_LEVEL": "99",
+}
+"""How torch is to start where it grades: on the CPU, also where there is a GPU, with one thread, and silent."""
 _STATUS = Path("/proc/self/status")
 
 
@@ -46,11 +53,11 @@ def guard(nbytes: int = KERNEL_BYTES) -> None:
     """Limit this whole process, for good, to `nbytes` beyond what it holds now; and let no code in a cell end it.
 
     nbgrader's configuration has every kernel call this before it runs a submission. `os._exit` and `os.abort` raise
-    SystemExit in the main thread instead, so that the cells after them are still graded. Torch, not imported yet, will
-    see the CPU only, also where there is a GPU, and use one thread: small tensors gain nothing by more, and where cores
-    are shared, threads wait for each other. What it tells of itself on stderr would cost points.
+    SystemExit in the main thread instead, so that the cells after them are still graded. Torch, if not imported yet,
+    will start as SETTINGS say: small tensors gain nothing by more threads, and where cores are shared, threads wait
+    for each other. What it tells of itself on stderr would cost points.
     """
-    os.environ.update(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1", TORCH_CPP_LOG_LEVEL="ERROR", KINETO_LOG_LEVEL="99")
+    os.environ.update(SETTINGS)
     if (held := _held()) is not None:
         resource.setrlimit(resource.RLIMIT_DATA, (held + nbytes, held + nbytes))
     for name in ("_exit", "abort"):
