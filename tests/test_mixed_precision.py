@@ -1,5 +1,6 @@
 """Mixed precision as a whole: a model trained in 16 bits learns what one trained in 32 does, here and in DeepSpeed."""
 
+import itertools
 import math
 import os
 import statistics
@@ -135,3 +136,28 @@ def test_an_error_inside_deepspeed_passes_through_and_the_process_is_as_before()
         1 / 0  # noqa: B018
     assert os.environ.get("RANK") == environment and not torch.distributed.is_initialized()
     os.write(2, b"")  # still open
+
+
+@pytest.mark.skipif(not has_deepspeed(), reason="DeepSpeed is not installed (memlab[frameworks])")
+@pytest.mark.parametrize(("options", "moved"), [({"gradient_clipping": 0.0}, {2.0, 1.0}), ({}, {1.0})])
+def test_deepspeed_halves_the_step_in_which_its_scale_grows_and_clips_unless_told_otherwise(options, moved):
+    model, places, scales = torch.nn.Linear(1, 1, bias=False), [], []
+    config = {"train_batch_size": 1, "zero_optimization": {"stage": 1, "reduce_bucket_size": 2**16}, **options}
+    config |= {"zero_allow_untested_optimizer": True}
+    config["fp16"] = {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 2, "hysteresis": 1}
+    with deepspeed_alone() as deepspeed:
+        sgd = torch.optim.SGD(model.parameters(), lr=1.0)
+        engine, optimizer, *_ = deepspeed.initialize(model=model, optimizer=sgd, config=config)
+        for _ in range(7):
+            places.append(model.weight.item())
+            scales.append(float(optimizer.loss_scale))
+            engine.backward(2 * engine(torch.ones(1, 1, dtype=torch.half)).float().sum())  # a gradient of 2
+            engine.step()
+        places.append(model.weight.item())
+        scales.append(float(optimizer.loss_scale))
+        engine.destroy()
+    moves = [round(before - after, 1) for before, after in itertools.pairwise(places)]
+    grew = [after > before for before, after in itertools.pairwise(scales)]
+    assert {False, True} == set(grew) and set(moves) == moved
+    if options:  # by default the gradient's norm is clipped to 1 all the same
+        assert moves == [1.0 if now else 2.0 for now in grew]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from memlab.mixed_precision.formats import FATES, FORMATS, Format, bits, losses, number_format, round_to
+from memlab.mixed_precision.formats import FATES, FORMATS, Format, bits, fates, number_format, round_to
 
 CASTS = [format for format in FORMATS.values() if format.dtype is not None]
 SMALL = [format for format in CASTS if format.bits <= 16]
@@ -102,7 +102,7 @@ def test_an_unknown_format_is_refused_with_the_names_of_those_there_are():
         ValueError, match="expected a format among FP32, TF32, FP16, BF16, FP8 E4M3, FP8 E5M2; found 'H'"
     ):
         number_format("H")
-    for ask in (lambda: bits(1, "FP64"), lambda: round_to(torch.ones(1), "fp16"), lambda: losses(torch.ones(1), "")):
+    for ask in (lambda: bits(1, "FP64"), lambda: round_to(torch.ones(1), "fp16"), lambda: fates(torch.ones(1), "")):
         with pytest.raises(ValueError, match="expected a format among"):
             ask()
 
@@ -254,7 +254,7 @@ def test_what_becomes_of_values_is_what_rounding_each_of_them_shows(format, scal
     tensor = torch.cat(
         [random_singles(seed=3), torch.randn(500, generator=torch.manual_seed(0)) * 1e-4, torch.zeros(9)]
     )
-    found = losses(tensor.view(3, -1) if len(tensor) % 3 == 0 else tensor, format, scale)
+    found = fates(tensor.view(3, -1) if len(tensor) % 3 == 0 else tensor, format, scale)
     assert found == looked_at(tensor, format, scale)
     assert list(found) == list(FATES) and sum(found.values()) == int((tensor != 0).sum())
 
@@ -268,27 +268,27 @@ def test_at_the_edges_of_its_range_it_counts_what_torchs_cast_leaves(format):
     left = asked.clamp(-format.max, format.max) if not format.infinities else asked
     left = left.to(format.dtype).double().abs()
     beyond = left.isinf() if format.infinities else asked.abs() > format.max + format.largest_ulp / 2
-    assert losses(asked, format) == {
+    assert fates(asked, format) == {
         "lost to zero": int((left == 0).sum()),
         "subnormal": int(((left > 0) & (left < normal)).sum()),
         "normal": int(((left >= normal) & ~beyond).sum()),
         "overflow": int(beyond.sum()),
     }
-    assert all(losses(asked, format).values())
+    assert all(fates(asked, format).values())
 
 
 def test_a_tie_below_goes_to_zero_and_a_tie_above_to_infinity_but_in_e4m3_to_its_even_max():
     tie = {name: FORMATS[name].max + FORMATS[name].largest_ulp / 2 for name in FORMATS}
     for name, format in FORMATS.items():
-        assert losses(torch.tensor([format.smallest_subnormal / 2], dtype=torch.float64), name)["lost to zero"] == 1
-        above = losses(torch.tensor([tie[name]], dtype=torch.float64), name)
+        assert fates(torch.tensor([format.smallest_subnormal / 2], dtype=torch.float64), name)["lost to zero"] == 1
+        above = fates(torch.tensor([tie[name]], dtype=torch.float64), name)
         assert above["overflow"] == (name != "FP8 E4M3")
     assert (tie["FP16"], tie["FP8 E4M3"], tie["FP8 E5M2"]) == (65_520, 464, 61_440)
 
 
 def test_zeros_are_not_counted_and_what_is_not_finite_overflows():
-    assert losses(torch.zeros(5), "FP16") == dict.fromkeys(FATES, 0)
-    assert losses(torch.tensor([math.nan, math.inf, -math.inf, 0.0, 1.0]), "FP8 E4M3") == {
+    assert fates(torch.zeros(5), "FP16") == dict.fromkeys(FATES, 0)
+    assert fates(torch.tensor([math.nan, math.inf, -math.inf, 0.0, 1.0]), "FP8 E4M3") == {
         "lost to zero": 0,
         "subnormal": 0,
         "normal": 1,
@@ -298,14 +298,14 @@ def test_zeros_are_not_counted_and_what_is_not_finite_overflows():
 
 def test_scaling_is_not_rounded_by_the_tensors_own_dtype():
     tensor = torch.tensor([2.0**-24], dtype=torch.float16)
-    assert losses(tensor, "FP32", 2.0**-20) == losses(torch.tensor([1.0]), "FP32")
-    assert losses(tensor, "BF16", 2.0**150)["normal"] == 1 and losses(tensor, "FP16", 2.0**150)["overflow"] == 1
+    assert fates(tensor, "FP32", 2.0**-20) == fates(torch.tensor([1.0]), "FP32")
+    assert fates(tensor, "BF16", 2.0**150)["normal"] == 1 and fates(tensor, "FP16", 2.0**150)["overflow"] == 1
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, math.inf, math.nan])
 def test_a_scale_that_is_not_a_finite_number_above_zero_is_refused(scale):
     with pytest.raises(ValueError, match=r"expected a finite scale above 0, such as 2.0\*\*16; found"):
-        losses(torch.ones(3), "FP16", scale)
+        fates(torch.ones(3), "FP16", scale)
 
 
 def test_scaling_by_1024_saves_what_lies_within_1024_times_of_the_edge():
@@ -319,4 +319,4 @@ def test_scaling_by_1024_saves_what_lies_within_1024_times_of_the_edge():
         (64.0, 1e4, "normal", "overflow"),
     ]:
         inside = torch.tensor(list(itertools.chain(np.geomspace(low * 1.001, high * 0.999, 50))), dtype=torch.float64)
-        assert losses(inside, format)[before] == losses(inside, format, scale)[after] == 50
+        assert fates(inside, format)[before] == fates(inside, format, scale)[after] == 50

@@ -22,7 +22,7 @@ from memlab.book.numbers import (
     share,
 )
 from memlab.book.workloads import GPT, text_batch
-from memlab.mixed_precision.formats import FATES, FORMATS, bits, losses
+from memlab.mixed_precision.formats import FATES, FORMATS, bits, fates
 from tests.memory_timeline_helpers import one_thread  # noqa: F401
 
 pytest.importorskip("ipywidgets")
@@ -234,7 +234,7 @@ def test_sorted_magnitudes_find_the_counts_of_losses_also_at_the_edges(gradients
         edges = torch.tensor([*edges, *edges, -edges[0], 0.0, math.inf, math.nan], dtype=torch.float64)
         for values in (gradients["head.weight"], edges, edges * (1 - 1e-9), edges * (1 + 1e-9), torch.zeros(3)):
             for scale in (1.0, 2.0**10):
-                assert Magnitudes(values).fates(format, scale) == losses(values, format, scale)
+                assert Magnitudes(values).fates(format, scale) == fates(values, format, scale)
 
 
 def test_the_bars_are_powers_of_two_and_move_by_one_for_each_power_of_the_scale():
@@ -252,7 +252,7 @@ def test_the_bars_are_powers_of_two_and_move_by_one_for_each_power_of_the_scale(
 def test_no_scale_moves_a_bar_off_the_axis():
     sliders = gradient_histogram({"small": torch.tensor([2.0**-40]), "large": torch.tensor([2.0**9])})
     for name, power in itertools.product(("small", "large"), (SCALE_POWERS[0], SCALE_POWERS[-1])):
-        axes = sliders.at(of=name, format="FP16", scale_power=power).figure.axes[0]
+        axes = sliders.at(gradients_of=name, format="FP16", scale_power=power).figure.axes[0]
         (steps,) = (patch for patch in axes.patches if hasattr(patch, "get_data"))
         edges, (left, right) = steps.get_data().edges, axes.get_xlim()
         assert left < edges[0] and edges[-1] < right
@@ -280,7 +280,7 @@ def test_several_kinds_of_gradients_get_a_button_each_and_share_one_axis():
     sliders = gradient_histogram(kinds, format="BF16", scale_power=10)
     assert list(sliders.choices) == ["of", "format", "scale_power"]
     assert sliders.start == {"of": "weights", "format": "BF16", "scale_power": 10}
-    first, second = (sliders.at(of=name, format="FP16", scale_power=0) for name in kinds)
+    first, second = (sliders.at(gradients_of=name, format="FP16", scale_power=0) for name in kinds)
     assert first.figure.axes[0].get_xlim() == second.figure.axes[0].get_xlim()
     assert "gradients of weights" in first.alt and "all normal" in first.alt
     assert "gradients of logits" in second.alt and "all subnormal" in second.alt and "50 % of the 4 " in second.alt

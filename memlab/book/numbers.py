@@ -14,7 +14,7 @@ from torch import Tensor
 from memlab.book.interactive import Interactive
 from memlab.book.style import LABEL_SIZE, LINE_COLOURS, SMALL_SIZE, TITLE_SIZE, Picture, canvas, finish
 from memlab.book.tables import Table
-from memlab.mixed_precision.formats import FATES, FORMATS, Bits, Format, bits, losses, number_format
+from memlab.mixed_precision.formats import FATES, FORMATS, Bits, Format, bits, fates, number_format
 
 # ---- the formats side by side
 
@@ -259,8 +259,8 @@ class Magnitudes:
         self.counts = torch.bincount(powers - self.lowest).tolist()  # of sizes in [2^lowest, 2^(lowest + 1)), and on
 
     def fates(self, format: Format, scale: float) -> dict[str, int]:
-        """The counts of `losses`, found by bisection: what is larger never meets a fate before a smaller one's."""
-        fate = lambda at: list(losses(self.nonzero[at], format, scale).values()).index(1)  # noqa: E731
+        """The counts of `fates`, found by bisection: what is larger never meets a fate before a smaller one's."""
+        fate = lambda at: list(fates(self.nonzero[at], format, scale).values()).index(1)  # noqa: E731
         ends = [bisect.bisect_right(range(len(self.nonzero)), place, key=fate) for place in range(len(FATES))]
         return {name: end - start for name, start, end in zip(FATES, [0, *ends], ends, strict=False)}
 
@@ -285,10 +285,10 @@ def gradient_histogram(
 
     first = next(iter(groups))
 
-    def draw(of=first, format=format, scale_power=scale_power) -> Picture:
-        return histogram_picture(groups[of], format, scale_power, span, of)
+    def draw(gradients_of=first, format=format, scale_power=scale_power) -> Picture:
+        return histogram_picture(groups[gradients_of], format, scale_power, span, gradients_of)
 
-    choice = {"of": list(groups)} if len(groups) > 1 else {}
+    choice = {"gradients_of": list(groups)} if len(groups) > 1 else {}
     return Interactive(draw, **choice, format=HISTOGRAM_FORMATS, scale_power={f"2^{n}": n for n in SCALE_POWERS})
 
 

@@ -5,7 +5,7 @@ nonfinite: names the first op that made a nan or inf. master_weights: FP32 copie
 stochastic_rounding: the same without copies. Sources: Micikevicius et al. 2018; Kalamkar et al. 2019.
 """
 
-from memlab.mixed_precision.formats import FORMATS, Bits, Format, bits, losses, round_to
+from memlab.mixed_precision.formats import FORMATS, Bits, Format, bits, fates, round_to
 from memlab.mixed_precision.loss_scaler import LossScaler
 from memlab.mixed_precision.master_weights import MasterWeights
 from memlab.mixed_precision.nonfinite import NonFinite, first_nonfinite
@@ -21,7 +21,7 @@ __all__ = [
     "StochasticRounding",
     "bits",
     "first_nonfinite",
-    "losses",
+    "fates",
     "round_stochastically",
     "round_to",
 ]

@@ -244,7 +244,7 @@ FATES = ("lost to zero", "subnormal", "normal", "overflow")
 """What can become of a value other than zero."""
 
 
-def losses(tensor: Tensor, format: str | Format, scale: float = 1.0) -> dict[str, int]:
+def fates(tensor: Tensor, format: str | Format, scale: float = 1.0) -> dict[str, int]:
     """How many of a tensor's nonzero values, times `scale`, meet each of the FATES in a format; they sum to all.
 
     A value goes to zero up to and including half the smallest subnormal number (a tie goes to the even one: zero), and
