@@ -284,9 +284,9 @@ def test_what_has_no_gradient_is_not_scaled(outputs):
 
 
 @pytest.mark.parametrize("bad", [INF, -INF, NAN])
-def test_an_infinite_loss_with_finite_gradients_is_an_overflow_for_the_optimizers_it_reaches(bad):
+def test_an_infinite_loss_with_finite_gradients_is_an_overflow_for_every_optimizer(bad):
     ours, torchs = scalers(init_scale=64.0)
-    for scaler, expected in ((ours, (1.0, 0.0, 32.0)), (torchs, (0.0, 0.0, 64.0))):
+    for scaler, expected in ((ours, (1.0, 1.0, 32.0)), (torchs, (0.0, 0.0, 64.0))):
         reached, other = (nn.Parameter(torch.ones(1)) for _ in range(2))
         optimizers = [torch.optim.SGD([p], lr=1.0) for p in (reached, other)]
         for loss in scaler.scale([reached.sum() + bad, other.sum()]):
@@ -307,6 +307,32 @@ def test_a_square_that_overflows_fp16_is_an_overflow_though_its_gradient_is_fini
     scaler.step(optimizer)
     scaler.update()
     assert parameter.item() == 300.0 and scaler.get_scale() == 1.0
+
+
+def test_an_infinite_loss_whose_gradients_are_dropped_on_the_way_is_an_overflow_once():
+    parameter = nn.Parameter(torch.tensor([-1.0]))
+    optimizer, scaler = torch.optim.SGD([parameter], lr=1.0, weight_decay=0.1), LossScaler(64.0)
+    for expected in (-1.0, pytest.approx(-0.9)):
+        loss = (1 / parameter.relu()).sum() if expected == -1.0 else parameter.relu().sum()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        assert parameter.item() == expected and scaler.get_scale() == 32.0
+
+
+def test_a_scale_that_falls_for_ever_stays_one_that_it_can_come_back_from():
+    scaler, parameter, optimizer = scaled(init_scale=2.0**-120)
+    for _ in range(20):
+        parameter.grad = torch.tensor([INF])
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler.get_scale() == torch.finfo(torch.float32).tiny
+    LossScaler().load_state_dict(scaler.state_dict())
+    scaler.update(2.0)
+    parameter.grad = torch.tensor([2.0])
+    scaler.step(optimizer)
+    assert parameter.isfinite().all()
 
 
 def test_a_finite_loss_whose_scaled_value_overflows_has_right_gradients_and_is_stepped_on():
@@ -381,7 +407,8 @@ def test_a_rank_without_gradients_is_asked_once_for_each_optimizer_in_order(unsc
         calls.append(found_inf.item())
         return found_inf
 
-    scaler, parameter, optimizer = scaled(agree=agree, gradient=INF)
+    scaler, parameter, optimizer = scaled(agree=agree)
+    parameter.grad = torch.tensor([INF])
     empty = torch.optim.SGD([nn.Parameter(torch.ones(0))], lr=1.0)
     for each in (empty, optimizer):
         if unscale:
@@ -627,3 +654,42 @@ def test_a_closure_is_refused(how):
     scaler, _, optimizer = scaled()
     with pytest.raises(RuntimeError, match="closure"):
         how(scaler, optimizer)
+
+
+def test_where_ranks_cannot_agree_nothing_is_divided_twice_and_the_step_is_skipped():
+    def fails(found_inf):
+        raise TimeoutError("a rank is gone")
+
+    scaler = LossScaler(4.0, agree=fails)
+    parameter = nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    scaler.scale(parameter.sum()).backward()
+    with pytest.raises(TimeoutError):
+        scaler.unscale_(optimizer)
+    with pytest.raises(RuntimeError, match="found one unscaled"):
+        scaler.unscale_(optimizer)
+    assert parameter.grad.item() == 1.0
+    scaler.step(optimizer)
+    scaler.update()
+    assert parameter.item() == 0.0 and scaler.get_scale() == 2.0
+
+
+def test_a_rank_that_never_had_a_loss_agrees_all_the_same():
+    asked = []
+    scaler = LossScaler(4.0, agree=lambda found_inf: asked.append(found_inf.item()) or found_inf)
+    scaler.step(torch.optim.SGD([nn.Parameter(torch.zeros(1))]))
+    scaler.update()
+    assert asked == [0.0]
+
+
+def test_a_schedule_that_looks_at_a_metric_is_given_it():
+    scaler, _, optimizer = scaled()
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+    scaler.step(optimizer)
+    for metric in (1.0, 2.0, 3.0):
+        scaler.step_scheduler(scheduler, metrics=metric)
+    assert optimizer.param_groups[0]["lr"] < 1.0
+
+
+def test_a_complex_loss_is_scaled():
+    assert LossScaler(4.0).scale(torch.tensor(1 + 2j)).item() == 4 + 8j

@@ -59,9 +59,10 @@ class LossScaler:
     FP16 gradients are unscaled in FP16: what the scale had saved from underflow is rounded or lost after all. An
     optimizer that can `widen_gradients()`, as MasterWeights can, is asked to first, and then nothing is lost.
 
-    An infinite loss is an overflow, also if its gradients are finite (x² overflows, 2x doesn't): an inf or nan in a
-    loss turns its gradient into nan, so that the optimizers it reaches skip, and no others. If only S · loss overflows,
-    the gradients are right unless they overflow too. This, and `agree`, is where GradScaler differs.
+    An infinite loss is an overflow, also if its gradients are finite (x² overflows, 2x does not) or dropped on the way:
+    after an inf or nan among the losses, before the scale, every optimizer skips until update(). Losses that are to be
+    weighted or masked, reduce first. If only S · loss overflows, the gradients are right unless they overflow too.
+    This, and `agree`, is where GradScaler differs.
 
     Raises TypeError or ValueError for settings that make no sense.
     """
@@ -81,7 +82,7 @@ class LossScaler:
         self.backoff_factor = checked("backoff_factor", backoff_factor)
         self.growth_interval = checked("growth_interval", growth_interval)
         self._enabled, self._agree = enabled, agree
-        self._scale = self._growth_tracker = None  # 0-dim tensors, made where the first loss is
+        self._scale = self._growth_tracker = self._bad_loss = None  # 0-dim tensors, made where the first loss is
         self._stages, self._found_inf = {}, {}  # optimizer → its stage; → 1. if it met inf or nan. Until update()
         self._latest = WeakKeyDictionary()  # optimizer → found_inf of its latest step; None: unscaled and not stepped
 
@@ -90,12 +91,12 @@ class LossScaler:
         if not self._enabled:
             return outputs
         if isinstance(outputs, Tensor):
-            if not outputs.is_floating_point():
+            if not (outputs.is_floating_point() or outputs.is_complex()):
                 raise TypeError(f"expected a floating-point loss, found {outputs.dtype}, which has no gradient")
-            if self._scale is None:
-                self._scale = torch.tensor(self._init_scale, dtype=torch.float32, device=outputs.device)
-                self._growth_tracker = torch.full_like(self._scale, self._init_growth_tracker, dtype=torch.int32)
-            return outputs * torch.where(outputs.isfinite().all(), self._scale.to(outputs.device), torch.nan)
+            self._make_scale(outputs.device)
+            bad = outputs.detach().isfinite().all().logical_not().to(self._scale)
+            self._bad_loss = torch.maximum(self._bad_loss, bad)
+            return outputs * self._scale.to(outputs.device)
         if isinstance(outputs, Mapping):
             return {name: self.scale(output) for name, output in outputs.items()}
         if isinstance(outputs, (list, tuple)):
@@ -121,7 +122,7 @@ class LossScaler:
             optimizer.widen_gradients()
         precise = torch.float32 if self._scale.device.type == "mps" else torch.float64
         self._found_inf[optimizer] = self._multiply_gradients(optimizer, self._scale.to(precise).reciprocal().float())
-        self._stages[optimizer], self._latest[optimizer] = UNSCALED, None
+        self._latest[optimizer] = None
 
     def step(self, optimizer, *args, **kwargs):
         """optimizer.step(*args, **kwargs) on unscaled gradients, and its result; None if skipped.
@@ -136,25 +137,26 @@ class LossScaler:
             raise RuntimeError("expected step() without a closure, whose gradients nobody could check; found one")
         if (stage := self._stage(optimizer)) == STEPPED:
             raise RuntimeError("expected one step() of an optimizer per update(), found a second; call update() first")
-        skips_itself = getattr(optimizer, "_step_supports_amp_scaling", False)
-        if stage == READY and skips_itself:
-            self._found_inf[optimizer] = self._multiply_gradients(optimizer, torch.ones_like(self._scale))
-        elif stage == READY:
-            self.unscale_(optimizer)
-        found_inf, result = self._found_inf[optimizer], None
-        if skips_itself:
-            scale = getattr(optimizer, "grad_scale", None)  # the user's own
+        if getattr(optimizer, "_step_supports_amp_scaling", False):
+            result = self._step_itself(optimizer, stage, *args, **kwargs)
+        else:
             if stage == READY:
-                scale = self._scale if scale is None else self._scale * scale
-            optimizer.grad_scale, optimizer.found_inf = scale, found_inf
-            try:
-                result = optimizer.step(*args, **kwargs)
-            finally:
-                del optimizer.grad_scale, optimizer.found_inf
-        elif not found_inf.item():
-            result = optimizer.step(*args, **kwargs)
-        self._stages[optimizer], self._latest[optimizer] = STEPPED, found_inf
+                self.unscale_(optimizer)
+            result = None if self._found_inf[optimizer].item() else optimizer.step(*args, **kwargs)
+        self._stages[optimizer], self._latest[optimizer] = STEPPED, self._found_inf[optimizer]
         return result
+
+    def _step_itself(self, optimizer, stage: str, *args, **kwargs):
+        """The step of an optimizer that unscales and skips by itself. `grad_scale` may be there: the user's own."""
+        scale = getattr(optimizer, "grad_scale", None)
+        if stage == READY:
+            self._found_inf[optimizer] = self._multiply_gradients(optimizer, torch.ones_like(self._scale))
+            scale = self._scale if scale is None else self._scale * scale
+        optimizer.grad_scale, optimizer.found_inf = scale, self._found_inf[optimizer]
+        try:
+            return optimizer.step(*args, **kwargs)
+        finally:
+            del optimizer.grad_scale, optimizer.found_inf
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """End the iteration: S backs off if any optimizer met inf or nan, else grows if it is time (and never to inf).
@@ -174,7 +176,10 @@ class LossScaler:
             found_inf = torch.stack(list(self._found_inf.values())).amax()
             factors = self.growth_factor, self.backoff_factor, self.growth_interval
             torch._amp_update_scale_(self._scale, self._growth_tracker, found_inf, *factors)
+            self._scale.clamp_(min=FP32.tiny)  # 0 is no scale to come back from
         self._stages, self._found_inf = {}, {}
+        if self._bad_loss is not None:
+            self._bad_loss = torch.zeros_like(self._bad_loss)
 
     def skipped(self, optimizer) -> bool:
         """Whether its latest step was skipped, by step() or by you, who unscaled and didn't step. Waits for the GPU."""
@@ -182,13 +187,13 @@ class LossScaler:
             raise RuntimeError("expected an optimizer that was given to scaler.step(), found one that never was")
         return self._enabled and ((found_inf := self._latest[optimizer]) is None or bool(found_inf.item()))
 
-    def step_scheduler(self, scheduler, *args) -> None:
-        """scheduler.step(*args), unless its optimizer's latest step was skipped. For schedules that count steps.
+    def step_scheduler(self, scheduler, *args, **kwargs) -> None:
+        """scheduler.step(*args, **kwargs), unless its optimizer's latest step was skipped. For schedules in steps.
 
         Else warm-up runs on while nothing is learnt, and torch warns of a scheduler that steps before its optimizer.
         """
         if not self.skipped(scheduler.optimizer):
-            scheduler.step(*args)
+            scheduler.step(*args, **kwargs)
 
     def get_scale(self) -> float:
         """S, or 1. if disabled. Waits for the GPU."""
@@ -221,7 +226,7 @@ class LossScaler:
     def __getstate__(self) -> dict:
         if self._found_inf:
             raise RuntimeError("expected to pickle a LossScaler between iterations, found one before its update()")
-        state = vars(self) | {"_scale": None, "_growth_tracker": None, "_latest": None}
+        state = vars(self) | dict.fromkeys(("_scale", "_growth_tracker", "_bad_loss", "_latest"))
         if self._enabled:  # as numbers: the tensors are made again where the next loss is
             state["_init_scale"], *_, state["_init_growth_tracker"] = self.state_dict().values()
         return state
@@ -233,9 +238,17 @@ class LossScaler:
         """How far an optimizer has come, if it is one and there is a scale."""
         if not hasattr(optimizer, "param_groups"):
             raise TypeError(f"expected an optimizer, found {type(optimizer).__name__}")
-        if self._scale is None:
+        if self._scale is None and self._agree is None:
             raise RuntimeError("expected scaler.scale(loss).backward() before unscale_() and step(), found no loss yet")
+        self._make_scale(next((p.device for group in optimizer.param_groups for p in group["params"]), "cpu"))
         return self._stages.get(optimizer, READY)
+
+    def _make_scale(self, device) -> None:
+        """Make the tensors, if they are not there: on the device of the first loss, or of a rank that has none."""
+        if self._scale is None:
+            self._scale = torch.tensor(self._init_scale, dtype=torch.float32, device=device)
+            self._growth_tracker = torch.full_like(self._scale, self._init_growth_tracker, dtype=torch.int32)
+            self._bad_loss = torch.zeros_like(self._scale)
 
     @torch.no_grad()
     def _multiply_gradients(self, optimizer, factor: Tensor) -> Tensor:
@@ -254,7 +267,9 @@ class LossScaler:
                 "expected an optimizer with gradients, found one without any: call backward() on a scaled loss that "
                 "depends on its parameters (where only some ranks have gradients, give LossScaler an `agree`)"
             )
-        found_inf = torch.zeros_like(factor)
+        # Should something here raise: divided twice is worse than skipped.
+        self._stages[optimizer], self._found_inf[optimizer] = UNSCALED, torch.ones_like(factor)
+        found_inf = self._bad_loss.clone()
         for (device, _), gradients in kinds.items():
             here = torch.zeros_like(factor, device=device)
             torch._amp_foreach_non_finite_check_and_unscale_(gradients, here, factor.to(device))
