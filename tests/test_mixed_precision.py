@@ -12,17 +12,10 @@ from torch.nn import functional as F
 from memlab.book.frameworks import deepspeed_alone, has_deepspeed
 from memlab.book.workloads import GPT, text_batch
 from memlab.mixed_precision import LossScaler, MasterWeights, StochasticRounding
+from tests.memory_timeline_helpers import one_thread  # noqa: F401
 
 SIZES = {"layers": 2, "width": 32, "heads": 2, "context": 32}
 SHARE = 4096  # of a large batch, so that gradients are small, as they are there
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def learnt(dtype, around=None, scaler=None, steps=80, seed=0):
