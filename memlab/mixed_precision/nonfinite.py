@@ -3,18 +3,25 @@
 A loss that is nan says nothing: one inf in one layer makes nan of all that follows, and the gradients carry it to every
 parameter. The culprit is the first op whose result is not finite though what it was given was.
 
-But not every inf is a mistake: masks hold -inf on purpose. So an op's scalars count as inputs like its tensors, and
+But not every inf is a mistake: masks hold -inf on purpose, and log(0) does no harm where `where` drops it. So
 
-- an op **made** an inf if its result holds one, and no input of it is inf or nan;
-- an op **made** a nan if its result holds one, and no input of it is nan: nobody wants a nan, whatever it is made of;
-- a nan or +inf **came in** with a tensor from outside the run (or -inf, with a parameter or its gradient), if the
-  result of an op that reads it is not finite either.
+- an op **made** an inf if its result holds one, and no input of it, tensor or scalar, is inf or nan;
+- an op **made** a nan if its result holds one, and no input is nan: nobody wants a nan, whatever it is made of;
+- a nan or +inf **came in** with a tensor from outside the run (or -inf, with a parameter or its gradient), or a nan
+  with a scalar, if the result of an op that reads it is not finite either;
+- each such **origin** is followed: a result that is not finite has the earliest origin among its inputs that are not
+  (among those with nan, if it has nan itself), and is no new one;
+- a value is **forgiven** once an op has read it and all that it made is finite: it went nowhere. Tests (`isfinite`, `>`)
+  and overwriting (`zero_`, `copy_`, `out=`) forgive nothing, and a nan that only became an integer (`argmax`) is not.
+
+Reported is the earliest origin of a value that at the end is neither forgiven nor carried on by other values: a loss,
+a gradient, a weight, whatever nothing has read since, and also if it was freed.
 
 In `masked_fill(mask, -inf)`, `full(size, inf)` and `x * inf` the inf is a scalar's, and what comes after has it from
-there; a mask from outside may hold -inf. But log(0), 1 / 0, 300 · 300 in FP16, 0 · inf and the softmax of a row that is
-masked throughout are found. So is a score below -16 added to FP16's lowest number as a mask: that is one overflow that
-softmax forgives. Views compute nothing and fresh memory (`empty`) holds anything: both are passed over, and so is what
-was in a tensor that an op overwrites (`out=`, `copy_`).
+there; a mask from outside may hold -inf; `fill_`, `where` and their like place even a nan on purpose. But log(0), 1 / 0,
+300 · 300 in FP16, 0 · inf and the softmax of a row that is masked throughout are found. A score that overflows to -inf
+is not if softmax makes 0 of it, nor a divisor that is inf: what comes of them is finite, if not always what was meant.
+Views compute nothing and fresh memory (`empty`) holds anything: both are passed over.
 """
 
 from __future__ import annotations
@@ -25,9 +32,10 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 from torch.nn import Module, Parameter
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
@@ -35,14 +43,16 @@ from torch.utils._pytree import tree_leaves
 from memlab.memory_timeline import Line, Meter
 from memlab.memory_timeline.ownership import Owned, gradients_of, owned_by_model, storages_of
 
+PLACING = ("fill", "full", "where", "scalar_tensor", "pad")  # ops whose scalar is put into the result as it is
+
 
 @dataclass(frozen=True)
 class NonFinite:
-    """The first inf or nan of a run, and the op that made it; or that first showed it, if it came in.
+    """The first inf or nan of a run that was not forgiven, and the op that made it; or first showed it, if it came in.
 
     kind: "inf" or "nan". count, shape, dtype: how many elements are, in which tensor. largest_input: the largest finite
     |input| of the op; limit: the largest number of the dtype. came_in: with what it came in, such as "parameter
-    head.weight", or "". op, phase ("forward", "backward", "recompute", "optimizer"), module and line are the Meter's:
+    head.weight" or "a scalar", or "". op, phase ("forward", "backward", "recompute", "optimizer"), module and line are the Meter's:
     in backward, module and line are those of the forward op `backward_of`.
     """
 
@@ -72,19 +82,19 @@ class NonFinite:
 
 
 def first_nonfinite(fn: Callable, *args, **kwargs) -> NonFinite | None:
-    """Run fn(*args, **kwargs) once, and return the first inf or nan that an op made, by the rule above; or None.
+    """Run fn(*args, **kwargs) once, and return the origin of its inf or nan by the rule above; or None.
 
         print(first_nonfinite(lambda: scaler.scale(model(x, y)).backward()))
 
     The run is a real one: gradients are added to, an optimizer in it steps, random numbers are drawn. So to replay a
     step that failed, first put weights, gradients and seed back as they were before it. The looking itself changes
-    nothing and draws no numbers; it reads every result, waits for the GPU at every op until something is found, and
-    takes several times as long as the step. What fn raises passes through.
+    nothing and draws no numbers; it reads every result, waits for the GPU at every op, and takes several times as
+    long as the step. What fn raises passes through.
     """
     watch = _Watch({f"argument {name}": value for name, value in [*enumerate(args), *kwargs.items()]})
     with watch:
         fn(*args, **kwargs)
-    return watch.found
+    return watch.followed.found
 
 
 class Seen(NamedTuple):
@@ -123,15 +133,22 @@ def numbers_of(tensor: Tensor) -> Tensor:
 
 
 def floats_in(values: object) -> Iterator[Tensor | float]:
-    """The floating-point tensors and scalars among an op's arguments or results, lists opened."""
+    """The floating-point tensors and scalars among an op's arguments or results, lists opened; none without numbers."""
     if isinstance(values, Tensor):
-        if (values.is_floating_point() or values.is_complex()) and not values.is_meta:
+        hidden = values.is_meta or values.is_nested or values.is_mkldnn
+        if (values.is_floating_point() or values.is_complex()) and not hidden:
             yield values
     elif isinstance(values, float):
         yield values
     elif isinstance(values, (list, tuple)):
         for value in values:
             yield from floats_in(value)
+
+
+def bytes_of(tensor: Tensor) -> UntypedStorage:
+    """The storage that holds a tensor's numbers; of a sparse one's, the last."""
+    *_, storage = storages_of(tensor)
+    return storage
 
 
 @functools.cache
@@ -143,23 +160,99 @@ def writes(op: torch._ops.OpOverload) -> tuple[set[str | int], set[str | int]] |
         if argument.alias_info is not None and argument.alias_info.is_write:
             key = argument.name if argument.kwarg_only else place
             written.add(key)
-            if argument.is_out or name in ("copy_", "_foreach_copy_"):
+            if argument.is_out or name.removeprefix("_foreach_") in ("copy_", "fill_", "zero_"):
                 blind.add(key)
     view = not written and any(result.alias_info is not None for result in op._schema.returns)
-    return None if view or name.startswith(("empty", "new_empty", "resize")) else (written, blind)
+    reads_no_number = name.startswith(("empty", "new_", "resize")) or name.endswith("_like")
+    return None if view or reads_no_number else (written, blind)
+
+
+@dataclass
+class Value:
+    """The inf or nan in a tensor: the number of its origin; and whether an op forgave it or carried it on."""
+
+    origin: int
+    nan: bool
+    read: bool = False
+
+
+class Followed:
+    """Takes the place of the Meter's log, to run each op: looks at what it makes, and follows what is not finite."""
+
+    def __init__(self, watch: _Watch):
+        self._watch = watch
+        self._origins: list[NonFinite] = []
+        self._values: list[Value] = []
+        self._value_in: WeakKeyDictionary[UntypedStorage, Value] = WeakKeyDictionary()
+
+    @property
+    def found(self) -> NonFinite | None:
+        """The earliest origin of a value that nothing read."""
+        first = min((value.origin for value in self._values if not value.read), default=None)
+        return None if first is None else self._origins[first]
+
+    def placed(self, *_) -> None:
+        """A log is told the address of every storage; this one has no use for it."""
+
+    def run(self, number: int, op, args: tuple, kwargs: dict):
+        """Run op number `number`, look at what it made, and note what it read."""
+        rule = writes(op) if isinstance(op, torch._ops.OpOverload) else None
+        if rule is None:
+            return op(*args, **kwargs)
+        written, blind = rule
+        given = dict(enumerate(args)) | kwargs
+        inputs = list(floats_in([value for key, value in given.items() if key not in blind]))
+        seen = list(map(look, inputs)) if written else None  # before they are written to
+        result = op(*args, **kwargs)
+        statistics = op._schema.name.endswith(
+            ("_attention", "_ctc_loss")
+        )  # these follow the first result, for backward
+        made = result[:1] if statistics and isinstance(result, tuple) else result
+        made = {id(x): x for x in floats_in([made, *(given.get(key) for key in written)]) if isinstance(x, Tensor)}
+        after = [(tensor, look(tensor)) for tensor in made.values()]
+        if seen is None and not all(one.finite for _, one in after):
+            seen = list(map(look, inputs))
+
+        values = [self._value_in.get(bytes_of(x)) if isinstance(x, Tensor) else None for x in inputs]
+        tells = isinstance(result, Tensor) and result.dtype is not torch.bool  # a number, be it an integer
+        for tensor, value, one in zip(inputs, values, seen or inputs, strict=True):
+            beside = id(tensor) in made and one.finite  # an op in place, on another part of the value's storage
+            if value is not None and not beside and (made or tells and not value.nan):
+                value.read = True
+        for tensor, one in after:
+            origin = None if one.finite else self._origin(number, tensor, one, inputs, seen, values)
+            if origin is not None:
+                self._values.append(Value(origin, one.nan))
+                self._value_in[bytes_of(tensor)] = self._values[-1]
+            elif tensor.layout is torch.strided and tensor.nbytes == bytes_of(tensor).nbytes():
+                self._value_in.pop(bytes_of(tensor), None)
+        return result
+
+    def _origin(self, number: int, tensor: Tensor, after: Seen, inputs: list, seen: list, values: list) -> int | None:
+        """The rule: `tensor` is not finite after an op that saw `inputs`. None if that is on purpose."""
+        from_nan = after.nan and any(one.nan for one in seen)
+        bad = [one.nan if from_nan else not one.finite for one in seen]
+        known = [value.origin for value, carries in zip(values, bad, strict=True) if value is not None and carries]
+        if known:
+            return min(known)
+        origin = self._watch.judge(number, tensor, after, inputs, seen)
+        if origin is None:
+            return None
+        self._origins.append(origin)
+        return len(self._origins) - 1
 
 
 class _Watch(Meter):
-    """A Meter that also looks: it knows every op's phase, module and line, and which tensors are from outside."""
+    """A Meter knows every op's phase, module and line; this one also what is from outside, and by which name."""
 
     def __init__(self, arguments: dict[str, object]):
         super().__init__()
         self._arguments = arguments
-        self.found: NonFinite | None = None
+        self.followed = Followed(self)
 
     def _set_up(self, stack: ExitStack) -> None:
         super()._set_up(stack)
-        self._log = self  # the Meter has its log run each op
+        self._log = self.followed
         stack.callback(setattr, self, "_log", None)
         stack.callback(register_optimizer_step_pre_hook(self._adopt_gradients).remove)
         for name, value in self._arguments.items():
@@ -168,9 +261,6 @@ class _Watch(Meter):
                     self._learn(leaf)
                 elif isinstance(leaf, Tensor):
                     self._adopt_unseen([Owned(leaf, "input", name)])
-
-    def placed(self, *_) -> None:
-        """The log's other duty, an address."""
 
     def _enter_module(self, module: Module, args: tuple) -> None:
         if id(module) not in self._module_names and self._modules_inside == [""]:
@@ -195,27 +285,8 @@ class _Watch(Meter):
             each for each in owned if all(storage._cdata not in self._live for storage in storages_of(each.tensor))
         )
 
-    # ---- looking
-
-    def run(self, number: int, op, args: tuple, kwargs: dict):
-        """Run op number `number`, and look at what it made until something is found."""
-        rule = writes(op) if self.found is None and isinstance(op, torch._ops.OpOverload) else None
-        if rule is None:
-            return op(*args, **kwargs)
-        written, blind = rule
-        given = dict(enumerate(args)) | kwargs
-        inputs = list(floats_in([value for key, value in given.items() if key not in blind]))
-        seen = list(map(look, inputs)) if written else None  # before they are written to
-        result = op(*args, **kwargs)
-        made = result[:1] if "scaled_dot_product" in str(op) and "backward" not in str(op) else result  # no statistics
-        for tensor in floats_in([made, *(given.get(key) for key in written)]):
-            if isinstance(tensor, Tensor) and not (after := look(tensor)).finite:
-                self.found = self._judge(number, tensor, after, inputs, seen or list(map(look, inputs)))
-                break
-        return result
-
-    def _judge(self, number: int, tensor: Tensor, after: Seen, inputs: list, seen: list[Seen]) -> NonFinite | None:
-        """The rule: `tensor` is not finite after an op that saw `inputs`. None if that is nothing new."""
+    def judge(self, number: int, tensor: Tensor, after: Seen, inputs: list, seen: list[Seen]) -> NonFinite | None:
+        """The origin, if it is new: `tensor` is not finite after an op that saw `inputs`. None if that is on purpose."""
         largest = max((one.largest for one in seen), default=0.0)
         if all(one.finite for one in seen):
             return self._report(number, tensor, "nan" if not (after.plus or after.minus) else "inf", largest, "")
@@ -226,11 +297,13 @@ class _Watch(Meter):
                 bearer, may_mask = self._bearer(value)
                 if bearer and (one.nan or one.plus or not may_mask):
                     return self._report(number, value, "nan" if one.nan else "inf", largest, bearer)
+            elif one.nan and not any(word in self._ops[number].name for word in PLACING):
+                return self._report(number, tensor, "nan", largest, "a scalar")
         return None
 
     def _bearer(self, tensor: Tensor) -> tuple[str, bool]:
         """What brought a tensor in from outside ("": it was made in the run), and whether it could be a mask."""
-        storage = self._live.get(next(storages_of(tensor))._cdata)
+        storage = self._live.get(bytes_of(tensor)._cdata)
         category, name = self._history.owners.get(storage, ("", ""))
         if storage is not None and self._history.births[storage].op >= 0 and category != "input":
             return "", False
