@@ -206,18 +206,156 @@ def test_what_the_run_made_inf_on_purpose_does_not_come_in_with_the_model_it_is_
     assert first_nonfinite(lambda: model(torch.full((2, 4), INF))) is None
 
 
-def test_a_scalers_own_check_is_no_maker_and_its_poison_neither():
-    for scaler in (LossScaler(), torch.amp.GradScaler("cpu")):
-        parameter = nn.Parameter(torch.ones(2))
-        optimizer = torch.optim.SGD([parameter], lr=1.0)
+def test_gradscalers_own_check_is_no_maker():
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer, scaler = torch.optim.SGD([parameter], lr=1.0), torch.amp.GradScaler("cpu")
 
-        def run(scaler=scaler, parameter=parameter, optimizer=optimizer):
-            scaler.scale(parameter.sum() * INF).backward()
-            scaler.step(optimizer)
-            scaler.update()
+    def run():
+        scaler.scale(parameter.sum() * INF).backward()
+        scaler.step(optimizer)
+        scaler.update()
 
-        assert first_nonfinite(run) is None
-        assert parameter.tolist() == [1.0, 1.0]
+    assert first_nonfinite(run) is None
+    assert parameter.tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("set_to_none", [False, True])
+@pytest.mark.parametrize("make_scaler", [LossScaler, functools.partial(torch.amp.GradScaler, "cpu")])
+def test_an_overflow_that_a_scaler_skips_is_found_though_at_the_end_all_is_finite(make_scaler, set_to_none):
+    model = Layers()
+    model.down.weight.data.fill_(3e38)
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=1.0), make_scaler()
+
+    def run():
+        scaler.scale(model(torch.ones(2, 4)).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad(set_to_none=set_to_none)
+
+    found = report(run)
+    assert (found.op, found.module, found.kind) == ("mm", "down", "inf")
+    assert all(p.isfinite().all() and (p.grad is None or not p.grad.any()) for p in model.parameters())
+
+
+# ---- what is made and forgiven
+
+
+def with_gradient(fn, x):
+    """Forward and backward of fn at x, where gradients are finite."""
+    x = x.clone().requires_grad_()
+    loss = fn(x).sum()
+    loss.backward()
+    assert x.grad.isfinite().all()
+    return loss
+
+
+def ctc(x):
+    return F.ctc_loss(x.log_softmax(-1), torch.tensor([[1, 2], [3, 3]]), torch.tensor([6, 6]), torch.tensor([2, 2]))
+
+
+POWERS = torch.tensor([2.0, 0.0, 1.0], requires_grad=True)
+
+
+@pytest.mark.parametrize(
+    "fn, x",
+    [
+        (lambda x: x.norm(), torch.zeros(3)),
+        (lambda x: F.normalize(x, dim=-1), torch.zeros(2, 3)),
+        (lambda x: F.cosine_similarity(x, torch.ones(2, 3)), torch.zeros(2, 3)),
+        (lambda x: x.std(), torch.ones(4)),
+        (lambda x: x**POWERS, torch.zeros(3)),
+        (lambda x: x.cumprod(0), torch.tensor([0.0, 1.0, 0.0])),
+        (lambda x: (x + torch.finfo(x.dtype).min).softmax(0), torch.tensor([0.0, -3e38])),
+        (ctc, torch.linspace(-1, 1, 60).view(6, 2, 5)),
+    ],
+)
+def test_an_inf_or_nan_that_the_next_op_forgives_is_no_finding(fn, x):
+    assert first_nonfinite(with_gradient, fn, x) is None
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: torch.where(x > 0, x.log(), 0.0),
+        lambda x: x.log().nan_to_num(),
+        lambda x: x.log()[1:].sum(),
+        lambda x: ctc(torch.zeros(6, 2, 5)),
+        lambda x: torch.where(x > 0, x.log().long(), 0),
+    ],
+)
+def test_an_inf_that_is_dropped_is_no_finding(fn):
+    assert first_nonfinite(fn, torch.arange(4.0)) is None
+
+
+def test_the_first_step_of_torchs_own_radam_has_nothing_to_report():
+    parameter = nn.Parameter(torch.ones(2))
+    parameter.grad = torch.ones(2)
+    assert first_nonfinite(torch.optim.RAdam([parameter], foreach=True).step) is None
+    assert parameter.isfinite().all()
+
+
+def relative_positions(x):
+    """T5's: the log of 0 is among them, and dropped."""
+    distance = torch.arange(4)
+    return x + torch.where(distance < 2, distance, (distance / 2).log().mul(4).long())
+
+
+def test_the_culprit_after_a_harmless_inf_is_named():
+    model = Layers()
+    assert first_nonfinite(lambda: model(relative_positions(torch.ones(2, 4))).sum().backward()) is None
+    model.down.weight.data.fill_(3e38)
+    found = report(lambda: model(relative_positions(torch.ones(2, 4))).sum().backward())
+    assert (found.op, found.module, found.phase, found.kind) == ("mm", "down", "forward", "inf")
+
+
+def test_a_transformers_t5_is_healthy_and_its_culprit_is_named():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.T5Config(
+        vocab_size=32, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2, decoder_start_token_id=0
+    )
+    model, ids = transformers.T5ForConditionalGeneration(config), torch.arange(1, 13).view(2, 6)
+
+    def step():
+        model(input_ids=ids, labels=ids).loss.backward()
+
+    assert first_nonfinite(step) is None
+    model.encoder.block[0].layer[-1].DenseReluDense.wo.weight.data.fill_(3e38)
+    assert report(step).module == "encoder.block.0.layer.1.DenseReluDense.wo"
+
+
+def test_a_nan_that_argmax_read_or_that_a_finite_neighbour_hides_is_still_found():
+    assert report(lambda: (torch.zeros(3) / 0).argmax()).op == "div"
+
+    def neighbours():
+        both = torch.zeros(4)
+        both[:2].div_(0)
+        both[2:].add_(1)
+
+    assert report(neighbours).op == "div_"
+
+
+def test_the_inf_of_a_mask_is_not_blamed_for_the_nan_beside_it():
+    mask = torch.tensor([0.0, 1.0])
+    found = report(lambda: mask.log() + torch.full((2,), -1.0).sqrt())
+    assert (found.op, found.kind) == ("sqrt", "nan")
+
+
+def test_a_nan_scalar_came_in_and_an_inf_one_is_on_purpose():
+    parameter = nn.Parameter(torch.ones(2))
+    found = report(lambda: (parameter * NAN).sum().backward())
+    assert (found.came_in, found.op, found.kind, found.count) == ("a scalar", "mul", "nan", 2)
+    parameter.grad = None
+    assert first_nonfinite(lambda: (parameter * INF).sum().backward()) is None
+    found = report(torch.optim.SGD([parameter], lr=NAN).step)
+    assert (found.came_in, found.op, found.phase) == ("a scalar", "add_", "optimizer")
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_the_nested_tensors_of_transformer_encoder_are_refused_with_a_way_out():
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 4, batch_first=True), 1).eval()
+    padding = torch.tensor([[False, False], [False, True]])
+    with torch.no_grad(), pytest.raises(NotImplementedError, match="set_fastpath_enabled"):
+        first_nonfinite(model, torch.ones(2, 2, 4), src_key_padding_mask=padding)
 
 
 def empty_and_used():

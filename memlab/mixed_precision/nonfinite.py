@@ -9,19 +9,18 @@ But not every inf is a mistake: masks hold -inf on purpose, and log(0) does no h
 - an op **made** a nan if its result holds one, and no input is nan: nobody wants a nan, whatever it is made of;
 - a nan or +inf **came in** with a tensor from outside the run (or -inf, with a parameter or its gradient), or a nan
   with a scalar, if the result of an op that reads it is not finite either;
-- each such **origin** is followed: a result that is not finite has the earliest origin among its inputs that are not
-  (among those with nan, if it has nan itself), and is no new one;
-- a value is **forgiven** once an op has read it and all that it made is finite: it went nowhere. Tests (`isfinite`, `>`)
-  and overwriting (`zero_`, `copy_`, `out=`) forgive nothing, and a nan that only became an integer (`argmax`) is not.
+- what is not finite and depends on these is no news: it has the earliest origin among the inputs that are not finite
+  (that are nan, if it is nan and one of them is);
+- a value is **forgiven** if an op reads it and all that the op makes is finite. Tests (`isfinite`, `>`) and overwriting
+  (`zero_`, `copy_`, `out=`) forgive nothing, and what only makes an integer (`argmax`) forgives no nan.
 
-Reported is the earliest origin of a value that at the end is neither forgiven nor carried on by other values: a loss,
-a gradient, a weight, whatever nothing has read since, and also if it was freed.
+Reported is the earliest origin of a value that was neither forgiven nor carried on to another by the end: a loss, a
+gradient, a weight, or whatever nobody has read, be it freed by then.
 
-In `masked_fill(mask, -inf)`, `full(size, inf)` and `x * inf` the inf is a scalar's, and what comes after has it from
-there; a mask from outside may hold -inf; `fill_`, `where` and their like place even a nan on purpose. But log(0), 1 / 0,
-300 · 300 in FP16, 0 · inf and the softmax of a row that is masked throughout are found. A score that overflows to -inf
-is not if softmax makes 0 of it, nor a divisor that is inf: what comes of them is finite, if not always what was meant.
-Views compute nothing and fresh memory (`empty`) holds anything: both are passed over.
+The inf of `masked_fill(mask, -inf)` and `x * inf` is a scalar's, a mask from outside may hold -inf, and `fill_` or
+`where` may place even a nan. But 300 · 300 in FP16, 0 · inf and the softmax of a row that is masked throughout are
+found. A score that overflows to -inf isn't, if softmax makes 0 of it, nor is a divisor that is inf: what comes of them
+is finite, if not always what was meant. Views compute nothing, fresh memory (`empty`) holds anything: passed over.
 """
 
 from __future__ import annotations
@@ -52,8 +51,8 @@ class NonFinite:
 
     kind: "inf" or "nan". count, shape, dtype: how many elements are, in which tensor. largest_input: the largest finite
     |input| of the op; limit: the largest number of the dtype. came_in: with what it came in, such as "parameter
-    head.weight" or "a scalar", or "". op, phase ("forward", "backward", "recompute", "optimizer"), module and line are the Meter's:
-    in backward, module and line are those of the forward op `backward_of`.
+    head.weight" or "a scalar"; or "". op, phase ("forward", "backward", "recompute", "optimizer"), module and line are
+    the Meter's: in backward, module and line are those of the forward op `backward_of`.
     """
 
     kind: str
@@ -89,7 +88,8 @@ def first_nonfinite(fn: Callable, *args, **kwargs) -> NonFinite | None:
     The run is a real one: gradients are added to, an optimizer in it steps, random numbers are drawn. So to replay a
     step that failed, first put weights, gradients and seed back as they were before it. The looking itself changes
     nothing and draws no numbers; it reads every result, waits for the GPU at every op, and takes several times as
-    long as the step. What fn raises passes through.
+    long as the step. What fn raises passes through. Raises
+    NotImplementedError for tensors that hide their numbers (nested, mkldnn).
     """
     watch = _Watch({f"argument {name}": value for name, value in [*enumerate(args), *kwargs.items()]})
     with watch:
@@ -133,10 +133,14 @@ def numbers_of(tensor: Tensor) -> Tensor:
 
 
 def floats_in(values: object) -> Iterator[Tensor | float]:
-    """The floating-point tensors and scalars among an op's arguments or results, lists opened; none without numbers."""
+    """The floating-point tensors and scalars among an op's arguments or results, lists opened."""
     if isinstance(values, Tensor):
-        hidden = values.is_meta or values.is_nested or values.is_mkldnn
-        if (values.is_floating_point() or values.is_complex()) and not hidden:
+        if values.is_nested:
+            raise NotImplementedError(
+                "expected tensors whose numbers can be read, found a nested one; if nn.TransformerEncoder made it, "
+                "call torch.backends.mha.set_fastpath_enabled(False) before"
+            )
+        if (values.is_floating_point() or values.is_complex()) and not values.is_meta and not values.is_mkldnn:
             yield values
     elif isinstance(values, float):
         yield values
@@ -204,10 +208,8 @@ class Followed:
         inputs = list(floats_in([value for key, value in given.items() if key not in blind]))
         seen = list(map(look, inputs)) if written else None  # before they are written to
         result = op(*args, **kwargs)
-        statistics = op._schema.name.endswith(
-            ("_attention", "_ctc_loss")
-        )  # these follow the first result, for backward
-        made = result[:1] if statistics and isinstance(result, tuple) else result
+        statistics = any(part in str(op) for part in ("scaled_dot_product", "ctc_loss")) and "backward" not in str(op)
+        made = result[:1] if statistics and isinstance(result, tuple) else result  # what follows is for backward
         made = {id(x): x for x in floats_in([made, *(given.get(key) for key in written)]) if isinstance(x, Tensor)}
         after = [(tensor, look(tensor)) for tensor in made.values()]
         if seen is None and not all(one.finite for _, one in after):
@@ -229,17 +231,15 @@ class Followed:
         return result
 
     def _origin(self, number: int, tensor: Tensor, after: Seen, inputs: list, seen: list, values: list) -> int | None:
-        """The rule: `tensor` is not finite after an op that saw `inputs`. None if that is on purpose."""
+        """The number of the origin of `tensor`, which is not finite after an op that saw `inputs`; None: on purpose."""
         from_nan = after.nan and any(one.nan for one in seen)
         bad = [one.nan if from_nan else not one.finite for one in seen]
         known = [value.origin for value, carries in zip(values, bad, strict=True) if value is not None and carries]
         if known:
             return min(known)
         origin = self._watch.judge(number, tensor, after, inputs, seen)
-        if origin is None:
-            return None
-        self._origins.append(origin)
-        return len(self._origins) - 1
+        self._origins += [origin] if origin else []
+        return len(self._origins) - 1 if origin else None
 
 
 class _Watch(Meter):
@@ -286,7 +286,7 @@ class _Watch(Meter):
         )
 
     def judge(self, number: int, tensor: Tensor, after: Seen, inputs: list, seen: list[Seen]) -> NonFinite | None:
-        """The origin, if it is new: `tensor` is not finite after an op that saw `inputs`. None if that is on purpose."""
+        """A new origin: `tensor` is not finite after an op that saw `inputs`. None if that is on purpose."""
         largest = max((one.largest for one in seen), default=0.0)
         if all(one.finite for one in seen):
             return self._report(number, tensor, "nan" if not (after.plus or after.minus) else "inf", largest, "")
