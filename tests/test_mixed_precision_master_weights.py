@@ -158,6 +158,28 @@ def test_layouts_of_weights_and_gradients_may_differ():
             assert torch.equal(p, q.to(BF16))
 
 
+def test_a_16_bit_gradient_of_an_fp32_parameter_is_its_own_and_touches_no_other():
+    strided, narrow = nn.Parameter(torch.ones(4, 6)[:, ::2]), nn.Parameter(torch.ones(12, dtype=BF16))
+    strided.grad_dtype = None
+    masters = MasterWeights([strided, narrow], optim.SGD, lr=1.0)
+    strided.grad, narrow.grad = torch.full((4, 3), 2.0, dtype=BF16), torch.full((12,), 9.0, dtype=BF16)
+    given = strided.grad
+    masters.step()
+    assert torch.equal(strided, torch.full((4, 3), -1.0)) and torch.equal(narrow.float(), torch.full((12,), -8.0))
+    assert strided.grad is given
+
+
+def test_a_compiled_step_gives_each_parameter_its_own_gradient():
+    params = [nn.Parameter(torch.ones(3, dtype=BF16)) for _ in range(3)]
+    masters = MasterWeights(params, optim.SGD, lr=0.25)
+    step = torch.compile(masters.step, backend="eager")
+    for _ in range(2):
+        for number, p in enumerate(params):
+            p.grad = torch.full_like(p, number)
+        step()
+    assert [p[0].item() for p in params] == [1.0, 0.5, 0.0]
+
+
 def test_a_tied_weight_is_stepped_once():
     class Tied(nn.Module):
         def __init__(self):

@@ -76,6 +76,7 @@ class MasterWeights(Optimizer):
 
     # ---- the step
 
+    @torch._disable_dynamo  # as in torch.optim; traced, every parameter would get the last one's gradient
     @torch.no_grad()
     def step(self, closure: Callable[[], Tensor] | None = None):
         """One step of every parameter that has a gradient; of none, if a scaler found inf or nan. Returns the loss."""
@@ -131,26 +132,25 @@ class MasterWeights(Optimizer):
 
     def _widen(self, weights: list[Tensor], masters: list[Tensor]) -> None:
         """Give each master its weight's gradient in FP32, divided by the loss scale if a scaler left that to us."""
-        narrow, wide = [], []
+        narrow = []
         for p, m in zip(weights, masters, strict=True):
-            if p.grad.dtype not in HALVES:
-                m.grad = p.grad
-            elif p.grad.is_sparse:
-                m.grad = p.grad.float()
+            if m is p:
+                continue  # its gradient is its own
+            if p.grad.dtype in HALVES and not p.grad.is_sparse:
+                narrow.append((p.grad, m))
             else:
-                narrow.append(p.grad)
-                wide.append(m)
-        if wide:  # in one block of memory, which a CPU's allocator finds again; many small ones it gives back
-            numels = [m.numel() for m in wide]
-            for m, piece in zip(
-                wide, torch.empty(sum(numels), dtype=torch.float32, device=wide[0].device).split(numels), strict=True
-            ):
+                m.grad = p.grad.float()
+        if narrow:  # in one block of memory, which a CPU's allocator finds again; many small ones it gives back
+            numels = [m.numel() for _, m in narrow]
+            block = torch.empty(sum(numels), dtype=torch.float32, device=weights[0].device)
+            for (_, m), piece in zip(narrow, block.split(numels), strict=True):
                 m.grad = piece.as_strided(m.shape, m.stride())
-            torch._foreach_copy_([m.grad for m in wide], narrow)
+            torch._foreach_copy_([m.grad for _, m in narrow], [gradient for gradient, _ in narrow])
         scale = getattr(self, "grad_scale", None)
         if scale is not None:
             gradients = [m.grad._values() if m.grad.is_sparse else m.grad for m in masters]
-            torch._foreach_mul_(gradients, scale.double().reciprocal().float().to(gradients[0].device))
+            precise = torch.float32 if scale.device.type == "mps" else torch.float64
+            torch._foreach_mul_(gradients, scale.to(precise).reciprocal().float().to(gradients[0].device))
 
     # ---- masters
 
