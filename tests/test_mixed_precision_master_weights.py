@@ -1,8 +1,10 @@
 """Master weights: the step is FP32's, bit for bit; no more is held than promised; and nothing is lost on the way."""
 
 import copy
+import gc
 import inspect
 import io
+import weakref
 
 import pytest
 import torch
@@ -232,6 +234,81 @@ def test_a_step_that_raises_leaves_no_fp32_gradient_and_the_state_as_it_was():
         masters.step()
     assert all(state["master"].grad is None for state in masters.state.values())
     assert not masters._inner.state and masters._inner.param_groups is masters.param_groups
+
+
+def test_a_step_that_raises_halfway_keeps_states_and_weights_beside_their_masters():
+    class Halfway(optim.SGD):
+        def step(self, closure=None):
+            for number, m in enumerate(self.param_groups[0]["params"]):
+                if number:
+                    raise ArithmeticError("no")
+                m.sub_(m.grad)
+                self.state[m]["steps"] = 1
+
+    params = parameters(shapes=[(2,), (3,)])
+    masters = MasterWeights(params, Halfway)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    start = [p.detach().float() for p in params]
+    with pytest.raises(ArithmeticError):
+        masters.step()
+    assert masters.state[params[0]]["steps"] == 1
+    for p, s, moved in zip(params, start, (1, 0), strict=True):
+        assert torch.equal(masters.state[p]["master"], s - moved) and torch.equal(p, (s - moved).to(BF16))
+
+
+class Counting(optim.Optimizer):
+    """Keeps its counter in the group: step t takes t times the gradient; `together`: also a sum over parameters."""
+
+    def __init__(self, params, together=False):
+        super().__init__(params, {"t": 0, "together": together, "total": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["t"] += 1
+            for p in group["params"]:
+                p.sub_(group["t"] * p.grad)
+                if group["together"]:
+                    group["total"] += p.sum().item()
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 60, None])
+def test_a_counter_in_the_group_counts_steps_however_small_the_chunks(chunk_bytes):
+    narrow, wide = pairs()
+    masters = MasterWeights([{"params": narrow[:2]}, {"params": narrow[2:]}], Counting, chunk_bytes=chunk_bytes)
+    reference = Counting([{"params": wide[:2]}, {"params": wide[2:]}])
+    for step in range(3):
+        give_gradients(narrow, wide, seed=step)
+        masters.step()
+        reference.step()
+    assert [group["t"] for group in masters.param_groups] == [3, 3]
+    assert_same(masters, narrow, reference, wide)
+    assert masters.state_dict()["param_groups"][0]["t"] == 3
+
+
+def test_an_optimizer_that_looks_at_all_parameters_together_is_right_in_one_chunk_and_refused_in_several():
+    narrow, wide = pairs()
+    masters, reference = MasterWeights(narrow, Counting, chunk_bytes=None, together=True), Counting(wide, True)
+    give_gradients(narrow, wide, seed=1)
+    masters.step()
+    reference.step()
+    assert masters.param_groups[0]["total"] == reference.param_groups[0]["total"] != 0
+    masters.chunk_bytes = 1
+    with pytest.raises(ValueError, match="looks at all parameters together; use chunk_bytes=None"):
+        masters.step()
+
+
+def test_a_parameter_that_was_removed_is_freed():
+    params = parameters()
+    masters = MasterWeights(params, optim.SGD)
+    give_gradients(params, pairs()[1])
+    masters.step()
+    last = weakref.ref(params[-1])
+    masters.state.pop(masters.param_groups[0]["params"].pop())
+    del params[-1]
+    gc.collect()
+    assert last() is None
 
 
 # ---- what is held
@@ -580,6 +657,63 @@ def test_a_state_dict_of_another_class_is_refused():
     with pytest.raises(ValueError, match="with state and param_groups; found"):
         masters.load_state_dict(scaler_of(2.0).state_dict())
     assert not masters.state
+
+
+def test_a_dict_that_is_refused_changes_nothing():
+    narrow, wide = pairs()
+    masters = MasterWeights(narrow, optim.AdamW)
+    give_gradients(narrow, wide)
+    masters.step()
+    before, held = copy.deepcopy(masters.state_dict()), {p: state["master"] for p, state in masters.state.items()}
+    for wrong in (torch.zeros(9), torch.zeros(1)):
+        broken = copy.deepcopy(before)
+        broken["state"][0]["master"] = wrong
+        broken["param_groups"][0]["lr"] = 7.0
+        with pytest.raises(ValueError, match=r"expected a master of shape \(3, 4\) for parameter 0, found one of "):
+            masters.load_state_dict(broken)
+    with pytest.raises(ValueError, match="state_dict.. gave, found a str"):
+        masters.load_state_dict("file")
+    after = masters.state_dict()
+    assert after["param_groups"] == before["param_groups"]
+    for p, (number, state) in zip(narrow, after["state"].items(), strict=True):
+        assert masters.state[p]["master"] is held[p]
+        assert all(torch.equal(value, before["state"][number][name]) for name, value in state.items())
+
+
+def test_hooks_of_loading_may_change_the_dict_and_see_what_was_loaded():
+    narrow, wide = pairs()
+    masters = MasterWeights(narrow, optim.AdamW)
+    give_gradients(narrow, wide)
+    masters.step()
+    doubled, seen = copy.deepcopy(masters.state_dict()), []
+    for state in doubled["state"].values():
+        state["exp_avg"] *= 2
+    masters.register_load_state_dict_pre_hook(
+        lambda optimizer, given: doubled if given == {"in": "its own format"} else None
+    )
+    masters.register_load_state_dict_post_hook(lambda optimizer: seen.extend(optimizer.state[p] for p in narrow))
+    masters.load_state_dict({"in": "its own format"})
+    for number, (p, state) in enumerate(zip(narrow, seen, strict=True)):
+        assert state is masters.state[p] and state["master"].dtype is FP32
+        assert torch.equal(state["exp_avg"], doubled["state"][number]["exp_avg"])
+
+
+def test_states_from_bf16_keep_their_low_bits_in_an_fp16_model_whose_weights_are_the_masters():
+    bf16, wide = pairs()
+    first = MasterWeights(bf16, optim.SGD, lr=0.1)
+    give_gradients(bf16, wide)
+    first.step()
+    fp16 = parameters(FP16)
+    second = MasterWeights(fp16, optim.SGD, lr=0.0)
+    second.load_state_dict(first.state_dict())
+    with torch.no_grad():
+        for p in fp16:
+            p.copy_(second.state[p]["master"])
+            p.grad = torch.zeros_like(p)
+    second.step()
+    assert all(
+        torch.equal(second.state[q]["master"], first.state[p]["master"]) for p, q in zip(bf16, fp16, strict=True)
+    )
 
 
 def test_a_deep_copy_goes_on_like_the_original():

@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from memlab.memory_arithmetic.optimizers import CHUNK_BYTES
 
@@ -34,7 +36,7 @@ class MasterWeights(Optimizer):
     optimizer_class, **defaults: whose `step` it is, and what it is made with. It must update each parameter from its
       own gradient, as nearly all do; one that looks at all of them together needs chunk_bytes=None.
     chunk_bytes: how many bytes of FP32 gradients may exist at once (one parameter's, if they are more); None: no limit.
-      Many small chunks cost a GPU launches; a CPU is faster below 32 MiB, where glibc keeps the memory for the next.
+      Many small chunks cost a GPU launches; on a CPU chunks of 4 MiB are fastest (measured).
 
     `param_groups` hold the model's own parameters, so schedulers, `zero_grad`, clipping and loss scalers find what they
     expect. `state[p]` holds the master, under "master", with the optimizer's states: both are made at a parameter's
@@ -65,7 +67,7 @@ class MasterWeights(Optimizer):
         self._make = functools.partial(optimizer_class, **defaults)
         self._inner = self._make(params)
         self._inner.state.clear()
-        self._versions: dict[Tensor, int] = {}  # how often a weight had been written to, when its step ended
+        self._versions = WeakTensorKeyDictionary()  # how often a weight had been written to, when its step ended
         super().__init__(self._inner.param_groups, self._inner.defaults)
         dtypes = {p.dtype for group in self.param_groups for p in group["params"]}
         if dtypes.isdisjoint(HALVES):
@@ -85,8 +87,7 @@ class MasterWeights(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         if not getattr(self, "found_inf", False):
-            for chunk in self._chunks():
-                self._step_chunk(chunk)
+            self._keep_options([pair for chunk in self._chunks() for pair in self._step_chunk(chunk)])
         return loss
 
     def _chunks(self) -> Iterator[list[tuple[dict, Tensor]]]:
@@ -105,30 +106,43 @@ class MasterWeights(Optimizer):
         if chunk:
             yield chunk
 
-    def _step_chunk(self, chunk: list[tuple[dict, Tensor]]) -> None:
-        weights = [p for _, p in chunk]
-        masters = [self._master(group, p) for group, p in chunk]
-        inner = self._inner
+    def _step_chunk(self, chunk: list[tuple[dict, Tensor]]) -> list[tuple[dict, dict]]:
+        """One step of these parameters. Returns their groups, each with what the optimizer made of its options."""
+        triples = [(group, p, self._master(group, p)) for group, p in chunk]
+        groups = []
+        for _, members in itertools.groupby(triples, key=lambda triple: id(triple[0])):
+            (group, *_), *_ = members = list(members)
+            groups.append((group, group | {"params": [m for *_, m in members]}))
+        weights, masters, inner = [p for _, p, _ in triples], [m for *_, m in triples], self._inner
+        halves = [(p, m) for _, p, m in triples if m is not p]
+        for _, p, m in triples:
+            inner.state[m] = {name: value for name, value in self.state[p].items() if name != "master"}
         try:
+            inner.param_groups = [options for _, options in groups]
             self._widen(weights, masters)
-            inner.param_groups = [
-                group | {"params": own}
-                for group in self.param_groups
-                if (own := [m for (its, _), m in zip(chunk, masters, strict=True) if its is group])
-            ]
-            for p, m in zip(weights, masters, strict=True):
-                inner.state[m] = {name: value for name, value in self.state[p].items() if name != "master"}
             type(inner).step.__wrapped__(inner)  # without the hooks: they are for the whole step, and run there
-            for p, m in zip(weights, masters, strict=True):
+        finally:  # if it raises halfway, some masters have moved: their states and weights go along
+            for _, p, m in triples:
                 self.state[p] = self._kept(p, m) | inner.state[m]
-        finally:
+            for _, m in halves:
+                m.grad = None
             inner.state, inner.param_groups = defaultdict(dict), self.param_groups
-            for p, m in zip(weights, masters, strict=True):
-                if m is not p:
-                    m.grad = None
-        halves = [(p, m) for p, m in zip(weights, masters, strict=True) if m is not p]
-        if halves:
-            self._round(*map(list, zip(*halves, strict=True)))
+            if halves:
+                self._round(*map(list, zip(*halves, strict=True)))
+        for _, options in groups:
+            del options["params"]
+        return groups
+
+    def _keep_options(self, after: list[tuple[dict, dict]]) -> None:
+        """What the optimizer wrote to its groups, such as a counter: every chunk began with the same and ends so."""
+        last = {id(group): options for group, options in after}
+        for group, options in after:
+            if options != last[id(group)]:
+                raise ValueError(
+                    f"expected {type(self._inner).__name__} to leave the same options after each chunk, found {options} "
+                    f"and {last[id(group)]}: it looks at all parameters together; use chunk_bytes=None"
+                )
+            group.update(options)
 
     def _widen(self, weights: list[Tensor], masters: list[Tensor]) -> None:
         """Give each master its weight's gradient in FP32, divided by the loss scale if a scaler left that to us."""
@@ -209,46 +223,70 @@ class MasterWeights(Optimizer):
     def load_state_dict(self, state_dict: dict) -> None:
         """Resume from what `state_dict()` gave, masters and states in FP32. The weights themselves are the model's.
 
-        Raises ValueError for the dict of another class, which has no masters, and for one of other parameter groups.
+        A weight that is not its master rounded is taken over: from BF16 to FP16, first copy the masters to the weights.
+        Raises ValueError for the dict of another class, which has no masters, and for one of other parameter groups or
+        shapes; all is then as it was.
         """
+        if not isinstance(state_dict, dict):
+            raise ValueError(f"expected what an optimizer's state_dict() gave, found a {type(state_dict).__name__}")
+        hook = self.register_load_state_dict_pre_hook(MasterWeights._in_fp32)  # the last: it gets what others return
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            hook.remove()
+
+    def _in_fp32(self, state_dict: dict) -> dict:
+        """A state dict with states by parameter, which torch takes as they are; those by number it casts to 16 bits."""
         self._refuse_foreign(state_dict)
-        super().load_state_dict(state_dict)  # checks, hooks and hyperparameters; but it casts states to 16 bits
         inner, saved = self._inner, state_dict["state"]
-        wide = {p: p.detach().float() if p.dtype in HALVES else p for p in self.state}
+        halves = [p for number, p in self._numbered(state_dict) if number in saved and p.dtype in HALVES]
+        wide = {p: p.detach().float() for p in halves}
         try:
             inner.param_groups = [
                 group | {"params": [wide.get(p, p) for p in group["params"]]} for group in self.param_groups
             ]
             inner.load_state_dict({"state": saved, "param_groups": state_dict["param_groups"]})
-            for p, m in wide.items():
-                state = inner.state[m]
-                if "master" in state:
-                    state["master"] = m.copy_(state["master"])  # its own, whoever else has the dict's
-                self.state[p] = state
+            loaded = inner.state
         finally:
             inner.state, inner.param_groups = defaultdict(dict), self.param_groups
-        self._versions.clear()
+        for p, m in wide.items():
+            if "master" in loaded[m]:
+                loaded[m]["master"] = m.copy_(loaded[m]["master"])  # its own, whoever else has the dict's
+            loaded[p] = loaded.pop(m)
+        return state_dict | {"state": loaded}
+
+    def _numbered(self, state_dict: dict) -> Iterator[tuple[int, Tensor]]:
+        """The numbers of a state dict's parameters, and our parameters, as far as there are as many."""
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        return zip(numbers, (p for group in self.param_groups for p in group["params"]), strict=False)
 
     def _refuse_foreign(self, state_dict: dict) -> None:
-        if not (isinstance(state_dict, dict) and {"state", "param_groups"} <= state_dict.keys()):
-            found = list(state_dict) if isinstance(state_dict, dict) else type(state_dict).__name__
+        if not {"state", "param_groups"} <= state_dict.keys():
             raise ValueError(
-                f"expected what an optimizer's state_dict() gave, with state and param_groups; found {found}"
+                f"expected what an optimizer's state_dict() gave, with state and param_groups; found {list(state_dict)}"
             )
-        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
-        own = [p for group in self.param_groups for p in group["params"]]
-        for number, p in zip(numbers, own, strict=False):
+        for number, p in self._numbered(state_dict):
             state = state_dict["state"].get(number)
-            if state is not None and ("master" in state) != (self._keeps_masters and p.dtype in HALVES):
+            if state is None:
+                continue
+            if ("master" in state) != (self._keeps_masters and p.dtype in HALVES):
                 raise ValueError(
                     f"expected a state dict of {type(self).__name__} for these parameters, found one with "
                     f"{', '.join(map(repr, state)) or 'nothing'} for parameter {number} of {p.dtype}; load it into the "
                     "class that wrote it"
                 )
+            if "master" in state and state["master"].shape != p.shape:
+                raise ValueError(
+                    f"expected a master of shape {tuple(p.shape)} for parameter {number}, found one of "
+                    f"{tuple(state['master'].shape)}; load it beside the model that it was saved with"
+                )
 
     def __getstate__(self) -> dict:
-        own = ("chunk_bytes", "_make", "_inner", "_versions")
-        return super().__getstate__() | {name: getattr(self, name) for name in own}
+        return super().__getstate__() | {name: getattr(self, name) for name in ("chunk_bytes", "_make", "_inner")}
+
+    def __setstate__(self, state: dict) -> None:
+        super().__setstate__(state)
+        self._versions = WeakTensorKeyDictionary()
 
 
 def take_over(p: Tensor, m: Tensor) -> None:
