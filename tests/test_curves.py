@@ -37,3 +37,9 @@ def test_a_run_that_never_had_a_number_is_drawn_all_the_same():
 def test_no_run_or_an_empty_one_is_refused(runs):
     with pytest.raises(ValueError, match="expected at least one run with losses"):
         curves(runs)
+
+
+@pytest.mark.parametrize("window", [0, -1])
+def test_a_window_without_a_step_is_refused(window):
+    with pytest.raises(ValueError, match=f"expected a window of at least 1 step, found {window}"):
+        curves({"FP32": [2.0, 1.0]}, window=window)

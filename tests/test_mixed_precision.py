@@ -10,7 +10,9 @@ import torch
 from torch.nn import functional as F
 
 from memlab.book.frameworks import deepspeed_alone, has_deepspeed
+from memlab.book.steps import metered_step
 from memlab.book.workloads import GPT, text_batch
+from memlab.memory_arithmetic import Transformer, training_step
 from memlab.mixed_precision import LossScaler, MasterWeights, StochasticRounding
 from tests.memory_timeline_helpers import one_thread  # noqa: F401
 
@@ -120,6 +122,32 @@ def bf16_run(steps=24):
         F.cross_entropy(model(x).flatten(0, 1).float(), y.flatten()).backward()
         optimizer.step()
     return [], [parameter.detach() for parameter in model.parameters()]
+
+
+def test_deepspeed_does_not_take_over_a_process_group_that_was_there(tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/ranks", rank=0, world_size=1)
+    try:
+        with pytest.raises(RuntimeError, match="expected no process group"), deepspeed_alone():
+            pass
+        assert torch.distributed.is_initialized()
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"optimizer": "lion"}, ValueError, "expected optimizer to be one of 'sgd', .*; found 'lion'"),
+        ({"implementation": "slow"}, ValueError, "expected implementation to be one of .*; found 'slow'"),
+        ({"chunk_bytes": None}, TypeError, "expected chunk_bytes as an int, found None"),
+        ({"chunk_bytes": 0}, ValueError, "expected chunk_bytes of at least 1, found 0"),
+    ],
+)
+def test_a_metered_step_refuses_what_its_prediction_refuses(options, error, message):
+    model = Transformer(layers=1, width=8, heads=2, context=8, vocabulary=16)
+    for function in (metered_step, training_step):
+        with pytest.raises(error, match=message):
+            function(model, 1, 8, **options)
 
 
 @pytest.mark.skipif(not has_deepspeed(), reason="DeepSpeed is not installed (memlab[frameworks])")

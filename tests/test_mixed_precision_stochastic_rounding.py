@@ -83,16 +83,11 @@ def test_a_generator_makes_it_repeatable_and_shapes_and_layouts_are_kept():
 
 
 @pytest.mark.parametrize(
-    ("x", "dtype", "error", "message"),
-    [
-        (torch.ones(2), torch.float16, ValueError, "expected dtype=torch.bfloat16, .* found torch.float16"),
-        (torch.ones(2, dtype=torch.float64), BF16, TypeError, "expected x in torch.float32, found torch.float64"),
-        (torch.ones(2, dtype=BF16), BF16, TypeError, "expected x in torch.float32, found torch.bfloat16"),
-    ],
+    "dtype", [torch.float64, BF16, torch.float16, torch.int32], ids=lambda dtype: str(dtype).removeprefix("torch.")
 )
-def test_other_types_are_refused(x, dtype, error, message):
-    with pytest.raises(error, match=message):
-        round_stochastically(x, dtype)
+def test_other_types_are_refused(dtype):
+    with pytest.raises(TypeError, match=f"expected x in torch.float32, found {dtype}"):
+        round_stochastically(torch.ones(2, dtype=dtype))
 
 
 # ---- the optimizer
@@ -162,10 +157,24 @@ def test_twelve_bytes_a_parameter_and_a_chunk_of_weights_and_gradients():
     assert 8 * each <= held["temporary"] <= 15 * each
 
 
-def test_a_resumed_run_with_the_generators_state_is_the_uninterrupted_one():
+def test_replicas_stay_equal_whatever_the_ranks_have_drawn_themselves():
+    found = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        p = nn.Parameter(torch.ones(1000, dtype=BF16))
+        optimizer = StochasticRounding([p], torch.optim.SGD, lr=1.0)
+        for _ in range(3):
+            p.grad = torch.full_like(p, 2**-10)
+            optimizer.step()
+        found.append(p)
+    assert torch.equal(*found) and len(set(found[0].tolist())) > 1
+
+
+@pytest.mark.parametrize("generator", [lambda: None, lambda: seeded(1)])
+def test_a_resumed_run_is_the_uninterrupted_one(generator):
     def made():
         p = nn.Parameter(torch.linspace(-1, 1, 64).to(BF16))
-        return p, StochasticRounding([p], torch.optim.AdamW, lr=0.01, generator=seeded(1))
+        return p, StochasticRounding([p], torch.optim.AdamW, lr=0.01, generator=generator())
 
     def run(p, optimizer, steps):
         for step in steps:
@@ -178,7 +187,6 @@ def test_a_resumed_run_with_the_generators_state_is_the_uninterrupted_one():
     with torch.no_grad():
         second[0].copy_(first[0])
     second[1].load_state_dict(copy.deepcopy(first[1].state_dict()))
-    second[1].generator.set_state(first[1].generator.get_state())
     run(*second, range(4, 8))
     assert torch.equal(whole[0], second[0])
     assert all(value.dtype is FP32 for value in second[1].state[second[0]].values())

@@ -310,6 +310,24 @@ def test_no_gradients_are_refused_and_so_are_starts_without_a_place():
         gradient_histogram(torch.ones(1), format="FP4")
 
 
+def test_an_empty_dict_of_gradients_is_refused():
+    with pytest.raises(ValueError, match="expected gradients by name, .* found an empty dict"):
+        gradient_histogram({})
+
+
+def test_a_sparse_gradient_counts_as_the_dense_one_that_it_stands_for():
+    sparse = torch.sparse_coo_tensor([[0, 2, 2]], [1.0, 2.0, 4.0], (5,), check_invariants=True)
+    found, expected = Magnitudes(sparse), Magnitudes(sparse.to_dense())
+    assert found.total == expected.total == 5
+    assert found.counts == expected.counts and found.fates(FORMATS["FP16"], 1.0)["normal"] == 2
+
+
+def test_an_int_beyond_fp64_overflows_like_infinity():
+    for sign in (1, -1):
+        for name in FORMATS:
+            assert repr(bits(sign * 10**400, name)) == repr(bits(sign * math.inf, name))  # repr: nan equals nan
+
+
 def test_a_share_never_rounds_to_nothing_or_to_all():
     assert [share(n, 1000) for n in (0, 1, 5, 6, 500, 994, 999, 1000)] == [
         "none",

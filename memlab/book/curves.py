@@ -16,9 +16,13 @@ def first_nonfinite_step(losses: Sequence[float]) -> int | None:
 def smoothed(losses: Sequence[float], window: int) -> list[float]:
     """Each loss as the mean of itself and the `window` - 1 before it, as far as there are so many.
 
+    Raises ValueError for a window below 1.
+
     >>> smoothed([4.0, 2.0, 0.0], 2)
     [4.0, 3.0, 1.0]
     """
+    if window < 1:
+        raise ValueError(f"expected a window of at least 1 step, found {window}; 1 leaves the losses as they are")
     return [sum(losses[max(0, end - window) : end]) / min(end, window) for end in range(1, len(losses) + 1)]
 
 
@@ -27,7 +31,7 @@ def curves(runs: Mapping[str, Sequence[float]], title: str = "", window: int = 1
 
     The first run is what the others are compared with: a broad line, so that one upon it can be told from it.
 
-    Raises ValueError for no run, or for one without a step.
+    Raises ValueError for no run, for one without a step, and for a window below 1.
     """
     if not runs or not all(map(len, runs.values())):
         raise ValueError(f"expected at least one run with losses, as {{'name': [2.5, 2.4]}}; found {runs!r}")

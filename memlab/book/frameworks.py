@@ -22,12 +22,18 @@ def deepspeed_alone() -> Iterator:
 
     On a machine without a GPU it uses the CPU, with two of its habits switched off: it compiles a C++ all-reduce, which
     one rank does not need, and it refuses FP16 where the processor has no instructions for it, though torch computes
-    it all the same. Afterwards environment, process group and log level are as before.
+    it all the same. It compiles and logs whenever it likes, so inside, the process's standard error (file descriptor 2)
+    goes nowhere, whoever writes to it. Afterwards environment, process group, log level and descriptor are as before.
 
-    Raises ModuleNotFoundError where DeepSpeed is not installed.
+    Raises ModuleNotFoundError where DeepSpeed is not installed, RuntimeError where there is a process group already.
     """
     import torch
 
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        raise RuntimeError(
+            "expected no process group, since DeepSpeed gets one of its own that ends with it; found one: call "
+            "torch.distributed.destroy_process_group() first"
+        )
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import math
 from collections.abc import Iterable, Mapping
 
@@ -250,7 +249,7 @@ class Magnitudes:
         tensors = [values] if isinstance(values, Tensor) else [one for one in values if one is not None]
         if not sum(one.numel() for one in tensors):
             raise ValueError("expected a tensor of gradients, or several; found none: call backward() first")
-        every = torch.cat([one.detach().flatten().cpu().double().abs() for one in tensors]).sort().values
+        every = torch.cat([one.detach().to_dense().flatten().cpu().double().abs() for one in tensors]).sort().values
         self.total, self.nonzero = len(every), every[every != 0]
         # frexp's mantissa lies in [½, 1). What is smaller than LOWEST_POWER stands in the first bar.
         powers = torch.frexp(self.nonzero[self.nonzero.isfinite()]).exponent - 1
@@ -259,10 +258,8 @@ class Magnitudes:
         self.counts = torch.bincount(powers - self.lowest).tolist()  # of sizes in [2^lowest, 2^(lowest + 1)), and on
 
     def fates(self, format: Format, scale: float) -> dict[str, int]:
-        """The counts of `fates`, found by bisection: what is larger never meets a fate before a smaller one's."""
-        fate = lambda at: list(fates(self.nonzero[at], format, scale).values()).index(1)  # noqa: E731
-        ends = [bisect.bisect_right(range(len(self.nonzero)), place, key=fate) for place in range(len(FATES))]
-        return {name: end - start for name, start, end in zip(FATES, [0, *ends], ends, strict=False)}
+        """What becomes of the values in a format: see `memlab.mixed_precision.fates`."""
+        return fates(self.nonzero, format, scale)
 
 
 def gradient_histogram(
@@ -278,6 +275,8 @@ def gradient_histogram(
     Raises ValueError for no gradients, and for a format or a power without a place on the controls.
     """
     groups = gradients if isinstance(gradients, Mapping) else {"": gradients}
+    if not groups:
+        raise ValueError("expected gradients by name, as {'head': head.weight.grad}; found an empty dict")
     groups = {name: Magnitudes(values) for name, values in groups.items()}
     first_bar = min(group.lowest for group in groups.values())
     last_bar = max(group.lowest + len(group.counts) for group in groups.values())

@@ -7,6 +7,7 @@ import torch
 from memlab.book.workloads import GPT, GPTConfig, Llama, LlamaConfig
 from memlab.memory_arithmetic import Transformer
 from memlab.memory_arithmetic.optimizers import CHUNK_BYTES
+from memlab.memory_arithmetic.shapes import one_of, positive
 from memlab.memory_arithmetic.step import PRECISIONS
 from memlab.memory_timeline import Meter, Timeline
 from memlab.mixed_precision.master_weights import MasterWeights
@@ -58,10 +59,13 @@ def metered_step(
 ) -> Timeline:
     """Build the model, train it, and meter its second step (or its first). Inside `imagine`, on imagined hardware.
 
-    The same words as `training_step`, which predicts it.
+    The same words as `training_step`, which predicts it, and refused as there: ValueError for a word that is none of
+    them or a chunk_bytes below 1, TypeError for one that is no int.
     """
-    if precision not in PRECISIONS:
-        raise ValueError(f"expected precision to be one of {', '.join(map(repr, PRECISIONS))}; found {precision!r}")
+    one_of("precision", precision, PRECISIONS)
+    one_of("optimizer", optimizer, tuple(OPTIMIZERS))
+    one_of("implementation", implementation, tuple(IMPLEMENTATIONS))
+    positive("chunk_bytes", chunk_bytes)
     usual = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16 if precision in ("bf16", "mixed") else torch.float32)
     try:

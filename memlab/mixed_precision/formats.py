@@ -152,7 +152,11 @@ def bits(value: float, format: str | Format) -> Bits:
     >>> tenth.sign, tenth.exponent, tenth.mantissa, tenth.value
     ('0', '01011', '1001100110', 0.0999755859375)
     """
-    format, asked = number_format(format), float(value)
+    format = number_format(format)
+    try:
+        asked = float(value)
+    except OverflowError:  # an int too large for FP64
+        asked = math.inf if value > 0 else -math.inf
     negative = math.copysign(1, asked) < 0
     pattern = nearest(abs(asked), format)
     number = denoted(pattern, format)

@@ -139,7 +139,7 @@ class MasterWeights(Optimizer):
         for group, options in after:
             if options != last[id(group)]:
                 raise ValueError(
-                    f"expected {type(self._inner).__name__} to leave the same options after each chunk, found {options} "
+                    f"expected {type(self._inner).__name__} to leave each chunk the same options, found {options} "
                     f"and {last[id(group)]}: it looks at all parameters together; use chunk_bytes=None"
                 )
             group.update(options)

@@ -21,26 +21,19 @@ from memlab.mixed_precision.master_weights import MasterWeights
 LOW_BITS = 0xFFFF
 
 
-def round_stochastically(
-    x: Tensor, dtype: torch.dtype = torch.bfloat16, generator: torch.Generator | None = None
-) -> Tensor:
+def round_stochastically(x: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """x in BF16, each element rounded to one of its two neighbours, with x as expected value.
 
     x: FP32, of any shape → the same shape. What BF16 can hold stays as it is, inf and nan too. Beyond the largest
     finite BF16 number (3.39e38) the upper neighbour is inf. generator: of x's device.
 
-    Raises TypeError for an x that is not FP32, ValueError for another dtype: FP16 drops 13 bits of most numbers, and
-    more of its subnormals.
+    Raises TypeError for an x that is not FP32.
     """
-    if dtype is not torch.bfloat16:
-        raise ValueError(
-            f"expected dtype=torch.bfloat16, FP32 without its low 16 bits; found {dtype}; use MasterWeights"
-        )
     if x.dtype is not torch.float32:
         raise TypeError(f"expected x in torch.float32, found {x.dtype}; convert it with x.float()")
     noise = torch.randint(LOW_BITS + 1, x.shape, dtype=torch.int32, device=x.device, generator=generator)
     high_bits = noise.add_(x.view(torch.int32)).bitwise_and_(~LOW_BITS)
-    return torch.where(x.isfinite(), high_bits.view(torch.float32), x).to(dtype)
+    return torch.where(x.isfinite(), high_bits.view(torch.float32), x).bfloat16()
 
 
 class StochasticRounding(MasterWeights):
@@ -50,8 +43,8 @@ class StochasticRounding(MasterWeights):
 
     The step is that of `MasterWeights`, chunk by chunk in FP32 and with FP32 states, but a chunk's FP32 weights are
     copies that end with it: a chunk takes 4 bytes a parameter more, and rounding a tensor 11 for a moment.
-    generator: a torch.Generator of the parameters' device, for steps that can be repeated; save its state with the rest
-      to resume exactly.
+    generator: a torch.Generator of the parameters' device; else one of its own, seeded alike everywhere, since DDP's
+      replicas stay equal only if all round alike. Its state is in `state_dict()`, under "generator".
 
     Raises what MasterWeights raises, and ValueError for FP16 parameters.
     """
@@ -67,8 +60,8 @@ class StochasticRounding(MasterWeights):
         chunk_bytes: int | None = CHUNK_BYTES,
         **defaults,
     ):
-        self.generator = generator
         super().__init__(params, optimizer_class, chunk_bytes=chunk_bytes, **defaults)
+        self.generator = generator or torch.Generator(self.param_groups[0]["params"][0].device).manual_seed(0)
 
     def add_param_group(self, param_group: dict) -> None:
         """Add parameters, in BF16 or wider. Raises ValueError for FP16."""
@@ -79,7 +72,17 @@ class StochasticRounding(MasterWeights):
 
     def _round(self, weights: list[Tensor], wide: list[Tensor]) -> None:
         for p, m in zip(weights, wide, strict=True):
-            p.copy_(round_stochastically(m, p.dtype, self.generator))
+            p.copy_(round_stochastically(m, self.generator))
+
+    def state_dict(self) -> dict:
+        """Groups and states, as of any optimizer, and the generator's state: a run goes on with the same chances."""
+        return super().state_dict() | {"generator": self.generator.get_state()}
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        """Resume from what `state_dict()` gave. Raises ValueError as MasterWeights does."""
+        super().load_state_dict(state_dict)
+        if "generator" in state_dict:
+            self.generator.set_state(state_dict["generator"].cpu())
 
     def __getstate__(self) -> dict:
         return super().__getstate__() | {"generator": self.generator}
