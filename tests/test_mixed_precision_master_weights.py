@@ -649,12 +649,12 @@ def test_a_state_dict_of_another_class_is_refused():
     give_gradients(narrow, wide)
     plain.step()
     with pytest.raises(
-        ValueError, match="expected a state dict of MasterWeights .* load it into the class that wrote it"
+        ValueError, match="expected a state dict of MasterWeights .* load it into the class and model that wrote it"
     ):
         masters.load_state_dict(plain.state_dict())
     with pytest.raises(ValueError, match="different number of parameter groups"):
         masters.load_state_dict(MasterWeights([{"params": [p]} for p in parameters()], optim.AdamW).state_dict())
-    with pytest.raises(ValueError, match="with state and param_groups; found"):
+    with pytest.raises(ValueError, match="expected state and param_groups, .* found"):
         masters.load_state_dict(scaler_of(2.0).state_dict())
     assert not masters.state
 
@@ -669,10 +669,8 @@ def test_a_dict_that_is_refused_changes_nothing():
         broken = copy.deepcopy(before)
         broken["state"][0]["master"] = wrong
         broken["param_groups"][0]["lr"] = 7.0
-        with pytest.raises(ValueError, match=r"expected a master of shape \(3, 4\) for parameter 0, found one of "):
+        with pytest.raises(ValueError, match=r"for parameter 0 .* where torch.Size\(\[3, 4\]\) was expected"):
             masters.load_state_dict(broken)
-    with pytest.raises(ValueError, match="state_dict.. gave, found a str"):
-        masters.load_state_dict("file")
     after = masters.state_dict()
     assert after["param_groups"] == before["param_groups"]
     for p, (number, state) in zip(narrow, after["state"].items(), strict=True):

@@ -279,7 +279,7 @@ def test_several_kinds_of_gradients_get_a_button_each_and_share_one_axis():
     kinds = {"weights": torch.full((3,), 2.0**-10), "logits": [torch.full((2,), 2.0**-20), None, torch.zeros(2)]}
     sliders = gradient_histogram(kinds, format="BF16", scale_power=10)
     assert list(sliders.choices) == ["gradients_of", "format", "scale_power"]
-    assert sliders.start == {"of": "weights", "format": "BF16", "scale_power": 10}
+    assert sliders.start == {"gradients_of": "weights", "format": "BF16", "scale_power": 10}
     first, second = (sliders.at(gradients_of=name, format="FP16", scale_power=0) for name in kinds)
     assert first.figure.axes[0].get_xlim() == second.figure.axes[0].get_xlim()
     assert "gradients of weights" in first.alt and "all normal" in first.alt

@@ -43,8 +43,9 @@ class MasterWeights(Optimizer):
     first step, and a parameter that never has a gradient costs nothing.
 
     A weight that somebody writes to between steps, such as `model.load_state_dict`, is taken over (see `refresh`).
-    A scaler that leaves its scale to the optimizer (torch.amp.GradScaler) divides by it here, in FP32. Before the
-    scaler's `unscale_`, call `widen_gradients`.
+    A scale that a scaler leaves to the optimizer (torch.amp.GradScaler does) is divided out here, in FP32: 16-bit
+    gradients stay scaled, those in FP32 are divided in place. Before the scaler's `unscale_`, call `widen_gradients`.
+    For plain tensors: FSDP2's DTensor is refused by torch ("mixed torch.Tensor and DTensor").
 
     Raises TypeError or ValueError for an optimizer instead of its class, one whose step needs a closure (LBFGS), a
     chunk_bytes below 1, and parameters of which none has 16 bits.
@@ -227,8 +228,6 @@ class MasterWeights(Optimizer):
         Raises ValueError for the dict of another class, which has no masters, and for one of other parameter groups or
         shapes; all is then as it was.
         """
-        if not isinstance(state_dict, dict):
-            raise ValueError(f"expected what an optimizer's state_dict() gave, found a {type(state_dict).__name__}")
         hook = self.register_load_state_dict_pre_hook(MasterWeights._in_fp32)  # the last: it gets what others return
         try:
             super().load_state_dict(state_dict)
@@ -237,49 +236,41 @@ class MasterWeights(Optimizer):
 
     def _in_fp32(self, state_dict: dict) -> dict:
         """A state dict with states by parameter, which torch takes as they are; those by number it casts to 16 bits."""
-        self._refuse_foreign(state_dict)
-        inner, saved = self._inner, state_dict["state"]
-        halves = [p for number, p in self._numbered(state_dict) if number in saved and p.dtype in HALVES]
-        wide = {p: p.detach().float() for p in halves}
+        wide, inner = {p: p.detach().float() for p in self._halves_of(state_dict)}, self._inner
         try:
-            inner.param_groups = [
-                group | {"params": [wide.get(p, p) for p in group["params"]]} for group in self.param_groups
-            ]
-            inner.load_state_dict({"state": saved, "param_groups": state_dict["param_groups"]})
-            loaded = inner.state
+            inner.param_groups = [g | {"params": [wide.get(p, p) for p in g["params"]]} for g in self.param_groups]
+            inner.load_state_dict({name: state_dict[name] for name in ("state", "param_groups")})
+            states = inner.state
         finally:
             inner.state, inner.param_groups = defaultdict(dict), self.param_groups
         for p, m in wide.items():
-            if "master" in loaded[m]:
-                loaded[m]["master"] = m.copy_(loaded[m]["master"])  # its own, whoever else has the dict's
-            loaded[p] = loaded.pop(m)
-        return state_dict | {"state": loaded}
+            states[p] = states.pop(m)
+            if self._keeps_masters:
+                states[p]["master"] = m.copy_(states[p]["master"])  # its own, whoever else has the dict's
+        return state_dict | {"state": states}
 
-    def _numbered(self, state_dict: dict) -> Iterator[tuple[int, Tensor]]:
-        """The numbers of a state dict's parameters, and our parameters, as far as there are as many."""
-        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
-        return zip(numbers, (p for group in self.param_groups for p in group["params"]), strict=False)
-
-    def _refuse_foreign(self, state_dict: dict) -> None:
+    def _halves_of(self, state_dict: dict) -> list[Tensor]:
+        """The 16-bit parameters that a state dict has states for. Raises ValueError if they don't fit."""
         if not {"state", "param_groups"} <= state_dict.keys():
-            raise ValueError(
-                f"expected what an optimizer's state_dict() gave, with state and param_groups; found {list(state_dict)}"
-            )
-        for number, p in self._numbered(state_dict):
-            state = state_dict["state"].get(number)
-            if state is None:
+            raise ValueError(f"expected state and param_groups, as state_dict() gives them; found {list(state_dict)}")
+        numbers, own = ([p for g in its["param_groups"] for p in g["params"]] for its in (state_dict, vars(self)))
+        halves = []
+        for number, p in zip(numbers, own, strict=False):
+            if (state := state_dict["state"].get(number)) is None:
                 continue
-            if ("master" in state) != (self._keeps_masters and p.dtype in HALVES):
+            half = p.dtype in HALVES
+            expected, found = (
+                p.shape if half and self._keeps_masters else None,
+                getattr(state.get("master"), "shape", None),
+            )
+            if found != expected:
                 raise ValueError(
                     f"expected a state dict of {type(self).__name__} for these parameters, found one with "
-                    f"{', '.join(map(repr, state)) or 'nothing'} for parameter {number} of {p.dtype}; load it into the "
-                    "class that wrote it"
+                    f"{', '.join(map(repr, state)) or 'nothing'} for parameter {number} of {p.dtype}, and a master of "
+                    f"shape {found} where {expected} was expected; load it into the class and model that wrote it"
                 )
-            if "master" in state and state["master"].shape != p.shape:
-                raise ValueError(
-                    f"expected a master of shape {tuple(p.shape)} for parameter {number}, found one of "
-                    f"{tuple(state['master'].shape)}; load it beside the model that it was saved with"
-                )
+            halves += [p] * half
+        return halves
 
     def __getstate__(self) -> dict:
         return super().__getstate__() | {name: getattr(self, name) for name in ("chunk_bytes", "_make", "_inner")}
