@@ -109,40 +109,36 @@ class MasterWeights(Optimizer):
 
     def _step_chunk(self, chunk: list[tuple[dict, Tensor]]) -> list[tuple[dict, dict]]:
         """One step of these parameters. Returns their groups, each with what the optimizer made of its options."""
-        triples = [(group, p, self._master(group, p)) for group, p in chunk]
-        groups = []
-        for _, members in itertools.groupby(triples, key=lambda triple: id(triple[0])):
-            (group, *_), *_ = members = list(members)
-            groups.append((group, group | {"params": [m for *_, m in members]}))
-        weights, masters, inner = [p for _, p, _ in triples], [m for *_, m in triples], self._inner
-        halves = [(p, m) for _, p, m in triples if m is not p]
-        for _, p, m in triples:
+        masters, groups, inner = {p: self._master(group, p) for group, p in chunk}, [], self._inner
+        for _, pairs in itertools.groupby(chunk, key=lambda pair: id(pair[0])):
+            (group, _), *_ = pairs = list(pairs)
+            groups.append((group, group | {"params": [masters[p] for _, p in pairs]}))
+        for p, m in masters.items():
             inner.state[m] = {name: value for name, value in self.state[p].items() if name != "master"}
+        halves = [(p, m) for p, m in masters.items() if m is not p]
         try:
             inner.param_groups = [options for _, options in groups]
-            self._widen(weights, masters)
+            self._widen(list(masters), list(masters.values()))
             type(inner).step.__wrapped__(inner)  # without the hooks: they are for the whole step, and run there
         finally:  # if it raises halfway, some masters have moved: their states and weights go along
-            for _, p, m in triples:
+            for p, m in masters.items():
                 self.state[p] = self._kept(p, m) | inner.state[m]
             for _, m in halves:
                 m.grad = None
             inner.state, inner.param_groups = defaultdict(dict), self.param_groups
             if halves:
                 self._round(*map(list, zip(*halves, strict=True)))
-        for _, options in groups:
-            del options["params"]
-        return groups
+        return [(group, options | {"params": group["params"]}) for group, options in groups]
 
     def _keep_options(self, after: list[tuple[dict, dict]]) -> None:
         """What the optimizer wrote to its groups, such as a counter: every chunk began with the same and ends so."""
         last = {id(group): options for group, options in after}
+        if any(options != last[id(group)] for group, options in after):
+            raise ValueError(
+                f"expected {type(self._inner).__name__} to write the same options in each chunk of a group, found others: "
+                "it looks at all parameters together; use chunk_bytes=None"
+            )
         for group, options in after:
-            if options != last[id(group)]:
-                raise ValueError(
-                    f"expected {type(self._inner).__name__} to leave each chunk the same options, found {options} "
-                    f"and {last[id(group)]}: it looks at all parameters together; use chunk_bytes=None"
-                )
             group.update(options)
 
     def _widen(self, weights: list[Tensor], masters: list[Tensor]) -> None:
