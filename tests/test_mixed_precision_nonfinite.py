@@ -346,6 +346,7 @@ def test_a_nan_scalar_came_in_and_an_inf_one_is_on_purpose():
     assert (found.came_in, found.op, found.kind, found.count) == ("a scalar", "mul", "nan", 2)
     parameter.grad = None
     assert first_nonfinite(lambda: (parameter * INF).sum().backward()) is None
+    parameter.grad = torch.ones(2)
     found = report(torch.optim.SGD([parameter], lr=NAN).step)
     assert (found.came_in, found.op, found.phase) == ("a scalar", "add_", "optimizer")
 

@@ -1,0 +1,87 @@
+"""Looking into what an op reads and makes: which of its arguments hold numbers, and whether these are finite."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, UntypedStorage
+
+from memlab.memory_timeline.ownership import storages_of
+
+
+class Seen(NamedTuple):
+    """What one tensor or scalar holds: any nan, +inf, -inf; and its largest finite |number|."""
+
+    nan: bool
+    plus: bool
+    minus: bool
+    largest: float
+
+    @property
+    def finite(self) -> bool:
+        """Whether it holds no inf and no nan."""
+        return not (self.nan or self.plus or self.minus)
+
+
+def look(value: Tensor | float) -> Seen:
+    """Read a floating-point tensor of any shape, once if it is finite; or a scalar."""
+    numbers = torch.tensor(value, device="cpu") if isinstance(value, float) else numbers_of(value)
+    low, high = torch.stack(numbers.aminmax()).tolist() if numbers.numel() else (0.0, 0.0)
+    if math.isfinite(low) and math.isfinite(high):
+        return Seen(False, False, False, max(abs(low), abs(high)))
+    largest = numbers.nan_to_num(0, 0, 0).abs().max().item()
+    return Seen(*(bool(test(numbers).any()) for test in (torch.isnan, torch.isposinf, torch.isneginf)), largest)
+
+
+def numbers_of(tensor: Tensor) -> Tensor:
+    """A tensor's numbers as a real, strided tensor of 2 bytes a number or more."""
+    if tensor.layout is torch.sparse_coo:
+        tensor = tensor._values()
+    elif tensor.layout is not torch.strided:
+        tensor = tensor.values()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    return tensor.float() if tensor.itemsize == 1 else tensor
+
+
+def floats_in(values: object) -> Iterator[Tensor | float]:
+    """The floating-point tensors and scalars among an op's arguments or results, lists opened."""
+    if isinstance(values, Tensor):
+        if values.is_nested:
+            raise NotImplementedError(
+                "expected tensors whose numbers can be read, found a nested one; if nn.TransformerEncoder made it, "
+                "call torch.backends.mha.set_fastpath_enabled(False) before"
+            )
+        if (values.is_floating_point() or values.is_complex()) and not values.is_meta and not values.is_mkldnn:
+            yield values
+    elif isinstance(values, float):
+        yield values
+    elif isinstance(values, (list, tuple)):
+        for value in values:
+            yield from floats_in(value)
+
+
+def bytes_of(tensor: Tensor) -> UntypedStorage:
+    """The storage that holds a tensor's numbers; of a sparse one's, the last."""
+    *_, storage = storages_of(tensor)
+    return storage
+
+
+@functools.cache
+def writes(op: torch._ops.OpOverload) -> tuple[set[str | int], set[str | int]] | None:
+    """The arguments an op writes to, by place or name, and those of them it doesn't read first; None: pass it over."""
+    name = op._schema.name.partition("::")[2]
+    written, blind = set(), set()
+    for place, argument in enumerate(op._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            key = argument.name if argument.kwarg_only else place
+            written.add(key)
+            if argument.is_out or name.removeprefix("_foreach_") in ("copy_", "fill_", "zero_"):
+                blind.add(key)
+    view = not written and any(result.alias_info is not None for result in op._schema.returns)
+    reads_no_number = name.startswith(("empty", "new_", "resize")) or name.endswith("_like")
+    return None if view or reads_no_number else (written, blind)
