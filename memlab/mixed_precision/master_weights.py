@@ -135,7 +135,7 @@ class MasterWeights(Optimizer):
         last = {id(group): options for group, options in after}
         if any(options != last[id(group)] for group, options in after):
             raise ValueError(
-                f"expected {type(self._inner).__name__} to write the same options in each chunk of a group, found others: "
+                f"expected {type(self._inner).__name__} to write a group the same options in each chunk, found others: "
                 "it looks at all parameters together; use chunk_bytes=None"
             )
         for group, options in after:
