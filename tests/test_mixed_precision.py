@@ -125,7 +125,8 @@ def bf16_run(steps=24):
 
 
 def test_deepspeed_does_not_take_over_a_process_group_that_was_there(tmp_path):
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/ranks", rank=0, world_size=1)
+    store = torch.distributed.FileStore(str(tmp_path / "ranks"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         with pytest.raises(RuntimeError, match="expected no process group"), deepspeed_alone():
             pass
