@@ -1,0 +1,205 @@
+"""Gradient accumulation: the gradients of a large batch from micro-batches that fit, one after another.
+
+A batch's loss is a mean over N examples or labels, so its gradient is a sum of N parts, each divided by N:
+
+    ∇ (1/N · Σ loss) = Σ over micro-batches of ∇ (1/N · Σ loss in the micro-batch)
+
+and backward() adds to .grad what it finds. All there is to get right is N. It is the *whole group's*, so it is counted
+before the first backward; and what is counted is what the loss is a mean of: where micro-batches are ragged, a mean of
+their means is another loss, in which a label weighs more the fewer there are beside it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memlab.memory_arithmetic.shapes import one_of, positive
+
+Count = int | float | Tensor  # how many examples or labels there are
+REDUCTIONS = ("sum", "mean")
+MEAN, SUM = 1, 2  # as autograd's nodes note the reduction of a loss
+SAME = ("AddBackward0", "SubBackward0", "NegBackward0", "MulBackward1", "ToCopyBackward0", "ViewBackward0")
+
+
+def groups(micro_batches: Iterable, size: int) -> Iterator[list]:
+    """Lists of `size` micro-batches, in order, for one step each; the last has what is left over.
+
+    >>> list(groups(range(5), 2))
+    [[0, 1], [2, 3], [4]]
+
+    Raises TypeError or ValueError for a size that is no whole number above 0.
+    """
+    positive("size", size)
+    waiting = iter(micro_batches)
+    return iter(lambda: list(itertools.islice(waiting, size)), [])
+
+
+def tensors_in(batch: Any) -> Iterator[Tensor]:
+    """Every tensor of a batch: of one tensor, or of lists, tuples and dicts of them."""
+    if isinstance(batch, Tensor):
+        yield batch
+    elif isinstance(batch, (list, tuple, Mapping)):
+        for part in batch.values() if isinstance(batch, Mapping) else batch:
+            yield from tensors_in(part)
+
+
+def examples(micro_batch: Any) -> int:
+    """How many examples a micro-batch has: rows of its first tensor. Raises ValueError where there is none."""
+    for tensor in tensors_in(micro_batch):
+        if tensor.dim():
+            return len(tensor)
+    raise ValueError(f"expected a micro-batch with a tensor of (examples, …), found {type(micro_batch).__name__}")
+
+
+def labels(micro_batch: Any, ignore_index: int = -100) -> Tensor:
+    """How many labels a micro-batch has, as a 0-dim int64: entries of y, ignored ones left out.
+
+    micro_batch: (x, y), or a dict with "labels". y: any shape; the loss skips `ignore_index`, as cross_entropy does.
+    A model that shifts its labels itself, as Transformers' do, never reads the first of each text: count those out.
+    """
+    y = micro_batch["labels"] if isinstance(micro_batch, Mapping) else micro_batch[1]
+    return (y != ignore_index).sum()
+
+
+def accumulate(
+    loss: Callable[[Any], Tensor],
+    micro_batches: Iterable,
+    *,
+    count: Callable[[Any], Count] = examples,
+    reduction: str = "sum",
+    scaler=None,
+    model=None,
+    agree: Callable[[Count], Count] | None = None,
+) -> Tensor:
+    """Add to .grad the gradient of the mean loss over all micro-batches; at most one of them is alive at a time.
+
+        for group in groups(loader, 8):
+            mean = accumulate(summed_loss, group, count=labels)
+            clip_grad_norm_(model.parameters(), 1.0)  # once, when the gradient is whole
+            optimizer.step()
+            optimizer.zero_grad()
+
+    loss: a function of a micro-batch that gives a scalar, summed over what `count` counts; with reduction="mean", its
+      mean. Move the micro-batch to the GPU in there, and only one is on it.
+    micro_batches: tensors, or lists, tuples or dicts of them, of any sizes. They are listed before the first backward.
+    count: how many examples or labels a micro-batch has: `examples`, `labels`, or a function of yours.
+    scaler: a LossScaler or torch's GradScaler. Afterwards: unscale_, clip, step, update, once.
+    model: what averages gradients over ranks in the last backward only: anything with `no_sync`, as DDP has.
+    agree: for ranks that average their gradients: a function of N that gives the mean of all ranks' N.
+
+    Returns the mean loss, 0-dim, FP32 at least, detached: Σ loss / N. Nothing waits for a GPU; so labels counted there
+    are not checked, and where a whole group has none its gradient is 0.
+    Raises ValueError for no micro-batch, micro-batches on different devices, nothing to learn from, and a loss that
+    autograd shows to be a mean where a sum was asked for, or the reverse; TypeError for what is no scalar with a
+    gradient. What was added to .grad before an error stays there, as after any backward: zero_grad before you retry.
+    """
+    one_of("reduction", reduction, REDUCTIONS)
+    group = listed(micro_batches)
+    counts = [plain(count(micro_batch)) for micro_batch in group]
+    whole = total_of(counts, agree)
+    no_sync = getattr(model, "no_sync", nullcontext)
+    mean = None
+    for number, (micro_batch, part) in enumerate(zip(group, counts, strict=True), 1):
+        with nullcontext() if number == len(group) else no_sync():
+            share = backward(loss, micro_batch, part, whole, reduction, scaler)
+        mean = share if mean is None else mean.add_(share)
+    return mean
+
+
+def backward(loss: Callable, micro_batch: Any, part: Count, whole: Count, reduction: str, scaler=None) -> Tensor:
+    """One micro-batch, forward and backward; its share of the mean loss, detached.
+
+    It is a function so that nothing else of it, logits or graph, is still held while the next one runs.
+    """
+    share = loss(micro_batch)
+    refuse(share, part, reduction)
+    precise = torch.promote_types(share.dtype, torch.float32)
+    part, whole = (n.to(share.device, precise) if isinstance(n, Tensor) else n for n in (part, whole))
+    share = share / whole if reduction == "sum" else share * (part / whole)
+    (share if scaler is None else scaler.scale(share)).backward()
+    return share.detach().to(precise)
+
+
+def plain(count: Count) -> Count:
+    """A count as a Python number, unless it lies on a device that would have to be waited for."""
+    return count.item() if isinstance(count, Tensor) and count.device.type == "cpu" else count
+
+
+# ---- what can be wrong
+
+
+def listed(micro_batches: Iterable) -> list:
+    """The micro-batches as a list. Raises if there are none, or if they lie on different devices."""
+    if isinstance(micro_batches, (Tensor, Mapping, str)):
+        kind = type(micro_batches).__name__
+        raise TypeError(f"expected micro-batches, in a list; found one {kind}; x.split(rows) makes micro-batches of x")
+    group = list(micro_batches)
+    if not group:
+        raise ValueError("expected at least one micro-batch, found none: there is no gradient to step with")
+    places = [sorted({str(tensor.device) for tensor in tensors_in(micro_batch)}) for micro_batch in group]
+    for number, place in enumerate(places, 1):
+        if place != places[0]:
+            raise ValueError(
+                f"expected all micro-batches on one device; found the first on {' and '.join(places[0]) or 'none'}, "
+                f"number {number} of {len(group)} on {' and '.join(place) or 'none'}; move each in `loss`"
+            )
+    return group
+
+
+def total_of(counts: list[Count], agree: Callable | None) -> Count:
+    """N: the group's, or what the ranks agree on. Raises ValueError for none, where that can be seen at once."""
+    whole = sum(counts)
+    whole = whole if agree is None else plain(agree(whole))
+    if isinstance(whole, Tensor):
+        return whole.clamp(min=1)  # to see its value is to wait for its device
+    if not whole > 0:
+        raise ValueError(
+            f"expected something to learn from, found {len(counts)} micro-batches with {whole:g} examples or labels; "
+            "leave such groups out (ranks: on all of them)"
+        )
+    return whole
+
+
+def refuse(loss: Any, part: Count, reduction: str) -> None:
+    """Raise unless the loss is a scalar with a gradient, and not the other reduction than the one asked for."""
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+        kind = f"{loss.dtype} of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        without = ", without a gradient" if isinstance(loss, Tensor) and not loss.requires_grad else ""
+        raise TypeError(f"expected loss to return a scalar tensor that has a gradient, found {kind}{without}")
+    if not isinstance(part, Tensor) and part == 1:
+        return  # a sum over one is a mean over one
+    if not isinstance(part, Tensor) and part == 0 and reduction == "mean":
+        raise ValueError("expected a micro-batch to average over, found one with 0 examples or labels; return sums")
+    found = reduction_of(loss)
+    if found == "mean" and reduction == "sum":
+        raise ValueError(
+            "expected a loss that is summed, found a mean: it would be divided twice; use reduction='sum' in the loss "
+            "function, or accumulate(…, reduction='mean') if it is a mean over what `count` counts"
+        )
+    if found == "sum" and reduction == "mean":
+        raise ValueError("expected a mean loss, found a sum; leave out reduction='mean', or average in the loss")
+
+
+def reduction_of(loss: Tensor) -> str | None:
+    """ "mean" or "sum" if autograd's graph shows that the loss ends in one, None if it doesn't show.
+
+    It looks through sums of losses, and no further: a mean that Python multiplies by a number may be a sum again.
+    """
+    waiting, found = [loss.grad_fn], set()
+    while waiting:
+        node = waiting.pop()
+        name = node.name() if node is not None else ""
+        noted = getattr(node, "_saved_reduction", None)
+        if name in SAME:
+            waiting += [following for following, _ in node.next_functions]
+        elif noted == MEAN or name.startswith("MeanBackward") or name == "DivBackward1":
+            found.add("mean")
+        elif noted == SUM or name.startswith("SumBackward"):
+            found.add("sum")
+    return "mean" if "mean" in found else found.pop() if found else None
