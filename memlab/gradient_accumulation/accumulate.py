@@ -107,8 +107,8 @@ def accumulate(
     mean = None
     for number, (micro_batch, part) in enumerate(zip(group, counts, strict=True), 1):
         with nullcontext() if number == len(group) else no_sync():
-            share = backward(loss, micro_batch, part, whole, reduction, scaler)
-        mean = share if mean is None else mean.add_(share)
+            asked = loss, micro_batch, part, whole, reduction, scaler
+            mean = backward(*asked) if mean is None else mean.add_(backward(*asked))
     return mean
 
 
