@@ -78,7 +78,8 @@ class Budget(Meter):
         holders = sorted(groups.items(), key=lambda group: -sum(group[1]))
         return "\n".join(
             [
-                f"imagined {self._card}: expected at most {format_bytes(self._budget_bytes)} (the budget), "
+                f"imagined {self._card} out of memory. "  # words by which tools know CUDA's error
+                f"Expected at most {format_bytes(self._budget_bytes)} (the budget), "
                 f"found {format_bytes(self._history.held - asked)} held and {format_bytes(asked)} more asked for by "
                 f"{self._ops[op].name if op >= 0 else 'a batch'} in {phase}, at",
                 f"    {self._lines[line]}",
