@@ -16,6 +16,11 @@ def has_deepspeed() -> bool:
     return importlib.util.find_spec("deepspeed") is not None
 
 
+def has_accelerate() -> bool:
+    """Whether accelerate is installed (memlab[frameworks])."""
+    return importlib.util.find_spec("accelerate") is not None
+
+
 @contextlib.contextmanager
 def deepspeed_alone() -> Iterator:
     """DeepSpeed with one rank in this process, without a launcher. Yields the package.
