@@ -2,7 +2,7 @@
 
 import re
 
-SLIDERS = re.compile(r"\b(Interactive|what_if|explore_number|gradient_histogram)\(")
+SLIDERS = re.compile(r"\b(Interactive|what_if|explore_number|gradient_histogram|explore_batches)\(")
 MOST_PICTURES = 500
 
 DRAW_THE_GRID = f"""

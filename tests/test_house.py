@@ -36,6 +36,7 @@ DRIVERS = tuple(
         "predictions",
         "numbers",
         "curves",
+        "batches",
     )
 )
 
