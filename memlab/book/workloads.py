@@ -20,6 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from memlab.gradient_accumulation.packing import document_mask
+
 
 @dataclass(frozen=True)
 class GPTConfig:
@@ -41,7 +43,11 @@ class GPTConfig:
 
 
 class Attention(nn.Module):
-    """Causal self-attention. x: (batch, tokens, width) → the same shape."""
+    """Causal self-attention. x: (batch, tokens, width) → the same shape.
+
+    mask: (batch, 1, tokens, tokens), added to the scores: 0 where token i may look at token j, −inf where it may not;
+    None: at every j <= i.
+    """
 
     def __init__(self, config: GPTConfig):
         super().__init__()
@@ -50,18 +56,21 @@ class Attention(nn.Module):
         self.out = nn.Linear(config.width, config.width)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         batch, tokens, width = x.shape
         heads = self.config.heads
         qkv = self.qkv(x).view(batch, tokens, 3, heads, width // heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each (batch, heads, tokens, width / heads)
         if self.config.attention == "fused":
             dropout = self.config.dropout if self.training else 0.0
-            mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
+            mixed = F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=mask is None)
         else:
             scores = q @ k.transpose(-2, -1) * (width // heads) ** -0.5  # (batch, heads, tokens, tokens)
-            future = torch.ones(tokens, tokens, dtype=torch.bool, device=x.device).triu(1)
-            weights = scores.masked_fill(future, float("-inf")).softmax(-1)
+            if mask is None:
+                future = torch.ones(tokens, tokens, dtype=torch.bool, device=x.device).triu(1)
+                weights = scores.masked_fill(future, float("-inf")).softmax(-1)
+            else:
+                weights = (scores + mask).softmax(-1)
             mixed = self.dropout(weights) @ v
         mixed = mixed.transpose(1, 2).reshape(batch, tokens, width)
         return self.dropout(self.out(mixed))
@@ -105,13 +114,15 @@ class GPT(nn.Module):
     cross-entropy as a scalar.
     """
 
+    block = Block
+
     def __init__(self, config: GPTConfig | None = None, **sizes):
         super().__init__()
         self.config = config = config or GPTConfig(**sizes)
         self.token_embedding = nn.Embedding(config.vocabulary, config.width)
         self.position_embedding = nn.Embedding(config.context, config.width)
         self.dropout = nn.Dropout(config.dropout)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(self.block(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.width)
         self.head = nn.Linear(config.width, config.vocabulary, bias=False)
 
@@ -123,6 +134,44 @@ class GPT(nn.Module):
         stream = self.dropout(stream)
         for block in self.blocks:
             stream = block(stream)
+        logits = self.head(self.norm(stream))
+        if y is None:
+            return logits
+        return F.cross_entropy(logits.flatten(0, 1), y.flatten())
+
+
+class PackedBlock(Block):
+    """A block whose attention looks where a mask allows. x: (batch, tokens, width); mask: as of Attention."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        x = x + self.attention(self.norm1(x), mask)
+        x = x + self.feed_forward(self.norm2(x))
+        return x
+
+
+class PackedGPT(GPT):
+    """A GPT that also reads packed rows: `model(*pack_rows(...))`. Its sizes, weights and state dict are a GPT's.
+
+    documents, positions: (batch, tokens) of int64: which document of its row a token is of, and how far in it stands.
+    No token looks into another document. Without both it is a GPT.
+    """
+
+    block = PackedBlock
+
+    def forward(
+        self, x: Tensor, y: Tensor | None = None, documents: Tensor | None = None, positions: Tensor | None = None
+    ) -> Tensor:
+        if (documents is None) != (positions is None):
+            raise ValueError("expected documents and positions together, found one of them; pack_rows() makes both")
+        if documents is None:
+            return super().forward(x, y)
+        if x.shape[1] > self.config.context:
+            raise ValueError(f"expected at most {self.config.context} tokens (the context), found {x.shape[1]}")
+        stream = self.token_embedding(x) + self.position_embedding(positions)
+        mask = document_mask(documents, stream.dtype)
+        stream = self.dropout(stream)
+        for block in self.blocks:
+            stream = block(stream, mask)
         logits = self.head(self.norm(stream))
         if y is None:
             return logits
