@@ -30,7 +30,7 @@ from memlab.memory_arithmetic.shapes import positive
 def pack(lengths: Iterable[int], row_tokens: int, *, seed: int = 0) -> list[list[int]]:
     """Rows of indices into `lengths`, every index once, the lengths in a row adding up to at most `row_tokens`.
 
-    seed: shuffles the rows, and before that equal lengths, so another seed puts others of them together.
+    seed: shuffles the rows, and among equal lengths decides which goes where.
 
     Takes O(n log n) comparisons. Raises TypeError and ValueError as `token_batches` does.
 
@@ -83,27 +83,31 @@ def pack_rows(
     examples: each (tokens,) of int64. rows: lists of indices into them, as `pack` gives; a few of its rows are a batch.
     A document of one token has no label, and no part in the loss.
 
-    Raises TypeError or ValueError for an example that is not one-dimensional int64, and for a row that is too long.
+    Raises TypeError for an example of another dtype; ValueError for one of another shape or without a token, for no
+    examples, and for a row that is too long.
     """
-    for i in (i for row in rows for i in row):
-        if examples[i].dtype != torch.int64 or examples[i].dim() != 1:
-            found = f"{tuple(examples[i].shape)} of {examples[i].dtype}"
-            raise TypeError(f"expected examples of shape (tokens,) and torch.int64, found {found} in example {i}")
+    if not len(examples):
+        raise ValueError("expected at least one example, found none")
     shape, device = (len(rows), row_tokens), examples[0].device
     full = lambda value: torch.full(shape, value, dtype=torch.int64, device=device)  # noqa: E731
     packed = Packed(x=full(padding), y=full(ignore_index), documents=full(-1), positions=full(0))
     for r, row in enumerate(rows):
         start = 0
         for document, i in enumerate(row):
-            stop = start + len(examples[i])
+            tokens = examples[i]
+            if tokens.dtype != torch.int64:
+                raise TypeError(f"expected examples of torch.int64, found {tokens.dtype} in example {i}")
+            if tokens.dim() != 1 or not len(tokens):
+                raise ValueError(f"expected examples of shape (tokens,), found {tuple(tokens.shape)} in example {i}")
+            stop = start + len(tokens)
             if stop > row_tokens:
                 total = sum(len(examples[i]) for i in row)
                 raise ValueError(
                     f"expected rows of at most {row_tokens:,} tokens (row_tokens), found {total:,} in row {r}; "
                     "make rows of these examples' lengths with pack()"
                 )
-            packed.x[r, start:stop] = examples[i]
-            packed.y[r, start : stop - 1] = examples[i][1:]
+            packed.x[r, start:stop] = tokens
+            packed.y[r, start : stop - 1] = tokens[1:]
             packed.documents[r, start:stop] = document
             packed.positions[r, start:stop] = torch.arange(stop - start, device=device)
             start = stop
@@ -117,7 +121,7 @@ def pad_rows(examples: Sequence[Tensor], *, padding: int = 0, ignore_index: int 
     DataLoader.
     """
     alone = [[i] for i in range(len(examples))]
-    packed = pack_rows(examples, alone, max(map(len, examples)), padding=padding, ignore_index=ignore_index)
+    packed = pack_rows(examples, alone, max(map(len, examples), default=0), padding=padding, ignore_index=ignore_index)
     return packed.x, packed.y
 
 
@@ -130,9 +134,9 @@ def document_mask(documents: Tensor, dtype: torch.dtype = torch.bool) -> Tensor:
       mask of bool into that in every layer, and keeps each copy for backward; made once, it is shared.
 
     It takes rows × tokens² × itemsize bytes, whatever the heads: made to be read. In production nobody makes it.
-    FlexAttention's BlockMask has one entry for 128 × 128 tokens and skips blocks that no document reaches into
+    FlexAttention's BlockMask has one entry for 128 × 128 tokens, and skips those where no two share a document
     (`torch.nn.attention.flex_attention`); varlen attention takes the documents' bounds instead
-    (`torch.nn.attention.varlen.varlen_attn`, on CUDA).
+    (`torch.nn.attention.varlen.varlen_attn`). Both train on a GPU only, with torch 2.11 and 2.13.
     """
     seen = (documents[:, :, None] == documents[:, None, :]).tril_()[:, None]
     if dtype is torch.bool:

@@ -31,8 +31,9 @@ def token_batches(
 ) -> list[list[int]]:
     """Batches of indices into `lengths`, every index once, each batch of at most `max_tokens` padded tokens.
 
-    window: how many shuffled examples are sorted by length together. None, all: then there are as few batches as the
-      budget allows, and chance decides only ties and order. 1, none: no sorting.
+    window: how many shuffled examples are sorted by length together. None, all: there are as few batches as the budget
+      allows, and nearly the same ones every time; chance has ties, the order, and from which end they are cut. 1, none:
+      no sorting. In between, several batches' worth: a window of one batch sorts nothing.
     seed: the same seed gives the same batches; give the epoch, and each has its own.
     max_examples: also at most so many examples a batch.
 
@@ -112,8 +113,8 @@ def padding_waste(lengths: Sequence[int], batches: Iterable[Sequence[int]]) -> f
 
     Raises ValueError when there is no batch.
 
-    >>> padding_waste([30, 5, 28], [[0, 1], [2]])
-    0.2840909090909091
+    >>> padding_waste([30, 15, 28], [[0, 1]])
+    0.25
     """
     batches = list(batches)
     if not batches:

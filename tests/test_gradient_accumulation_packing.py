@@ -1,0 +1,342 @@
+"""Packing: rows are full, documents do not meet, and each has the loss and the gradients it has alone."""
+
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.attention.flex_attention import create_mask
+from torch.utils.data import DataLoader
+
+from memlab.book.workloads import GPT, PackedGPT
+from memlab.book.workloads import lengths as committed_lengths
+from memlab.gradient_accumulation.packing import Packed, document_mask, pack, pack_rows, pad_rows
+from memlab.memory_timeline import Meter
+
+some_lengths = st.lists(st.integers(1, 60), min_size=1, max_size=80)
+seeds = st.integers(0, 10)
+
+
+def waste(lengths, rows, row_tokens) -> float:
+    return 1 - sum(lengths) / (len(rows) * row_tokens)
+
+
+def fills(rows, lengths) -> list[int]:
+    return sorted(sum(lengths[i] for i in row) for row in rows)
+
+
+# ---- which examples share a row
+
+
+@given(some_lengths, st.integers(60, 300), seeds)
+def test_every_example_is_in_one_row_and_no_row_is_too_long(lengths, row_tokens, seed):
+    rows = pack(lengths, row_tokens, seed=seed)
+    assert sorted(i for row in rows for i in row) == list(range(len(lengths)))
+    assert fills(rows, lengths)[-1] <= row_tokens
+    assert rows == pack(lengths, row_tokens, seed=seed)
+
+
+@given(some_lengths, st.integers(60, 300), seeds)
+def test_no_two_rows_would_fit_into_one(lengths, row_tokens, seed):
+    filled = fills(pack(lengths, row_tokens, seed=seed), lengths)
+    assert len(filled) == 1 or filled[0] + filled[1] > row_tokens
+
+
+@given(some_lengths, st.integers(60, 300), seeds)
+def test_rows_are_those_of_best_fit_by_looking_at_every_row(lengths, row_tokens, seed):
+    filled = []
+    for length in sorted(lengths, reverse=True):
+        fitting = [fill for fill in filled if fill + length <= row_tokens]
+        if fitting:
+            filled.remove(max(fitting))
+        filled.append(max(fitting, default=0) + length)
+    assert fills(pack(lengths, row_tokens, seed=seed), lengths) == sorted(filled)
+
+
+@pytest.mark.parametrize("row_tokens", [1024, 2048, 4096, 8192])
+def test_packed_rows_of_the_committed_lengths_waste_at_most_two_percent(row_tokens):
+    lengths = [min(length, row_tokens) for length in committed_lengths()]
+    rows = pack(lengths, row_tokens)
+    assert waste(lengths, rows, row_tokens) <= 0.02
+    assert len(rows) == -(-sum(lengths) // row_tokens), "no packing has fewer rows"
+
+
+def test_another_seed_puts_others_of_equal_length_together_and_the_rows_stay_as_few():
+    lengths = committed_lengths()
+    first, second = ({frozenset(row) for row in pack(lengths, 4096, seed=seed)} for seed in (0, 1))
+    assert len(first) == len(second) and first != second
+    ordered = [lengths[row[0]] for row in pack(lengths, 4096)]
+    assert ordered != sorted(ordered, reverse=True), "rows are shuffled too"
+
+
+def test_packing_leaves_pythons_random_numbers_alone():
+    state = random.getstate()
+    pack([3, 4, 5], 8)
+    assert random.getstate() == state
+
+
+@pytest.mark.parametrize(
+    ("lengths", "row_tokens", "error", "message"),
+    [
+        ([5, 70], 64, ValueError, r"at most 64 tokens \(row_tokens\), found 70 in example 1; raise row_tokens to 70"),
+        ([], 64, ValueError, "at least one example, found none"),
+        ([5, 0], 64, ValueError, "at least 1, found 0 in example 1"),
+        ([5, False], 64, TypeError, "the length of example 1 as an int, found False"),
+        ([5], 0, ValueError, "expected row_tokens of at least 1, found 0"),
+        ([5], True, TypeError, "expected row_tokens as an int, found True"),
+    ],
+)
+def test_what_cannot_be_packed_is_refused(lengths, row_tokens, error, message):
+    with pytest.raises(error, match=message):
+        pack(lengths, row_tokens)
+
+
+# ---- the tensors
+
+
+def documents_of(lengths, vocabulary=32, seed=0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(vocabulary, (length,), generator=generator) for length in lengths]
+
+
+def test_a_packed_row_written_out():
+    examples = [torch.tensor(tokens) for tokens in ([11, 12, 13], [21, 22], [31], [41, 42, 43, 44])]
+    packed = pack_rows(examples, [[3, 1], [0, 2]], 7, padding=9)
+    assert packed.x.tolist() == [[41, 42, 43, 44, 21, 22, 9], [11, 12, 13, 31, 9, 9, 9]]
+    assert packed.y.tolist() == [[42, 43, 44, -100, 22, -100, -100], [12, 13, -100, -100, -100, -100, -100]]
+    assert packed.documents.tolist() == [[0, 0, 0, 0, 1, 1, -1], [0, 0, 0, 1, -1, -1, -1]]
+    assert packed.positions.tolist() == [[0, 1, 2, 3, 0, 1, 0], [0, 1, 2, 0, 0, 0, 0]]
+    assert all(field.dtype is torch.int64 for field in packed)
+    assert pack_rows(examples, [[2]], 2, ignore_index=-1).y.tolist() == [[-1, -1]]
+
+
+@given(st.lists(st.integers(1, 12), min_size=1, max_size=12), st.integers(12, 30))
+def test_every_document_is_found_again_in_its_row(lengths, row_tokens):
+    examples = documents_of(lengths)
+    rows = pack(lengths, row_tokens)
+    packed = pack_rows(examples, rows, row_tokens)
+    for r, row in enumerate(rows):
+        for document, i in enumerate(row):
+            at = packed.documents[r] == document
+            assert torch.equal(packed.x[r, at], examples[i])
+            assert packed.y[r, at].tolist() == [*examples[i][1:].tolist(), -100]
+            assert packed.positions[r, at].tolist() == list(range(lengths[i]))
+    assert int((packed.y != -100).sum()) == sum(lengths) - len(lengths)
+
+
+def test_padded_rows_are_the_examples_with_padding_on_the_right():
+    examples = [torch.tensor([1, 2, 3]), torch.tensor([4])]
+    x, y = pad_rows(examples, padding=9)
+    assert x.tolist() == [[1, 2, 3], [4, 9, 9]] and y.tolist() == [[2, 3, -100], [-100, -100, -100]]
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(9, 20))
+@settings(deadline=None)
+def test_the_mask_is_written_out_causal_and_within_a_document(lengths, row_tokens):
+    documents = pack_rows(documents_of(lengths), pack(lengths, row_tokens), row_tokens).documents
+    mask = document_mask(documents)
+    rows, tokens = documents.shape
+    assert mask.shape == (rows, 1, tokens, tokens) and mask.dtype is torch.bool
+    listed = documents.tolist()
+    for r in range(rows):
+        for i in range(tokens):
+            for j in range(tokens):
+                assert bool(mask[r, 0, i, j]) == (j <= i and listed[r][i] == listed[r][j])
+
+
+def test_the_mask_is_what_flexattention_makes_of_the_same_rule():
+    documents = pack_rows(documents_of([5, 3, 6, 2]), [[0, 1], [2, 3]], 10).documents
+    rule = lambda row, head, i, j: (documents[row, i] == documents[row, j]) & (j <= i)  # noqa: E731
+    assert torch.equal(document_mask(documents), create_mask(rule, 2, 1, 10, 10, device="cpu"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_the_mask_as_numbers_is_zero_or_minus_infinity(dtype):
+    documents = torch.tensor([[0, 0, 1, -1]])
+    added, seen = document_mask(documents, dtype), document_mask(documents)
+    assert added.dtype is dtype
+    assert (added[seen] == 0).all() and (added[~seen] == float("-inf")).all()
+
+
+def test_the_mask_of_bool_takes_rows_times_tokens_squared_bytes_and_nothing_beside_it():
+    documents = torch.zeros(3, 50, dtype=torch.int64)
+    with Meter(inputs=(documents,)) as meter:
+        mask = document_mask(documents)
+    timeline = meter.timeline
+    assert mask.untyped_storage().nbytes() == 3 * 50 * 50
+    assert timeline.bytes_at(timeline.peak_event) - documents.nbytes == 3 * 50 * 50
+
+
+# ---- the model
+
+SIZES = {"layers": 2, "width": 32, "heads": 4, "context": 48, "vocabulary": 32}
+LENGTHS = [20, 17, 9, 1, 13, 2, 30, 5]
+ROWS = [[0, 1, 2, 3], [6, 4, 5], [7]]  # 47, 45 and 5 of 48 tokens
+
+
+def models(attention="fused") -> tuple[GPT, PackedGPT]:
+    torch.manual_seed(0)
+    alone, packed = (kind(**SIZES, attention=attention).double() for kind in (GPT, PackedGPT))
+    for name, p in alone.named_parameters():
+        nn.init.normal_(p, mean=float("norm" in name and name.endswith("weight")), std=0.3)
+    packed.load_state_dict(alone.state_dict())
+    return alone, packed
+
+
+def summed(logits: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="sum")
+
+
+def each_alone(model: GPT, examples: list[Tensor]) -> Tensor:
+    """Σ of the documents' losses, each document run by itself; gradients add up in the parameters."""
+    total = 0.0
+    for example in examples:
+        if len(example) > 1:
+            loss = summed(model(example[None, :-1]), example[None, 1:])
+            loss.backward()
+            total = total + loss.detach()
+    return total
+
+
+def distances(model: nn.Module, reference: nn.Module) -> dict[str, float]:
+    """‖found − expected‖ / ‖expected‖ of every gradient."""
+    expected = dict(reference.named_parameters())
+    return {
+        name: ((p.grad - expected[name].grad).norm() / expected[name].grad.norm()).item()
+        for name, p in model.named_parameters()
+    }
+
+
+@pytest.mark.parametrize("attention", ["fused", "by hand"])
+def test_packed_documents_have_the_loss_and_the_gradients_they_have_alone(attention):
+    alone, model = models(attention)
+    examples = documents_of(LENGTHS)
+    expected = each_alone(alone, examples)
+    packed = pack_rows(examples, ROWS, 48)
+    loss = summed(model(packed.x, documents=packed.documents, positions=packed.positions), packed.y)
+    loss.backward()
+    assert abs(loss - expected) <= 1e-12 * expected
+    assert max(distances(model, alone).values()) <= 1e-12
+
+
+@pytest.mark.parametrize("attention", ["fused", "by hand"])
+def test_the_model_takes_the_packed_rows_as_they_are_and_gives_the_mean_over_labels(attention):
+    _, model = models(attention)
+    packed = pack_rows(documents_of(LENGTHS), ROWS, 48)
+    assert isinstance(packed, Packed)
+    labels = int((packed.y != -100).sum())
+    logits = model(packed.x, documents=packed.documents, positions=packed.positions)
+    torch.testing.assert_close(model(*packed), summed(logits, packed.y) / labels, rtol=1e-12, atol=0)
+
+
+def test_padded_documents_have_the_loss_and_the_gradients_they_have_alone_without_a_mask():
+    alone, model = models()
+    examples = documents_of(LENGTHS)
+    expected = each_alone(alone, examples)
+    x, y = pad_rows(examples)
+    loss = summed(model(x), y)
+    loss.backward()
+    assert abs(loss - expected) <= 1e-12 * expected
+    assert max(distances(model, alone).values()) <= 1e-12
+
+
+@pytest.mark.parametrize("attention", ["fused", "by hand"])
+@pytest.mark.parametrize("missing", ["mask", "positions", "both"])
+def test_without_the_mask_or_the_positions_neighbours_change_loss_and_gradients(attention, missing):
+    alone, model = models(attention)
+    examples = documents_of(LENGTHS)
+    expected = each_alone(alone, examples)
+    packed = pack_rows(examples, ROWS, 48)
+    documents = packed.documents if missing == "positions" else torch.zeros_like(packed.documents)
+    positions = packed.positions if missing == "mask" else torch.arange(48).expand(3, 48)
+    loss = summed(model(packed.x, documents=documents, positions=positions), packed.y)
+    loss.backward()
+    assert abs(loss - expected) > 1e-3 * expected
+    found = distances(model, alone)
+    assert min(found.values()) > 1e-3 and max(found.values()) > 0.1
+
+
+def test_what_stands_in_the_padding_and_in_other_documents_is_never_looked_at():
+    _, model = models()
+    examples = documents_of(LENGTHS)
+    first = pack_rows(examples, ROWS, 48)
+    others = [example if i in (1, 4, 7) else (example + 1) % 32 for i, example in enumerate(examples)]
+    second = pack_rows(others, ROWS, 48, padding=31)
+    one, two = (model(p.x, documents=p.documents, positions=p.positions) for p in (first, second))
+    assert one.isfinite().all()
+    kept = torch.zeros_like(first.documents, dtype=torch.bool)
+    for r, document in ((0, 1), (1, 1), (2, 0)):
+        kept[r] |= first.documents[r] == document
+    torch.testing.assert_close(one[kept], two[kept], rtol=1e-13, atol=1e-13)
+    assert not torch.allclose(one[~kept], two[~kept])
+
+
+@pytest.mark.parametrize("attention", ["fused", "by hand"])
+def test_a_row_of_padding_alone_and_documents_of_one_token_bring_no_nan(attention):
+    _, model = models(attention)
+    packed = pack_rows(documents_of([1, 2]), [[0], [1], []], 8)
+    loss = model(*packed)
+    loss.backward()
+    assert loss.isfinite() and all(p.grad.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("attention", ["fused", "by hand"])
+def test_without_documents_it_is_a_gpt(attention):
+    alone, model = models(attention)
+    x, y = (torch.randint(32, (2, 16)) for _ in range(2))
+    assert torch.equal(model(x), alone(x)) and torch.equal(model(x, y), alone(x, y))
+
+
+def test_all_layers_share_one_mask():
+    peaks = {}
+    for layers in (1, 3):
+        for packed in (True, False):
+            torch.manual_seed(0)
+            model = PackedGPT(layers=layers, width=32, context=128)
+            rows = pack_rows(documents_of([100, 28, 90]), [[0, 1], [2]], 128)
+            batch = tuple(rows if packed else rows[:2])
+            with Meter(model, inputs=batch) as meter:
+                model(*batch).backward()
+            peaks[layers, packed] = meter.timeline.bytes_at(meter.timeline.peak_event)
+    extra = [peaks[layers, True] - peaks[layers, False] for layers in (1, 3)]
+    assert extra[0] == extra[1] >= 4 * 2 * 128 * 128
+
+
+def test_torchs_dataloader_makes_packed_rows():
+    examples = documents_of(LENGTHS)
+    rows = pack([len(example) for example in examples], 48)
+    loader = DataLoader(
+        examples, batch_sampler=rows, collate_fn=lambda row: pack_rows(row, [range(len(row))], row_tokens=48)
+    )
+    whole = pack_rows(examples, rows, 48)
+    for field, one_by_one in zip(whole, zip(*loader, strict=True), strict=True):
+        assert torch.equal(field, torch.cat(one_by_one))
+
+
+def test_half_of_what_packed_rows_need_is_refused_and_rows_beyond_the_context_too():
+    _, model = models()
+    packed = pack_rows(documents_of([5]), [[0]], 8)
+    with pytest.raises(ValueError, match="expected documents and positions together"):
+        model(packed.x, packed.y, packed.documents)
+    with pytest.raises(ValueError, match="expected documents and positions together"):
+        model(packed.x, packed.y, positions=packed.positions)
+    with pytest.raises(ValueError, match="expected at most 48 tokens"):
+        model(*pack_rows(documents_of([5]), [[0]], 49))
+
+
+def test_rows_and_examples_that_cannot_be_packed_are_refused():
+    examples = documents_of([5, 6, 4])
+    with pytest.raises(ValueError, match=r"at most 10 tokens \(row_tokens\), found 15 in row 1; make rows .* pack\(\)"):
+        pack_rows(examples, [[0], [0, 1, 2]], 10)
+    with pytest.raises(TypeError, match="expected examples of torch.int64, found torch.float32 in example 1"):
+        pack_rows([examples[0], torch.zeros(5)], [[0, 1]], 10)
+    for wrong, found in ((examples[0][None], r"\(1, 5\)"), (examples[0][:0], r"\(0,\)"), (examples[0][0], r"\(\)")):
+        with pytest.raises(ValueError, match=rf"expected examples of shape \(tokens,\), found {found} in example 1"):
+            pack_rows([examples[0], wrong], [[0, 1]], 10)
+    with pytest.raises(ValueError, match="at least one example, found none"):
+        pack_rows([], [], 10)
+    with pytest.raises(ValueError, match="at least one example, found none"):
+        pad_rows([])
