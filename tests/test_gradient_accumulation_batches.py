@@ -123,8 +123,30 @@ def test_without_sorting_a_batch_is_a_run_of_the_shuffled_examples_and_ends_only
 def test_windows_share_a_batch_where_they_meet():
     """Ten windows of ten examples in batches of four: cut at every window there would be thirty, and here are 25."""
     assert len(token_batches([1] * 100, 4, window=10)) == 25
-    lengths = [1, 100] * 50
-    assert padding_waste(lengths, token_batches(lengths, 400, window=20)) < 0.25
+
+
+def test_windows_that_meet_in_like_lengths_are_padded_less_than_windows_all_sorted_upwards():
+    lengths, max_tokens, window = [1, 100] * 500, 400, 50
+
+    def all_upwards(seed: int) -> list[list[int]]:
+        order = random.Random(seed).sample(range(len(lengths)), len(lengths))
+        batches = [[]]
+        for start in range(0, len(order), window):
+            for i in sorted(order[start : start + window], key=lambda i: lengths[i]):
+                if padded_tokens(lengths, [*batches[-1], i]) > max_tokens:
+                    batches.append([])
+                batches[-1].append(i)
+        return batches
+
+    ours = [padding_waste(lengths, token_batches(lengths, max_tokens, window=window, seed=seed)) for seed in range(20)]
+    theirs = [padding_waste(lengths, all_upwards(seed)) for seed in range(20)]
+    assert sum(ours) < 2 / 3 * sum(theirs)
+
+
+def test_of_lengths_that_all_differ_the_seed_chooses_from_which_end_they_are_cut():
+    lengths = list(range(1, 61))
+    found = {frozenset(map(frozenset, token_batches(lengths, 200, seed=seed))) for seed in range(20)}
+    assert len(found) == 2
 
 
 def test_more_sorting_means_less_padding_on_the_committed_lengths():

@@ -8,9 +8,9 @@ What shares a row must not meet. Three things keep each document's loss and grad
 
     labels      the last token of a document has none, since the next token is another document's
     positions   start at 0 in each document
-    mask        a token looks at earlier tokens of its own document only: causal and block-diagonal
+    mask        a token looks at its own document only, up to itself: causal and block-diagonal
 
-Without them the model is *contaminated*: it runs, and learns from neighbours by chance. Krell et al. 2021, section 3.2.
+Without them the model is *contaminated*: it runs, and learns from neighbours by chance. Krell et al. 2021.
 """
 
 from __future__ import annotations
