@@ -133,7 +133,8 @@ def document_mask(documents: Tensor, dtype: torch.dtype = torch.bool) -> Tensor:
     dtype: a floating-point one makes what is added to the scores: 0 for True, −inf for False. Fused attention turns a
       mask of bool into that in every layer, and keeps each copy for backward; made once, it is shared.
 
-    It takes rows × tokens² × itemsize bytes, whatever the heads: made to be read. In production nobody makes it.
+    It takes rows × tokens² × itemsize bytes, whatever the heads, and all tokens² scores are computed before most are
+    thrown away: in long rows that costs more time than padding did. It is made to be read; production never makes it.
     FlexAttention's BlockMask has one entry for 128 × 128 tokens, and skips those where no two share a document
     (`torch.nn.attention.flex_attention`); varlen attention takes the documents' bounds instead
     (`torch.nn.attention.varlen.varlen_attn`). Both train on a GPU only, with torch 2.11 and 2.13.
