@@ -13,7 +13,7 @@ The running statistics can be mended, since nothing waits for them. For a group 
     total sum of squares = sum of squares within micro-batches + sum of squares between their means
 
 so three things per channel, a count, a mean and a sum of squares, are enough to merge micro-batch after micro-batch
-(Chan, Golub and LeVeque 1979, formula 1.5), and the running statistics move once, as for the full batch. Accumulated
+(Chan, Golub and LeVeque 1979), and the running statistics move once, as for the full batch. Accumulated
 plainly they move k times, each time towards the variance within one micro-batch, which misses the part between.
 The idea is GPipe's: Huang et al. 2019, section 2.2.
 """
@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 from torch.nn import Module, SyncBatchNorm
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -50,15 +50,17 @@ def deferred_batch_norm(model: Module) -> Iterator[None]:
     A layer that one forward of `model` calls several times moves as often, call by call, as in the full batch. Each
     forward of `model` counts, under `no_grad` too, as it does without the block; but not its recomputation in backward.
     Layers in evaluation mode, and those without running statistics, are left alone. Statistics are merged in the
-    buffers' dtype, at least FP32; those of a 16-bit layer have passed through its 16 bits before.
+    buffers' dtype, at least FP32. A layer with 16-bit buffers rounds a micro-batch's statistics to them first, and an
+    FP16 one gives inf for a variance above 65,504; 16-bit inputs under FP32 buffers, as in autocast, lose nothing.
 
     Memory, until the block ends: 16 bytes a channel and 8 a layer with FP32 buffers, however many the micro-batches.
     Time: a handful of ops on vectors of channels, and no pass over the activations.
 
     If the block raises, nothing moves. Hooks are gone at its end in any case. Don't copy or pickle the model inside.
 
-    Raises TypeError for what is no model, RuntimeError inside another such block, and NotImplementedError for a
-    SyncBatchNorm that really synchronises, as the other ranks' counts are not known here.
+    Raises TypeError for what is no model; RuntimeError inside another such block, and at the end for a layer that moved
+    unseen (compiled before its first block: such code looks at no hooks); NotImplementedError for a SyncBatchNorm over
+    several ranks, whose counts are not known here.
     """
     if not isinstance(model, Module):
         raise TypeError(f"expected a model (torch.nn.Module), found {type(model).__name__}")
@@ -79,19 +81,33 @@ def deferred_batch_norm(model: Module) -> Iterator[None]:
         undo.callback(model.register_forward_hook(end, always_call=True).remove)
         yield
     for layer in layers:
+        layer.refuse_unseen()
+    for layer in layers:
         layer.move()
+
+
+def deferrable(module: _BatchNorm) -> bool:
+    """Whether its forward would move running statistics."""
+    return module.training and module.track_running_stats and module.running_mean is not None
+
+
+def written(module: _BatchNorm) -> int | None:
+    """How often its counter has been written to: a number that costs a GPU no synchronisation."""
+    return None if module.num_batches_tracked is None else module.num_batches_tracked._version
+
+
+def zeros(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Of this shape and device, and fit for training even if the first forward is under inference_mode."""
+    with torch.inference_mode(False):
+        return torch.zeros_like(like, dtype=dtype)
 
 
 class _Moments:
     """Of a set of values per channel: how many, their mean, and the sum of squared distances from it."""
 
     def __init__(self, like: Tensor):
-        dtype = torch.promote_types(like.dtype, torch.float32)
-        self.count, self.mean, self.squares = (
-            0,
-            torch.zeros_like(like, dtype=dtype),
-            torch.zeros_like(like, dtype=dtype),
-        )
+        wide = torch.promote_types(like.dtype, torch.float32)
+        self.count, self.mean, self.squares = 0, zeros(like, wide), zeros(like, wide)
 
     def merge(self, count: int, mean: Tensor, variance: Tensor) -> None:
         """Add `count` values of this mean and unbiased variance, (channels,) each."""
@@ -125,28 +141,31 @@ class _Layer:
                 f"expected one deferred_batch_norm around a step, found {self.name or 'the model'!r} inside another; "
                 "enter it once, around all micro-batches"
             )
-        if isinstance(module, SyncBatchNorm) and torch.distributed.is_initialized():
-            ranks = torch.distributed.get_world_size(module.process_group)
+        if isinstance(module, SyncBatchNorm) and distributed.is_available() and distributed.is_initialized():
+            ranks = distributed.get_world_size(module.process_group)
             if ranks > 1:
                 raise NotImplementedError(
                     f"expected layers that see one rank's values, found {self.name!r}, a SyncBatchNorm over {ranks} "
                     "ranks; use BatchNorm (DDP sends rank 0's running statistics to all), or no deferral"
                 )
+        self.version = written(module)
         undo.callback(self.put_back)
         undo.callback(module.register_forward_pre_hook(self.before).remove)
         undo.callback(module.register_forward_hook(self.after, prepend=True, always_call=True).remove)
 
+    @torch._disable_dynamo  # compiled, with the merge, the statistics came out wrong
     def before(self, module: _BatchNorm, args: tuple) -> None:
         """Set the layer's own buffers aside."""
-        if not (module.training and module.track_running_stats and module.running_mean is not None):
+        if not deferrable(module):
             return
         own = {name: module._buffers[name] for name in BUFFERS}
         if self.scratch is None:
-            self.scratch = {name: torch.zeros_like(buffer) for name, buffer in own.items()}
+            self.scratch = {name: zeros(buffer) for name, buffer in own.items()}
         self.own = own, module.momentum
         module._buffers.update(self.scratch)
         module.momentum = 1.0
 
+    @torch._disable_dynamo
     def after(self, module: _BatchNorm, args: tuple, output: Tensor | None) -> None:
         """Put them back and merge what the kernel wrote. output: (batch, channels, ...), None if forward raised."""
         if self.own is None:
@@ -169,8 +188,16 @@ class _Layer:
             self.module._buffers.update(buffers)
             self.own = None
 
+    def refuse_unseen(self) -> None:
+        """Raise if running statistics moved in the block though no forward was seen."""
+        if not self.calls and deferrable(self.module) and written(self.module) != self.version:
+            raise RuntimeError(
+                f"expected the forward of {self.name or 'the model'!r} to run its hooks, found running statistics that "
+                "moved without; if it is compiled, compile it anew and call it first inside deferred_batch_norm"
+            )
+
     def move(self) -> None:
-        """Move the running statistics towards those of the group: torch's own formula, once per call."""
+        """Move the running statistics towards the group's, by torch's own formula, once per call."""
         module = self.module
         for moments in self.calls:
             module.num_batches_tracked.add_(1)
