@@ -257,13 +257,17 @@ def test_a_layer_called_twice_in_a_forward_moves_twice_call_by_call():
     assert distance(statistics(model.norm), statistics(alone)) <= 1e-14
 
 
-def test_parts_of_a_model_that_are_called_alone_are_one_group():
+def test_parts_of_a_model_that_are_called_alone_are_of_the_same_group():
     model, full = network(), network()
     x = values(16, 6)
+    *pieces, last = x.split(RAGGED)
     with deferred_batch_norm(model):
-        for piece in x.split(RAGGED):
+        for piece in pieces:
             model[0](piece)
-    full[0](x)
+        model(last)
+        model[0](x)
+    full[0](torch.cat((x, x)))
+    assert model[0].num_batches_tracked == 1
     assert distance(statistics(model[0]), statistics(full[0])) <= 1e-14
 
 
@@ -391,8 +395,9 @@ def test_a_forward_that_fails_and_is_tried_again_inside_the_block_leaves_its_lay
     assert distance(statistics(layer), statistics(full)) <= 1e-14
 
 
-@pytest.mark.parametrize("k", [1, 2, 8])
-def test_the_block_costs_16_bytes_a_channel_and_8_a_layer_whatever_k_and_saves_no_other_tensors(k):
+@pytest.mark.parametrize("in_flight", [1, 4])
+@pytest.mark.parametrize("k", [4, 8])
+def test_the_block_costs_16_bytes_a_channel_and_8_a_layer_whatever_k_and_saves_no_other_tensors(k, in_flight):
     peaks, ends = {}, {}
     for deferred in (False, True):
         model = network(FP32)
@@ -400,10 +405,10 @@ def test_the_block_costs_16_bytes_a_channel_and_8_a_layer_whatever_k_and_saves_n
         for p in model.parameters():
             p.grad = torch.zeros_like(p)
         with Meter(model, inputs=pieces) as meter, deferred_batch_norm(model) if deferred else torch.enable_grad():
-            for piece in pieces:
-                loss = model(piece).sum()
-                loss.backward()
-                del loss
+            for first in range(0, k, in_flight):
+                losses = [model(piece).sum() for piece in pieces[first : first + in_flight]]
+                while losses:
+                    losses.pop().backward()
         peaks[deferred], ends[deferred] = meter.timeline.peak_bytes, meter.timeline.bytes_at(len(meter.timeline))
     assert peaks[True] - peaks[False] == 16 * (6 + 8) + 8 * 2
     assert ends[True] == ends[False]
