@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from memlab.book.workloads import GPT, GPTConfig, Llama, LlamaConfig
@@ -54,18 +56,21 @@ def metered_step(
     implementation: str | None = None,
     first_step: bool = False,
     chunk_bytes: int = CHUNK_BYTES,
+    micro_batches: int = 1,
     device: str = "cpu",
     **options,
 ) -> Timeline:
     """Build the model, train it, and meter its second step (or its first). Inside `imagine`, on imagined hardware.
 
     The same words as `training_step`, which predicts it, and refused as there: ValueError for a word that is none of
-    them or a chunk_bytes below 1, TypeError for one that is no int.
+    them or for chunk_bytes or micro_batches below 1, TypeError for one that is no int. Every micro-batch has x and y of
+    its own, and all are held from the start.
     """
     one_of("precision", precision, PRECISIONS)
     one_of("optimizer", optimizer, tuple(OPTIMIZERS))
     one_of("implementation", implementation, tuple(IMPLEMENTATIONS))
     positive("chunk_bytes", chunk_bytes)
+    positive("micro_batches", micro_batches)
     usual = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16 if precision in ("bf16", "mixed") else torch.float32)
     try:
@@ -73,13 +78,38 @@ def metered_step(
     finally:
         torch.set_default_dtype(usual)
     algorithm = made(network.parameters(), optimizer, implementation, precision, chunk_bytes)
-    x, y = (torch.randint(model.vocabulary, (batch, tokens), device=device) for _ in range(2))
+    group = [
+        tuple(torch.randint(model.vocabulary, (batch, tokens), device=device) for _ in range(2))
+        for _ in range(micro_batches)
+    ]
+
+    def loss_of(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(device, torch.bfloat16, enabled=precision == "autocast"):
+            return network(x, y)
+
     for _ in range(1 if first_step else 2):
-        with Meter(network, algorithm, inputs=(x, y)) as meter:
-            with torch.autocast(device, torch.bfloat16, enabled=precision == "autocast"):
-                loss = network(x, y)
-            loss.backward()
+        with Meter(network, algorithm, inputs=group) as meter:
+            if micro_batches == 1:
+                loss = loss_of(*group[0])
+                loss.backward()
+            else:
+                loss = mean_loss(loss_of, group)
             algorithm.step()
             algorithm.zero_grad()
             del loss
     return meter.timeline
+
+
+def mean_loss(loss_of: Callable, group: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+    """Backward of every micro-batch's share of the mean loss; of each nothing is kept but its share, in FP32."""
+
+    def share_of(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = loss_of(x, y)
+        share = loss / len(group)
+        share.backward()
+        return share.detach().float()
+
+    mean = share_of(*group[0])
+    for x, y in group[1:]:
+        mean.add_(share_of(x, y))
+    return mean

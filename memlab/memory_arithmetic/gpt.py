@@ -20,6 +20,7 @@ from memlab.memory_arithmetic.ops import (
     GRADIENT,
     STREAM,
     Setting,
+    accumulated,
     add_to_stream,
     dropout,
     gelu,
@@ -43,7 +44,8 @@ def embeddings(c: Setting, tied: bool) -> list[Op]:
     vectors = passing("embedded tokens", STREAM, c.stream) if c.dropout else start
     d_places = passing(of(places.name), "s·h", c.stream, "the stream's gradient, summed over the batch")
     d_vectors = of(vectors.name) if c.dropout else GRADIENT
-    by_position = (d_places, grad(c, "position_embedding.weight", "c·h"), d_places.name, positions.name)
+    d_table = grad(c, "position_embedding.weight", "c·h")
+    by_position = (d_places, d_table, d_places.name, positions.name, *accumulated(c, d_table))
     ops = [
         Op(
             "embeddings",

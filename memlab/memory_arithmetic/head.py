@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from memlab.memory_arithmetic.ledger import Op, Piece, Row
-from memlab.memory_arithmetic.ops import STREAM, Setting, grad, kept, leave, linear, of, passing
+from memlab.memory_arithmetic.ops import PASSED_ON, STREAM, Setting, accumulated, grad, kept, leave, linear, of, passing
 
 
 def stream(c: Setting, name: str, reader: str) -> Piece:
@@ -30,9 +30,10 @@ def embedded(c: Setting, tied: bool, dy: str) -> list[Row]:
     """
     whole = grad(c, "token_embedding.weight", "v·h")
     if not tied:
-        return [whole, dy]
+        return [whole, dy, *accumulated(c, whole)]
     second = passing("gradient of token_embedding.weight by the embedding", "v·h", c.stream)
-    return [second, dy, second.name] if c.autocast else [second, dy, whole, by_the_head(c).name, second.name]
+    both = [second, dy, second.name] if c.autocast else [second, dy, whole, by_the_head(c).name, second.name]
+    return [*both, *accumulated(c, whole)]
 
 
 def head(c: Setting, tied: bool) -> list[Op]:
@@ -53,11 +54,24 @@ def head(c: Setting, tied: bool) -> list[Op]:
         leave("output of norm"),
         Op("cast of the logits", (copy,), (passing(of(logits.name), size, 2, "cast back"), of(copy.name))),
     ]
-    name, waits = ("token_embedding", not c.autocast) if tied else ("head", False)
-    made = by_the_head(c) if waits else None
+    waits = grad(c, "token_embedding.weight", "v·h") if c.autocast else by_the_head(c)
+    name, made = ("token_embedding", waits) if tied else ("head", None)
     return [
         linear(c, name, "v·h", "output of norm", logits, casts_x=True, d_weight=made),
         *(cast if c.autocast else []),
         Op("log_softmax", (log,), (d_logits, d_log.name, log.name)),
-        Op("nll_loss", (loss, total), (one, d_log, total.name)),
+        Op("nll_loss", (loss, total), (d_log, one.name, total.name) if c.accumulating else (one, d_log, total.name)),
     ]
+
+
+def share_of_the_mean(c: Setting) -> Op:
+    """A micro-batch's loss over the number of micro-batches: backward begins here, and not with the loss."""
+    itemsize = 4 if c.autocast else c.compute
+    share = kept("share", "1", itemsize, "a variable holds the loss over the number of micro-batches")
+    one = passing(of(share.name), "1", itemsize, "backward begins with 1")
+    return Op("share of the mean", (share,), (one, passing(of("loss"), "1", itemsize, PASSED_ON)))
+
+
+def sum_of_losses() -> Piece:
+    """The running sum of the shares, which is the mean loss when the last micro-batch is done."""
+    return kept("running sum of losses", "1", 4, "a variable holds it from the first micro-batch on, in FP32")

@@ -17,7 +17,10 @@ PASSED_ON = "a gradient on its way to the op before"
 
 @dataclass(frozen=True)
 class Setting:
-    """How the ops run. `compute`: bytes of what a matrix product gives; `stream`: bytes of the residual stream."""
+    """How the ops run. `compute`: bytes of what a matrix product gives; `stream`: bytes of the residual stream.
+
+    accumulating: every parameter has a gradient already, from the micro-batches before.
+    """
 
     compute: int
     stream: int
@@ -27,6 +30,7 @@ class Setting:
     dropout: bool
     batch: int
     heads: int
+    accumulating: bool = False
 
 
 def kept(name: str, size: str, itemsize: int, source: str) -> Piece:
@@ -50,8 +54,15 @@ def d(name: str, size: str, itemsize: int) -> Piece:
 
 
 def grad(c: Setting, name: str, size: str) -> Piece:
-    """A parameter's gradient: as many bytes as the parameter."""
+    """A parameter's gradient: as many bytes as the parameter. Where it has one already, see `accumulated`."""
+    if c.accumulating:
+        return passing(f"new {of(name)}", size, c.stream, "AccumulateGrad adds it to .grad in place")
     return Piece(of(name), size, c.stream, "gradient", "AccumulateGrad keeps it in .grad for the optimizer")
+
+
+def accumulated(c: Setting, *gradients: Piece) -> tuple[Row, ...]:
+    """What becomes of parameters' gradients when the op that made them is done: they stay, or are added and let go."""
+    return tuple(piece.name for piece in gradients) if c.accumulating else ()
 
 
 # ---- norms
@@ -67,6 +78,7 @@ def layer_norm(c: Setting, name: str, x: str, y: str, *, last: bool = False) -> 
     statistics = 4 if c.gpu else c.stream
     source = f"{name}: layer_norm saves its input, mean and 1/σ"
     keep = passing if c.autocast else kept  # autocast hands the Linear a BF16 copy, so nobody saves this one
+    weights = grad(c, f"{name}.weight", "h"), grad(c, f"{name}.bias", "h")
     return Op(
         name,
         (
@@ -76,13 +88,13 @@ def layer_norm(c: Setting, name: str, x: str, y: str, *, last: bool = False) -> 
         ),
         (
             passing(dx, STREAM, c.stream, PASSED_ON),
-            grad(c, f"{name}.weight", "h"),
-            grad(c, f"{name}.bias", "h"),
+            *weights,
             of(y),
             x,
             f"mean of {name}",
             f"1/σ of {name}",
             *([] if last else [dx]),
+            *accumulated(c, *weights),
         ),
     )
 
@@ -99,7 +111,15 @@ def rms_norm(c: Setting, name: str, x: str, y: str, *, last: bool = False) -> Op
     rms = kept(f"1/rms of {name}", "b·s", 4, f"{name}: rms_norm saves 1/rms")
     weight = grad(c, f"{name}.weight", "h")
     if c.gpu:
-        backward = [passing(dx, STREAM, c.stream, PASSED_ON), weight, dy, x, rms.name, *([] if last else [dx])]
+        backward = [
+            passing(dx, STREAM, c.stream, PASSED_ON),
+            weight,
+            dy,
+            x,
+            rms.name,
+            *([] if last else [dx]),
+            *accumulated(c, weight),
+        ]
         return Op(name, (out, rms), tuple(backward))
     upcast = c.stream == 2
     normal = kept(f"normalised {x}", STREAM, 4, f"{name}: the product with the weight saves its other factor")
@@ -125,9 +145,16 @@ def rms_norm(c: Setting, name: str, x: str, y: str, *, last: bool = False) -> Op
     backward: list[Row] = [passing(f"FP32 {dy}", STREAM, 4, PASSED_ON), dy] if upcast else []
     backward += [passing(by_weight, STREAM, 4), passing(of(normal.name), STREAM, 4, PASSED_ON)]
     if upcast:
-        backward += [passing(f"FP32 {weight.name}", "h", 4), by_weight, weight, f"FP32 {weight.name}", f"FP32 {dy}"]
+        backward += [
+            passing(f"FP32 {weight.name}", "h", 4),
+            by_weight,
+            weight,
+            f"FP32 {weight.name}",
+            f"FP32 {dy}",
+            *accumulated(c, weight),
+        ]
     else:
-        backward += [weight, by_weight, dy]
+        backward += [weight, by_weight, dy, *accumulated(c, weight)]
     backward += [
         normal.name,
         passing(f"{root}, by token and feature", STREAM, 4),
@@ -174,7 +201,7 @@ def linear(
     name: of the module; size, bias: of its parameters. x: saved input, of `x_size`. y: output.
     frees_x: this is the first op to save x, so the last to let it go. frees_dy: nobody else holds y's gradient.
     dx: the name of x's gradient. after_dx: what happens to it at once, such as being added to another.
-    d_weight: what the weight's gradient is, if not yet the parameter's.
+    d_weight: what the weight's gradient is, if it waits for another to become the parameter's.
     """
     dx = dx or of(x)
     weight = d_weight or grad(c, f"{name}.weight", size)
@@ -182,7 +209,7 @@ def linear(
     freed = [of(y.name)] if frees_dy else []
     if not c.autocast:
         backward = [weight, passing(dx, x_size, c.compute, PASSED_ON), *biases, *freed, *([x] if frees_x else [])]
-        return Op(name, (y,), (*backward, *after_dx))
+        return Op(name, (y,), (*backward, *after_dx, *accumulated(c, *([] if d_weight else [weight]), *biases)))
     source = f"{name}: autocast computes in BF16 and saves what it computed with"
     forward = [passing(f"BF16 copy of {name}.bias", bias, 2, "autocast's cache, emptied at its end")] if bias else []
     copy = kept(f"BF16 copy of {name}.weight", size, 2, source)
@@ -197,7 +224,7 @@ def linear(
         backward += [passing(dx, x_size, 4, PASSED_ON), first.name]
     backward += after_dx
     for small, whole in zip(casts, (weight, *biases), strict=True):
-        backward += [whole, small.name]
+        backward += [whole, small.name, *([] if whole == d_weight else accumulated(c, whole))]
     return Op(name, (*forward, y), tuple(backward))
 
 

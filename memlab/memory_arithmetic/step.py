@@ -1,18 +1,19 @@
 """One training step in closed form: what is held at the few moments at which a step can be at its fullest.
 
-A step's memory rises block by block through forward and falls block by block through backward, while gradients grow.
-All blocks are alike: at the same op of its backward, each holds one block's activations less and one block's gradients
-more than the one after it. That is a straight line, and a straight line is highest at one of its ends: the fullest
-instant lies in the last block, in the first, or outside the blocks. Those are the moments.
+Gradient accumulation runs forward and backward several times before the optimizer's step. The first micro-batch finds
+no gradients; every later one finds them all, and the running sum of losses. Put the two side by side, instant by
+instant: the first holds the gradients that its own backward has made so far, the later one holds all of them, what its
+backward has just made on top, and the rest alike. So a later one is fuller at every instant, all later ones are equal,
+and the peak is that of one micro-batch with gradients already allocated, for every number of micro-batches from 2.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from memlab.memory_arithmetic import gpt, llama
-from memlab.memory_arithmetic.ledger import Breakdown, Ledger, Op, Piece, net
-from memlab.memory_arithmetic.ops import Setting, of
+from memlab.memory_arithmetic.head import sum_of_losses
+from memlab.memory_arithmetic.ledger import Breakdown, Ledger, Piece
+from memlab.memory_arithmetic.ops import Setting
 from memlab.memory_arithmetic.optimizers import (
     CHUNK_BYTES,
     IMPLEMENTATIONS,
@@ -21,7 +22,8 @@ from memlab.memory_arithmetic.optimizers import (
     play_step,
     states,
 )
-from memlab.memory_arithmetic.shapes import FAMILIES, Transformer, added, one_of, positive
+from memlab.memory_arithmetic.passes import LOSS, OPTIMIZER, play
+from memlab.memory_arithmetic.shapes import Transformer, added, one_of, positive
 
 PRECISIONS = ("fp32", "bf16", "mixed", "autocast")
 ATTENTIONS = ("fused", "by hand")
@@ -88,6 +90,7 @@ def training_step(
     hardware: str = "gpu",
     first_step: bool = False,
     chunk_bytes: int = CHUNK_BYTES,
+    micro_batches: int = 1,
 ) -> TrainingStep:
     """The memory of forward, backward and optimizer step on (batch, tokens) of int64, gradients freed before it.
 
@@ -101,6 +104,9 @@ def training_step(
       unless it is fused.
     first_step: the optimizer has no states until its step.
     chunk_bytes: for "mixed", how many bytes of FP32 gradients the step makes at once, one parameter's at least.
+    micro_batches: how many of (batch, tokens) accumulate gradients before the optimizer's step. From 2 on, the moments
+      are those of any micro-batch but the first, and their bytes are the same for every number, except for the inputs:
+      x and y of all micro-batches are held from the start. Of the losses a running sum is kept, in FP32.
 
     Raises TypeError or ValueError for sizes below 1, more tokens than the context, and options that do not exist.
     """
@@ -112,6 +118,7 @@ def training_step(
     one_of("attention", attention, ATTENTIONS)
     one_of("hardware", hardware, HARDWARE)
     positive("chunk_bytes", chunk_bytes)
+    positive("micro_batches", micro_batches)
     refuse_dropout(dropout)
     refuse_attention(model, precision, attention, dropout, hardware)
     setting = Setting(
@@ -123,6 +130,7 @@ def training_step(
         dropout=dropout > 0,
         batch=batch,
         heads=model.heads,
+        accumulating=micro_batches > 1,
     )
     ledger = Ledger(
         model.symbols
@@ -150,7 +158,10 @@ def training_step(
 
     for piece, count in weights.items():
         ledger.make(piece, count)
-    for piece in [*inputs, *([] if first_step else on_device)]:
+    for piece in inputs:
+        ledger.make(piece, micro_batches)
+    held = [*gradients, sum_of_losses()] if setting.accumulating else []
+    for piece in [*([] if first_step else on_device), *held]:
         ledger.make(piece)
     activations = play(ledger, setting, model)
     for name in ledger.named("gradient"):
@@ -172,15 +183,10 @@ def training_step(
     return TrainingStep(
         model,
         tuple(ledger.breakdown(moment) for moment in ledger.fullest),
-        activations,
+        listed(ledger, LOSS, "end of forward", activations),
         listed(ledger, "between steps", "main memory", dict.fromkeys(elsewhere, 1)),
         {name: listed(ledger, "between steps", name, pieces) for name, pieces in static.items()},
     )
-
-
-FORWARD, LOSS, OPTIMIZER = "forward", "loss", "optimizer step"
-LAST, FIRST, EMBEDDINGS = "backward of the last block", "backward of the first block", "backward of the embeddings"
-MOMENTS = (FORWARD, LOSS, LAST, FIRST, EMBEDDINGS, OPTIMIZER)
 
 
 def refuse_sizes(model: Transformer, batch: int, tokens: int) -> None:
@@ -237,53 +243,3 @@ def listed(ledger: Ledger, moment: str, at: str, pieces: dict[Piece, int]) -> Br
     """Pieces, which need not be held, as a breakdown."""
     ledger.pieces |= {piece.name: piece for piece in pieces}
     return Breakdown(moment, at, tuple(ledger.term(piece.name, count) for piece, count in pieces.items()))
-
-
-def play(ledger: Ledger, c: Setting, model: Transformer) -> Breakdown:
-    """Forward and backward. The middle blocks, all alike, are not played but multiplied. Returns the activations."""
-    family, layers = (gpt, llama)[FAMILIES.index(model.family)], model.layers
-    start, end = family.embeddings(c, model.tied), family.after(c, model.tied)
-    block, last, first = family.block(c), family.block(c, last=True), family.block(c, first=True, last=layers == 1)
-    left_by_block = net(row for op in block for row in op.forward)
-    size = added(list(model.block.values()))
-    block_gradients = Piece("gradients of a block", size, c.stream, "gradient", "AccumulateGrad keeps them")
-
-    for op in start:
-        ledger.play(FORWARD, op.name, op.forward)
-    for piece, count in left_by_block.items():
-        ledger.make(piece, count * (layers - 1))
-    for op in last:
-        ledger.play(FORWARD, f"{op.name}, block {layers}", op.forward)
-    for op in end:
-        ledger.play(LOSS, op.name, op.forward)
-    for name in ledger.named("temporary"):
-        ledger.free(name, ledger.held[name])  # the model has returned, and autocast has ended
-    saved = {ledger.pieces[name]: ledger.held[name] for name in ledger.named("activation")}
-    activations = listed(ledger, LOSS, "end of forward", saved)
-
-    blocks = [(FIRST, first, 1)]
-    if model.family == "llama" and layers > 2:
-        blocks.insert(0, (FIRST, block, 2))  # the first lets the rotary tables go, so it may be less full than this one
-    if layers > 1:
-        blocks.insert(0, (LAST, last, layers))
-    middle = layers - len(blocks)
-    run_backward(ledger, LOSS, end)
-    for moment, ops, number in blocks:
-        run_backward(ledger, moment, ops, f", block {number}")
-        for name in model.block:
-            ledger.free(of(name))
-        ledger.make(block_gradients)
-        if moment == LAST:
-            for piece, count in left_by_block.items():
-                if piece.category == "activation":
-                    ledger.free(piece.name, count * middle)
-            ledger.make(block_gradients, middle)
-    run_backward(ledger, EMBEDDINGS, start)
-    ledger.free("gradient of loss")
-    return activations
-
-
-def run_backward(ledger: Ledger, moment: str, ops: list[Op], where: str = "") -> None:
-    """The backward of ops, from the last to the first."""
-    for op in reversed(ops):
-        ledger.play(moment, f"backward of {op.name}{where}", op.backward)
