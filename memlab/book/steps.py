@@ -104,8 +104,7 @@ def mean_loss(loss_of: Callable, group: list[tuple[torch.Tensor, torch.Tensor]])
     """Backward of every micro-batch's share of the mean loss; of each nothing is kept but its share, in FP32."""
 
     def share_of(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        loss = loss_of(x, y)
-        share = loss / len(group)
+        share = loss_of(x, y) / len(group)
         share.backward()
         return share.detach().float()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from memlab.memory_arithmetic.ledger import Op, Piece, Row
-from memlab.memory_arithmetic.ops import PASSED_ON, STREAM, Setting, accumulated, grad, kept, leave, linear, of, passing
+from memlab.memory_arithmetic.ops import STREAM, Setting, accumulated, grad, kept, leave, linear, of, passing
 
 
 def stream(c: Setting, name: str, reader: str) -> Piece:
@@ -45,11 +45,14 @@ def head(c: Setting, tied: bool) -> list[Op]:
     logits = passing("logits", size, c.compute, "a variable holds them until the model returns")
     copy = passing("FP32 logits", size, 4, "autocast computes the loss in FP32")
     log = kept("log-probabilities", size, wide, "log_softmax saves its output")
-    loss = kept("loss", "1", wide, "a variable holds it")
+    loss = (passing if c.accumulating else kept)("loss", "1", wide, "a variable holds it")
     total = kept("weight of the targets", "1", wide, "nll_loss saves the number of targets")
     one = passing(of(loss.name), "1", wide, "backward begins with 1")
     d_log = passing(of(log.name), size, wide, "the loss's gradient, zero but at the targets")
     d_logits = passing(of(copy.name if c.autocast else logits.name), size, wide, "softmax minus the targets")
+    backward = (one, d_log, total.name)  # it waits until backward ends, for backward() holds what it begins with
+    if c.accumulating:
+        backward = (d_log, one.name, total.name)
     cast = [
         leave("output of norm"),
         Op("cast of the logits", (copy,), (passing(of(logits.name), size, 2, "cast back"), of(copy.name))),
@@ -60,16 +63,20 @@ def head(c: Setting, tied: bool) -> list[Op]:
         linear(c, name, "v·h", "output of norm", logits, casts_x=True, d_weight=made),
         *(cast if c.autocast else []),
         Op("log_softmax", (log,), (d_logits, d_log.name, log.name)),
-        Op("nll_loss", (loss, total), (d_log, one.name, total.name) if c.accumulating else (one, d_log, total.name)),
+        Op("nll_loss", (loss, total), backward),
     ]
 
 
+SHARE = "share of the mean loss"
+
+
 def share_of_the_mean(c: Setting) -> Op:
-    """A micro-batch's loss over the number of micro-batches: backward begins here, and not with the loss."""
+    """The loss over the number of micro-batches: a variable holds this in its stead, and backward begins here."""
     itemsize = 4 if c.autocast else c.compute
-    share = kept("share", "1", itemsize, "a variable holds the loss over the number of micro-batches")
+    share = kept(SHARE, "1", itemsize, "the loss over the number of micro-batches; a variable holds it")
     one = passing(of(share.name), "1", itemsize, "backward begins with 1")
-    return Op("share of the mean", (share,), (one, passing(of("loss"), "1", itemsize, PASSED_ON)))
+    d_loss = passing(of("loss"), "1", itemsize, "1 over the number of micro-batches")
+    return Op("division of the loss", (share, "loss"), (one, d_loss))
 
 
 def sum_of_losses() -> Piece:

@@ -13,7 +13,7 @@ a straight line still.
 from __future__ import annotations
 
 from memlab.memory_arithmetic import gpt, llama
-from memlab.memory_arithmetic.head import share_of_the_mean
+from memlab.memory_arithmetic.head import SHARE, share_of_the_mean
 from memlab.memory_arithmetic.ledger import Ledger, Op, Piece, net
 from memlab.memory_arithmetic.ops import Setting, of
 from memlab.memory_arithmetic.shapes import FAMILIES, Transformer, added
@@ -41,7 +41,8 @@ def play(ledger: Ledger, c: Setting, model: Transformer) -> dict[Piece, int]:
     for op in end:
         ledger.play(LOSS, op.name, op.forward)
     for name in ledger.named("temporary"):
-        ledger.free(name, ledger.held[name])  # the model has returned, and autocast has ended
+        if name != "loss":  # the model has returned it, and autocast has ended
+            ledger.free(name, ledger.held[name])
     for op in share:
         ledger.play(LOSS, op.name, op.forward)
     activations = {ledger.pieces[name]: ledger.held[name] for name in ledger.named("activation")}
@@ -66,7 +67,7 @@ def play(ledger: Ledger, c: Setting, model: Transformer) -> dict[Piece, int]:
             if not c.accumulating:
                 ledger.make(block_gradients, middle)
     run_backward(ledger, EMBEDDINGS, start)
-    for name in ["gradient of share", "share", "loss"] if c.accumulating else ["gradient of loss"]:
+    for name in (of(SHARE), SHARE) if c.accumulating else (of("loss"),):
         ledger.free(name)
     return activations
 
