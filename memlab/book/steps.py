@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from memlab.book.workloads import GPT, GPTConfig, Llama, LlamaConfig
+from memlab.gradient_accumulation import accumulate
 from memlab.memory_arithmetic import Transformer
 from memlab.memory_arithmetic.optimizers import CHUNK_BYTES
 from memlab.memory_arithmetic.shapes import one_of, positive
@@ -83,32 +82,21 @@ def metered_step(
         for _ in range(micro_batches)
     ]
 
-    def loss_of(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def loss_of(micro_batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         with torch.autocast(device, torch.bfloat16, enabled=precision == "autocast"):
-            return network(x, y)
+            return network(*micro_batch)
 
-    for _ in range(1 if first_step else 2):
-        with Meter(network, algorithm, inputs=group) as meter:
-            if micro_batches == 1:
-                loss = loss_of(*group[0])
-                loss.backward()
-            else:
-                loss = mean_loss(loss_of, group)
-            algorithm.step()
-            algorithm.zero_grad()
-            del loss
+    def step(group: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        if len(group) == 1:
+            loss = loss_of(group[0])
+            loss.backward()
+        else:
+            loss = accumulate(loss_of, group, reduction="mean")
+        algorithm.step()
+        algorithm.zero_grad()
+
+    if not first_step:
+        step(group[:1])  # it makes the optimizer's states
+    with Meter(network, algorithm, inputs=group) as meter:
+        step(group)
     return meter.timeline
-
-
-def mean_loss(loss_of: Callable, group: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
-    """Backward of every micro-batch's share of the mean loss; of each nothing is kept but its share, in FP32."""
-
-    def share_of(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        share = loss_of(x, y) / len(group)
-        share.backward()
-        return share.detach().float()
-
-    mean = share_of(*group[0])
-    for x, y in group[1:]:
-        mean.add_(share_of(x, y))
-    return mean
