@@ -271,6 +271,30 @@ def test_parts_of_a_model_that_are_called_alone_are_of_the_same_group():
     assert distance(statistics(model[0]), statistics(full[0])) <= 1e-14
 
 
+def test_after_a_forward_that_failed_a_part_called_alone_is_of_the_same_group():
+    model, full = network(), network()
+    x = values(16, 6)
+    failing = model[3].register_forward_pre_hook(lambda *_: 1 / 0)
+    with deferred_batch_norm(model):
+        with pytest.raises(ZeroDivisionError):
+            model(x[:5])
+        failing.remove()
+        model[0](x[5:])
+    full[0](x)
+    assert distance(statistics(model[0]), statistics(full[0])) <= 1e-14
+
+
+def test_a_hook_of_the_model_s_own_that_changes_an_output_changes_no_count():
+    layer, full = nn.BatchNorm1d(6, dtype=FP64), nn.BatchNorm1d(6, dtype=FP64)
+    layer.register_forward_hook(lambda module, args, output: (output[:1], "and more"))
+    x = values(16, 6)
+    with deferred_batch_norm(layer):
+        for piece in x.split(RAGGED):
+            layer(piece)
+    full(x)
+    assert distance(statistics(layer), statistics(full)) <= 1e-14
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_what_a_checkpoint_recomputes_in_backward_is_not_counted_again(reentrant):
     model, full = network(), network()

@@ -77,7 +77,7 @@ def deferred_batch_norm(model: Module) -> Iterator[None]:
     with ExitStack() as undo:
         for layer in layers:
             layer.watch(undo)
-        undo.callback(model.register_forward_pre_hook(begin, prepend=True).remove)
+        undo.callback(model.register_forward_pre_hook(begin).remove)
         undo.callback(model.register_forward_hook(end, always_call=True).remove)
         yield
     for layer in layers:
