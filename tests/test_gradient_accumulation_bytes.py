@@ -1,0 +1,266 @@
+"""Gradient accumulation's bytes: what a step of several micro-batches holds, in closed form and metered."""
+
+import contextlib
+import functools
+from dataclasses import replace
+
+import pytest
+import torch
+
+from memlab.book.predictions import stretches
+from memlab.book.steps import mean_loss, metered_step
+from memlab.memory_arithmetic import Transformer, training_step
+from memlab.memory_arithmetic.ledger import Ledger
+from memlab.memory_timeline import Meter, Timeline, imagine
+from tests.memory_timeline_helpers import allocations, blocks, event_tree, one_thread, peak  # noqa: F401
+from tests.test_memory_arithmetic import BY_HAND, CASES, LLAMA, SHORT, Case, Run
+
+MANY_BIASES = {"layers": 30, "width": 8, "heads": 1, "vocabulary": 400, "context": 8, "precision": "autocast"}
+MORE = {
+    "GPT, autocast, many blocks: the loss's forward decides": Case(**SHORT, **MANY_BIASES, optimizer="sgd"),
+    "GPT, three blocks, FP32": Case(layers=3, implementation="foreach"),
+    "GPT, three blocks, one of few tokens, BF16": Case(**SHORT, layers=3, precision="bf16", optimizer="sgd"),
+    "GPT, master weights, fused, by hand": Case(**BY_HAND, layers=3, precision="mixed", implementation="fused"),
+    "GPT on a GPU, master weights, fused, first step": Case(
+        layers=3, precision="mixed", implementation="fused", first_step=True, hardware="gpu"
+    ),
+    "GPT on a GPU, autocast, fused, three blocks": Case(
+        layers=3, precision="autocast", implementation="fused", hardware="gpu"
+    ),
+    "GPT on a GPU, few tokens, SGD: new gradients decide": Case(**SHORT, optimizer="sgd", hardware="gpu"),
+    "Llama on a GPU, autocast, few tokens, SGD, four blocks": Case(
+        **LLAMA, **SHORT, layers=4, precision="autocast", optimizer="sgd", hardware="gpu"
+    ),
+    "Llama on a GPU, BF16, few tokens, SGD, four blocks": Case(
+        **LLAMA, **SHORT, layers=4, precision="bf16", optimizer="sgd", hardware="gpu"
+    ),
+    "Llama, few tokens, SGD, four blocks": Case(**LLAMA, **SHORT, layers=4, optimizer="sgd"),
+}
+CASES = CASES | MORE
+UNTIED = {name: case for name, case in CASES.items() if not case.tied}  # what the book's own models are
+PLAIN = {name: UNTIED[name] for name in (*list(UNTIED)[:70:14], *list(MORE)[1:])}
+
+WAYS = {  # the name of one case for every way in which the ops run
+    (c.family, c.precision, c.hardware, c.attention, c.dropout, c.tied, c.batch > 1 and c.heads > 1): name
+    for name, c in CASES.items()
+}.values()
+
+each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+each_untied_case = pytest.mark.parametrize("case", UNTIED.values(), ids=UNTIED)
+each_plain_case = pytest.mark.parametrize("case", PLAIN.values(), ids=PLAIN)
+
+
+def hardware(case: Case):
+    return imagine("H100-80GB") if case.hardware == "gpu" else contextlib.nullcontext()
+
+
+@functools.cache
+def predicted(case: Case, micro_batches: int = 2):
+    options = ("precision", "optimizer", "implementation", "attention", "dropout", "hardware", "first_step")
+    options += ("chunk_bytes",)
+    options = {name: getattr(case, name) for name in options} | {"micro_batches": micro_batches}
+    return training_step(case.model, case.batch, case.tokens, **options)
+
+
+@functools.cache
+def metered(case: Case, micro_batches: int = 2) -> Timeline:
+    options = ("precision", "optimizer", "implementation", "first_step", "chunk_bytes")
+    options += ("attention", "dropout") if case.family == "gpt" else ()
+    options = {name: getattr(case, name) for name in options} | {"micro_batches": micro_batches}
+    with hardware(case):
+        return metered_step(case.model, case.batch, case.tokens, **options)
+
+
+def categories_at_the_peak(timeline: Timeline) -> dict[str, int]:
+    return {name: nbytes for name, nbytes in timeline.bytes_by_category(timeline.peak_event).items() if nbytes}
+
+
+@functools.cache
+def with_gradients_already_allocated(case: Case) -> Timeline:
+    """The reference: one micro-batch has been run, nobody watching. Metered are a second one and the step."""
+    with hardware(case):
+        run = Run(case)
+        x, y = run.inputs
+        group = [(x, y), (x.clone(), y.clone())]
+        mean = backward(run, *group[0])
+        with Meter(run.model, run.optimizer, [*group, mean]) as meter:
+            mean.add_(backward(run, *group[1]))
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+    return meter.timeline
+
+
+def backward(run: Run, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    share = loss_of(run, x, y) / 2
+    share.backward()
+    return share.detach().float()
+
+
+def loss_of(run: Run, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    with run.autocast():
+        return run.model(x, y)
+
+
+# ---- against the meter
+
+
+@each_untied_case
+def test_the_peak_of_two_micro_batches_is_the_metered_one_in_every_category(case):
+    assert metered(case).peak_bytes == predicted(case).peak_bytes
+    assert categories_at_the_peak(metered(case)) == predicted(case).peak.by_category()
+
+
+@each_plain_case
+@pytest.mark.parametrize("micro_batches", [3, 4])
+def test_so_is_that_of_more_micro_batches(case, micro_batches):
+    timeline, step = metered(case, micro_batches), predicted(case, micro_batches)
+    assert timeline.peak_bytes == step.peak_bytes
+    assert categories_at_the_peak(timeline) == step.peak.by_category()
+
+
+@each_case
+def test_the_peak_is_that_of_one_micro_batch_with_gradients_already_allocated(case):
+    """What is the running sum of losses there is an input to the reference: 4 bytes."""
+    timeline = with_gradients_already_allocated(case)
+    assert timeline.peak_bytes == predicted(case).peak_bytes
+    found = categories_at_the_peak(timeline)
+    found |= {"input": found["input"] - 4, "activation": found.get("activation", 0) + 4}
+    assert found == predicted(case).peak.by_category()
+
+
+@each_untied_case
+def test_every_moment_of_a_later_micro_batch_is_predicted_to_the_byte(case):
+    timeline = with_gradients_already_allocated(case)
+    for name, (start, stop) in stretches(timeline, case.model).items():
+        made = [i for i in range(max(start, 1), stop + 1) if timeline.events[i - 1].delta > 0]
+        fullest = max(timeline.bytes_at(i) for i in made or [start - 1])  # SGD's step makes nothing
+        assert fullest == predicted(case).moment(name).nbytes, name
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_every_rise_of_a_later_backward_is_an_instant_of_the_arithmetic(name, monkeypatch):
+    case = replace(CASES[name], layers=1)
+    looked = []
+    look = Ledger.look
+    monkeypatch.setattr(Ledger, "look", lambda self, *where: (looked.append(self.nbytes), look(self, *where)))
+    predicted.__wrapped__(case)
+    timeline = with_gradients_already_allocated(case)
+    rises = [
+        timeline.bytes_at(i)
+        for i, (now, then) in enumerate(zip(timeline.events, timeline.events[1:], strict=False), 1)
+        if now.phase == "backward" and now.delta > 0 > then.delta
+    ]
+    instants = iter(looked)
+    assert len(rises) > 10
+    assert [nbytes for nbytes in rises if nbytes not in instants] == []
+
+
+ALONE = [
+    name
+    for name in WAYS
+    if not CASES[name].first_step
+    and CASES[name].hardware == "cpu"
+    and predicted(CASES[name]).peak.moment != "optimizer step"
+]
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_the_peak_is_the_one_in_the_allocators_own_log_with_nobody_watching(name):
+    """Attention by hand has 8 bytes more a block: scores · d^-½ saves the number, as a tensor that no op returned."""
+    case = CASES[name]
+    run = Run(case)
+    x, y = run.inputs
+    group = [(x, y), (x.clone(), y.clone())]
+
+    def step():
+        mean_loss(functools.partial(loss_of, run), group)
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+
+    states = [value for state in run.optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
+    before = sum(t.nbytes for t in [*run.model.parameters(), *states, *group[0], *group[1]])
+    allocated = before + peak(blocks(allocations(event_tree(step)), without_scratch=True))
+    assert allocated - predicted(case).peak_bytes == (8 * case.layers if case.attention == "by hand" else 0)
+
+
+# ---- how many micro-batches
+
+
+@each_case
+def test_from_two_on_the_number_of_micro_batches_costs_inputs_and_nothing_else(case):
+    a_micro_batch = 2 * 8 * case.batch * case.tokens
+    for k in (2, 3, 8, 1000):
+        for moment, later in zip(predicted(case).moments, predicted(case, k).moments, strict=True):
+            assert later.nbytes - moment.nbytes == (k - 2) * a_micro_batch
+            assert later.of("input").nbytes == k * a_micro_batch
+
+
+@pytest.mark.parametrize("case", list(PLAIN.values())[-3:], ids=list(PLAIN)[-3:])
+def test_the_meter_finds_it_so_as_well(case):
+    a_micro_batch = 2 * 8 * case.batch * case.tokens
+    assert len({metered(case, k).peak_bytes - k * a_micro_batch for k in (2, 3, 8)}) == 1
+
+
+@each_plain_case
+def test_a_later_micro_batch_is_fuller_than_the_first_whenever_a_tensor_is_made(case):
+    timeline = metered(case, 3)
+    spans = [span for span in timeline.phases if span.phase == "backward"]
+    starts = [0, *(span.stop for span in spans)]
+    first, second, third = (
+        [timeline.bytes_at(i) for i in range(start + 1, span.stop + 1) if timeline.events[i - 1].delta > 0]
+        for start, span in zip(starts, spans, strict=False)
+    )
+    converted = [later[-len(first) :] for later in (second, third)]  # a share's copy in FP32 comes before, in BF16
+    assert converted[0] == converted[1]
+    assert len(first) == len(converted[0]) > 50
+    assert all(later - earlier >= 4 for earlier, later in zip(first, converted[0], strict=True))
+    assert max(converted[0]) - max(first) >= 4
+
+
+@each_plain_case
+def test_one_micro_batch_is_a_step_as_ever(case):
+    assert predicted(case, 1) == case.predicted()
+    assert metered(case, 1).peak_bytes == case.predicted().peak_bytes
+
+
+# ---- what accumulation costs
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "mixed", "autocast"])
+def test_at_the_loss_a_second_micro_batch_costs_all_gradients_and_the_running_sum(precision):
+    model = Transformer(4, 64, 4, 500, 64)
+    one, two = (
+        training_step(model, 2, 64, precision=precision, implementation="fused", micro_batches=k) for k in (1, 2)
+    )
+    a_micro_batch = 2 * 8 * 2 * 64
+    assert two.moment("loss").nbytes - one.moment("loss").nbytes == one.gradients.nbytes + 4 + a_micro_batch
+
+
+def test_where_tokens_are_few_and_the_vocabulary_large_accumulating_is_fuller_than_the_full_batch():
+    """A later micro-batch makes the head's gradient a second time, beside the first; the full batch has one."""
+    model, options = Transformer(2, 32, 4, 5000, 32), {"tokens": 2, "optimizer": "sgd"}
+    full, accumulated = {"batch": 4}, {"batch": 1, "micro_batches": 4}
+    costs = metered_step(model, **options, **accumulated).peak_bytes - metered_step(model, **options, **full).peak_bytes
+    options["hardware"] = "cpu"
+    step = training_step(model, **options, **accumulated)
+    assert costs == step.peak_bytes - training_step(model, **options, **full).peak_bytes
+    assert "new gradient of head.weight" in {term.name for term in step.peak}
+    assert costs > 4 * 5000 * 32
+
+
+# ---- errors
+
+
+@pytest.mark.parametrize(
+    ("micro_batches", "error", "message"),
+    [
+        (0, ValueError, "expected micro_batches of at least 1, found 0"),
+        (-2, ValueError, "expected micro_batches of at least 1, found -2"),
+        (True, TypeError, "expected micro_batches as an int, found True"),
+        (2.5, TypeError, "expected micro_batches as an int, found 2.5"),
+    ],
+)
+@pytest.mark.parametrize("step", [training_step, metered_step])
+def test_what_is_no_number_of_micro_batches_is_refused(step, micro_batches, error, message):
+    with pytest.raises(error, match=message):
+        step(Transformer(1, 8, 1, 5, 4), 1, 4, micro_batches=micro_batches)
