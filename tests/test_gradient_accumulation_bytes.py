@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from memlab.book.predictions import stretches
-from memlab.book.steps import mean_loss, metered_step
+from memlab.book.steps import metered_step
+from memlab.gradient_accumulation import accumulate
 from memlab.memory_arithmetic import Transformer, training_step
 from memlab.memory_arithmetic.ledger import Ledger
 from memlab.memory_timeline import Meter, Timeline, imagine
@@ -173,7 +174,7 @@ def test_the_peak_is_the_one_in_the_allocators_own_log_with_nobody_watching(name
     group = [(x, y), (x.clone(), y.clone())]
 
     def step():
-        mean_loss(functools.partial(loss_of, run), group)
+        accumulate(lambda micro_batch: loss_of(run, *micro_batch), group, reduction="mean")
         run.optimizer.step()
         run.optimizer.zero_grad()
 
