@@ -15,12 +15,18 @@ from memlab.book.checks.limits import limited
 from memlab.book.exercises import COURSE, sources
 from memlab.book.notebooks import problems
 from memlab.units import GiB
-from tests import exercises_memory_arithmetic, exercises_memory_timeline, exercises_mixed_precision
+from tests import (
+    exercises_gradient_accumulation,
+    exercises_memory_arithmetic,
+    exercises_memory_timeline,
+    exercises_mixed_precision,
+)
 
 ANSWERS = {
     "memory_timeline": exercises_memory_timeline,
     "memory_arithmetic": exercises_memory_arithmetic,
     "mixed_precision": exercises_mixed_precision,
+    "gradient_accumulation": exercises_gradient_accumulation,
 }
 NOTEBOOKS = {path.stem: path for path in sources()}
 
