@@ -304,7 +304,6 @@ WRONG: dict[str, dict[str, str]] = {
         "makes tensors": fewest(FITS="bool(torch.tensor(held) <= budget_bytes)"),
         "memory-hungry": fewest(ALL="[1] * (20 * 2**30 // 8)"),
         "equal to everything": ANYTHING + fewest(FOUND="Anything(k)", NONE="Anything()"),
-        "an endless loop": fewest(ALL='iter(lambda: 1, "never")', NONE="None"),
         "unsolved": fewest(ALL="[].unsolved").replace(
             "for k in [].unsolved:", "raise NotImplementedError\n    while 1:"
         ),
@@ -371,8 +370,7 @@ WRONG: dict[str, dict[str, str]] = {
             BACKWARD="for p, g in zip(model.parameters(), torch.autograd.grad(loss, list(model.parameters()))):\n"
             "            p.grad = g if p.grad is None else p.grad + g"
         ),
-        "remembers its losses for good": "remembered = []\n\n\n"
-        + loop(BACKWARD="remembered.append(loss.detach().expand(99).clone()); loss.backward()"),
+        "remembers its losses": "remembered = []\n\n\n" + loop(AFTER="remembered.append(loss.detach())"),
         "a copy of the weights, just in case": loop(
             BEFORE="model.saved = [p.detach().clone() for p in model.parameters()]"
         ),
@@ -446,6 +444,7 @@ WRONG: dict[str, dict[str, str]] = {
             """
         ),
         "remembers its groups": "seen = []\n\n\n" + grouped(GIVE="(seen.append(group) or group)"),
+        "remembers the last group": "seen = []\n\n\n" + grouped(REST="(seen.append(group) or group)"),
         "remembers the epoch, and forgets it": grouped(ANEW="epoch = [*locals().get('epoch', []), *group]; group = []"),
         "begins a new one when the next comes": cell(
             """
@@ -550,6 +549,10 @@ WRONG: dict[str, dict[str, str]] = {
         "graphs retained": one(BACKWARD="loss.backward(retain_graph=True)", THEN="optimizer.kept = loss"),
         "copies of the gradients": one(CLIP=f"kept = [p.grad.clone() for p in model.parameters()]; {CLIP}"),
         "remembers its losses": "remembered = []\n\n\n" + one(TOTAL="total += loss.item(); remembered.append(loss)"),
+        "does without the share": one(
+            LOSS='F.cross_entropy(model(micro_batch[0]), micro_batch[1], reduction="sum") '
+            "/ sum(len(y) for _, y in group)"
+        ),
         "tensors": one(TOTAL="total = total + loss.detach()", END="return total, norm"),
         "returns the graph": one(TOTAL="total = total + loss", END="return total, norm.item()"),
         "only the loss": one(END="return total"),
@@ -580,6 +583,9 @@ WRONG: dict[str, dict[str, str]] = {
         "the lengths": cut(EACH="lengths[index]"),
         "places in the order": cut(ORDER="range(len(lengths))", BEGIN="lengths = sorted(lengths)"),
         "sorts what it is given": cut(ORDER="range(len(lengths))", BEGIN="lengths.sort()"),
+        "sorts what it is given when all is done": cut(
+            END="(lengths.sort(), [*batches, batch] if batch else batches)[1]"
+        ),
         "by length, found by index": cut(ORDER="[lengths.index(length) for length in sorted(lengths)]"),
         "by length, as a dict": cut(ORDER="[i for _, i in sorted({n: i for i, n in enumerate(lengths)}.items())]"),
         "drops what is too long": cut(REFUSE="continue"),

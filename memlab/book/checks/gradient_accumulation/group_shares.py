@@ -29,6 +29,7 @@ def examples(*sizes: int) -> list[tuple[Tensor, Tensor]]:
 
 
 def small_model() -> nn.Module:
+    """An MLP in FP64, with the same weights each time."""
     torch.manual_seed(0)
     return MLP(_FEATURES, 24, _CLASSES, layers=2).double()
 
