@@ -661,6 +661,10 @@ WRONG: dict[str, dict[str, str]] = {
             MEAN="mean_a + apart / (1 + n_a / n_b if n_a else n_a / n_a)",
         ),
         "n = 0 is left out": merged(BEGIN="if n_a == 0:\n        return a"),
+        "n = 0 has a mean of 0": merged(MEAN="mean_a + (n_b / n if n_a else 0) * apart"),
+        "remembers the last result": merged(END="n, mean, variance").replace(
+            "return n", "merge.last = mean.clone()\n    return n"
+        ),
         "remembers its parts": "seen = []\n\n\n"
         + merged(MEAN="(seen.append((a, b, apart)), mean_a + n_b / n * apart)[1]"),
         "keeps its parts with the result": merged(END="n, mean, variance").replace(
