@@ -4,6 +4,12 @@ A measure is a function of a device ("cpu" or "cuda") and a number of rounds; it
 measured, the figure, and what it must reach ("" where nothing is demanded).
 """
 
+from memlab.book.measures.gradient_accumulation import (
+    accumulated_gradients,
+    accumulation_time,
+    largest_batch,
+    padding,
+)
 from memlab.book.measures.memory_arithmetic import imagined_step
 from memlab.book.measures.memory_timeline import import_time, meter_cost_per_op, meter_exactness, meter_time
 from memlab.book.measures.mixed_precision import loss_scaling, master_weights
@@ -17,5 +23,9 @@ MEASURES = (
     imagined_step,
     loss_scaling,
     master_weights,
+    accumulated_gradients,
+    accumulation_time,
+    padding,
+    largest_batch,
     pictures_that_move,
 )

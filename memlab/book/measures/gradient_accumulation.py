@@ -1,13 +1,17 @@
-"""Chapter 07: accumulation beside the full batch and beside a loop by hand."""
+"""Chapter 07: accumulation beside the full batch and a loop by hand, padding, and the largest batch that fits."""
 
 from __future__ import annotations
 
 import torch
 from torch.nn import functional as F
 
+from memlab.book.batches import WAYS, shapes, waste
 from memlab.book.measures.timing import compared, interleaved
-from memlab.book.workloads import GPT, lengths, text_batch
-from memlab.gradient_accumulation import accumulate, labels
+from memlab.book.steps import metered_step
+from memlab.book.workloads import GPT, MLP, ConvNet, lengths, text_batch
+from memlab.gradient_accumulation import accumulate, find_batch_size, labels
+from memlab.memory_arithmetic import Transformer
+from memlab.memory_timeline import imagine
 
 IGNORED = -100
 
@@ -81,3 +85,50 @@ def accumulation_time(device: str, rounds: int) -> list[tuple]:
         row = f"accumulate / a loop by hand, 8 micro-batches of {texts} × {tokens}, GPT {layers} × {width}"
         rows.append((row, compared(times, "accumulate", "by hand"), "≤ 1.02×"))
     return rows
+
+
+def padding(device: str, rounds: int) -> list[tuple]:
+    """How much of an epoch over the length list is padding, in batches of about or at most 8,192 tokens."""
+    rows = []
+    for way in WAYS:
+        batches = shapes(way, 8192)
+        largest = max(rows * tokens for rows, tokens, _ in batches)
+        figure = f"{waste(batches):.1%}; {len(batches)} batches, the largest of {largest:,} tokens"
+        rows.append(
+            (f"padding, 1,024 lengths, 8,192 tokens a batch: {way}", figure, "≤ 2 %" if way == "packed" else "")
+        )
+    return rows
+
+
+def largest_batch(device: str, rounds: int) -> list[tuple]:
+    """The largest batch under a budget as predicted from small steps, and as proved."""
+    sizes = Transformer(layers=4, width=768, heads=12, vocabulary=50_257, context=1024)
+
+    def imagined(precision):
+        def step(texts):
+            metered_step(sizes, texts, 1024, precision=precision, micro_batches=2, first_step=True)
+
+        with imagine("H100-80GB"):
+            return find_batch_size(step, "16 GiB")
+
+    def real(make, example):
+        def step(examples):
+            model = make().to(device)
+            optimizer = torch.optim.AdamW(model.parameters())
+            x, y = torch.randn(examples, *example, device=device), torch.randint(10, (examples,), device=device)
+            model(x, y).backward()
+            optimizer.step()
+
+        return find_batch_size(step, "32 MiB")
+
+    found = {f"GPT 4 × 768, {precision}, imagined, 16 GiB": imagined(precision) for precision in ("fp32", "autocast")}
+    found["MLP, 32 MiB"] = real(lambda: MLP(classes=10), (256,))
+    found["convolutions, 32 MiB"] = real(ConvNet, (3, 32, 32))
+    return [
+        (
+            f"find_batch_size: predicted / true, {name}",
+            f"{batch.predicted} / {batch.size}, {len(batch.tried)} sizes run",
+            "within 1",
+        )
+        for name, batch in found.items()
+    ]
