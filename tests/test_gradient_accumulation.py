@@ -1,7 +1,9 @@
 """accumulate against the full batch, torch's DDP and hand-written loops; every byte of its peak."""
 
+import importlib
 import inspect
 import itertools
+import math
 import warnings
 from contextlib import contextmanager
 
@@ -12,8 +14,8 @@ from torch.nn import functional as F
 
 from memlab.book.workloads import GPT, lengths
 from memlab.gradient_accumulation import accumulate, examples, groups, labels
-from memlab.gradient_accumulation.accumulate import reduction_of
-from memlab.memory_timeline import Meter
+from memlab.gradient_accumulation.reductions import reduction_of
+from memlab.memory_timeline import Meter, imagine
 from memlab.mixed_precision import LossScaler
 
 IGNORED = -100
@@ -146,6 +148,66 @@ def test_the_mean_loss_is_fp32_when_the_losses_are_16_bit():
     mean = accumulate(lambda rows: model(rows).square().sum(), x.split(1))
     assert mean.dtype == torch.float32
     assert not mean.requires_grad
+
+
+def test_a_loss_of_one_element_gives_a_mean_of_no_dimension():
+    w = torch.ones(3, requires_grad=True)
+    mean = accumulate(lambda x: (w * x).sum().reshape(1), torch.ones(4, 3).split(2))
+    assert mean.shape == () and mean == 3
+    assert torch.equal(w.grad, torch.ones(3))
+
+
+def test_a_weighted_cross_entropy_is_a_mean_over_its_weights():
+    weight, y = torch.tensor([0.01, 0.02, 0.5, 0.9], dtype=torch.float64), torch.tensor([0, 1, 0, 0, 3, 2, 3, 3])
+    model, x = nn.Linear(5, 4).double(), torch.randn(8, 5, dtype=torch.float64)
+    F.cross_entropy(model(x), y, weight=weight).backward()
+    expected = gradients(model)
+    batches = list(zip(x.split(4), y.split(4), strict=True))
+    accumulate(
+        lambda b: F.cross_entropy(model(b[0]), b[1], weight=weight),
+        batches,
+        count=lambda b: weight[b[1]].sum(),
+        reduction="mean",
+    )
+    assert distance(gradients(model), expected) <= 1e-14
+
+
+def test_labels_can_be_counted_on_imagined_hardware():
+    with imagine("H100-80GB"):
+        model = GPT(layers=1, width=32, heads=2)
+        batch = torch.randint(256, (2, 4, 16), device="cpu").unbind()
+        mean = accumulate(summed(model), [batch, batch], count=labels)
+        assert all(parameter.grad is not None for parameter in model.parameters())
+    assert mean.shape == ()
+
+
+class Elsewhere:
+    """Counts as on a device that would have to be waited for: tensors that nobody looks into."""
+
+    @pytest.fixture(autouse=True)
+    def counts_stay_tensors(self, monkeypatch):
+        module = importlib.import_module("memlab.gradient_accumulation.accumulate")
+        monkeypatch.setattr(module, "plain", lambda count: count)
+
+
+class TestCountsOnADevice(Elsewhere):
+    def test_the_gradients_are_those_of_the_full_batch(self):
+        model, texts = gpt(), ragged()
+        _, expected = full_batch(model, texts)
+        for reduction in ("sum", "mean"):
+            accumulate(summed(model, reduction), cut(texts, 4), count=labels, reduction=reduction)
+            assert distance(gradients(model), expected) <= 1e-13
+
+    def test_a_whole_below_one_is_no_whole_of_one(self):
+        w = torch.ones(2, requires_grad=True, dtype=torch.float64)
+        counts = torch.full((), 0.125, dtype=torch.float64)
+        accumulate(lambda x: (w * x).sum(), torch.ones(4, 2).double().split(2), count=lambda x: counts)
+        assert torch.equal(w.grad, torch.full((2,), 16.0, dtype=torch.float64))
+
+    def test_a_group_without_a_label_has_gradient_zero(self):
+        model, texts = gpt(), ragged(2)
+        accumulate(summed(model), [(x, torch.full_like(y, IGNORED)) for x, y in texts], count=labels)
+        assert all(torch.count_nonzero(gradient) == 0 for gradient in gradients(model).values())
 
 
 # ---- a step: what comes after the last micro-batch, once
@@ -365,6 +427,20 @@ def test_a_micro_batch_without_a_label_has_no_mean():
         accumulate(summed(model, "mean"), micro_batches, count=labels, reduction="mean")
 
 
+@pytest.mark.parametrize(
+    ("count", "error"),
+    [(-1, ValueError), (math.inf, ValueError), (math.nan, ValueError), (None, TypeError), ("2", TypeError)],
+)
+def test_a_count_that_makes_no_sense_is_refused(count, error):
+    with pytest.raises(error, match="expected a micro-batch's count"):
+        accumulate(lambda batch: batch.sum(), [torch.zeros(2)], count=lambda batch: count)
+
+
+def test_a_model_without_no_sync_is_refused():
+    with pytest.raises(TypeError, match=r"expected model to have no_sync\(\).*found Linear"):
+        accumulate(lambda batch: batch.sum(), [torch.zeros(2)], model=nn.Linear(2, 2))
+
+
 @pytest.mark.parametrize("reduction", ["none", "average", None])
 def test_another_reduction_is_refused(reduction):
     with pytest.raises(ValueError, match="expected reduction to be one of 'sum', 'mean'"):
@@ -488,6 +564,43 @@ def test_the_reduction_is_seen_through_smoothing_weights_probabilities_casts_and
         F.cross_entropy(logits[None].transpose(1, 2), Y[None], **by),
     ):
         assert reduction_of(loss) == reduction
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_the_reduction_is_seen_through_changes_of_shape_and_copies(reduction):
+    loss = F.cross_entropy(made(4, 8), Y, reduction=reduction)
+    for same in (loss.clone(), loss.unsqueeze(0), loss.unsqueeze(0).squeeze(), loss.reshape(1).view(())):
+        assert reduction_of(same) == reduction
+
+
+def test_a_sum_of_means_may_be_meant():
+    x = made(4, 8)
+    assert reduction_of(torch.stack([x.square().mean(), x.mean()]).sum()) is None
+    assert reduction_of(x.mean(0).sum()) is None
+
+
+class MeanBackwardOfMine(torch.autograd.Function):
+    """A sum whose node's name begins like that of a mean."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.shape = x.shape
+        return x.sum()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.expand(ctx.shape)
+
+
+def test_a_function_of_ones_own_is_no_mean_by_its_name():
+    assert reduction_of(MeanBackwardOfMine.apply(made(4))) is None
+
+
+def test_a_loss_added_to_itself_many_times_is_looked_through_once():
+    loss = F.cross_entropy(made(4, 8), Y)
+    for _ in range(60):
+        loss = loss + loss
+    assert reduction_of(loss) == "mean"
 
 
 def test_no_reduction_is_seen_where_python_multiplied_or_divided():

@@ -86,17 +86,14 @@ def metered_step(
         with torch.autocast(device, torch.bfloat16, enabled=precision == "autocast"):
             return network(*micro_batch)
 
-    def step(group: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        if len(group) == 1:
-            loss = loss_of(group[0])
-            loss.backward()
-        else:
-            loss = accumulate(loss_of, group, reduction="mean")
-        algorithm.step()
-        algorithm.zero_grad()
-
-    if not first_step:
-        step(group[:1])  # it makes the optimizer's states
-    with Meter(network, algorithm, inputs=group) as meter:
-        step(group)
+    for part in [group] if first_step else [group[:1], group]:  # the first makes the optimizer's states
+        with Meter(network, algorithm, inputs=part) as meter:
+            if len(part) == 1:
+                loss = loss_of(part[0])
+                loss.backward()
+            else:
+                loss = accumulate(loss_of, part, reduction="mean")
+            algorithm.step()
+            algorithm.zero_grad()
+            del loss
     return meter.timeline

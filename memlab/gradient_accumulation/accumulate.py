@@ -6,25 +6,28 @@ A batch's loss is a mean over N examples or labels, so its gradient is a sum of 
 
 and backward() adds to .grad what it finds. All there is to get right is N. It is the *whole group's*, so it is counted
 before the first backward; and what is counted is what the loss is a mean of: where micro-batches are ragged, a mean of
-their means is another loss, in which a label weighs more the fewer there are beside it.
+their means is another loss, in which a label weighs more the fewer there are beside it. (Ott et al. 2018 train so;
+the pull requests transformers#34191 and torchtune#1875 tell of the mean of means.)
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
+from memlab.gradient_accumulation.reductions import refuse
 from memlab.memory_arithmetic.shapes import one_of, positive
 
 Count = int | float | Tensor  # how many examples or labels there are
 REDUCTIONS = ("sum", "mean")
-MEAN, SUM = 1, 2  # as autograd's nodes note the reduction of a loss
-SAME = ("AddBackward0", "SubBackward0", "NegBackward0", "MulBackward1", "ToCopyBackward0", "ViewBackward0")
 
 
 def groups(micro_batches: Iterable, size: int) -> Iterator[list]:
@@ -50,7 +53,10 @@ def tensors_in(batch: Any) -> Iterator[Tensor]:
 
 
 def examples(micro_batch: Any) -> int:
-    """How many examples a micro-batch has: rows of its first tensor. Raises ValueError where there is none."""
+    """How many examples a micro-batch has: rows of its first tensor. Raises ValueError where there is none.
+
+    Where that tensor is not (examples, …), as in a list of images, count yourself: `lambda batch: len(batch[0])`.
+    """
     for tensor in tensors_in(micro_batch):
         if tensor.dim():
             return len(tensor)
@@ -60,8 +66,9 @@ def examples(micro_batch: Any) -> int:
 def labels(micro_batch: Any, ignore_index: int = -100) -> Tensor:
     """How many labels a micro-batch has, as a 0-dim int64: entries of y, ignored ones left out.
 
-    micro_batch: (x, y), or a dict with "labels". y: any shape; the loss skips `ignore_index`, as cross_entropy does.
-    A model that shifts its labels itself, as Transformers' do, never reads the first of each text: count those out.
+    micro_batch: (x, y), or a dict with "labels". y: class numbers of any shape; the loss skips `ignore_index`, as
+    cross_entropy does. A model that shifts its labels itself, as Transformers' do, never reads the first of each text:
+    count `batch["labels"][:, 1:]`. A cross_entropy with class weights is a mean over weights: count `weight[y].sum()`.
     """
     y = micro_batch["labels"] if isinstance(micro_batch, Mapping) else micro_batch[1]
     return (y != ignore_index).sum()
@@ -86,24 +93,32 @@ def accumulate(
             optimizer.zero_grad()
 
     loss: a function of a micro-batch that gives a scalar, summed over what `count` counts; with reduction="mean", its
-      mean. Move the micro-batch to the GPU in there, and only one is on it.
+      mean. Move the micro-batch to the GPU in there, and only one is on it. Autocast belongs in there too: around all
+      of this its 16-bit weights stay until the end. A 16-bit loss needs `.float()` before a scaler's large numbers.
     micro_batches: tensors, or lists, tuples or dicts of them, of any sizes. They are listed before the first backward.
     count: how many examples or labels a micro-batch has: `examples`, `labels`, or a function of yours.
     scaler: a LossScaler or torch's GradScaler. Afterwards: unscale_, clip, step, update, once.
-    model: what averages gradients over ranks in the last backward only: anything with `no_sync`, as DDP has.
-    agree: for ranks that average their gradients: a function of N that gives the mean of all ranks' N.
+    model: what averages gradients over ranks, in the last backward only: anything with `no_sync`, as DDP has.
+    agree: for ranks that average their gradients: a function of N that gives the mean of all ranks' N. Every rank has
+      to come so far: a rank without a micro-batch raises, and so does one without labels if it is asked for means.
 
-    Returns the mean loss, 0-dim, FP32 at least, detached: Σ loss / N. Nothing waits for a GPU; so labels counted there
-    are not checked, and where a whole group has none its gradient is 0.
-    Raises ValueError for no micro-batch, micro-batches on different devices, nothing to learn from, and a loss that
-    autograd shows to be a mean where a sum was asked for, or the reverse; TypeError for what is no scalar with a
-    gradient. What was added to .grad before an error stays there, as after any backward: zero_grad before you retry.
+    Returns the mean loss, 0-dim, FP32 at least, detached: Σ loss / N (with `agree`, this rank's part of it: the mean of
+    all ranks' is the mean loss). Nothing waits for a GPU; so labels counted there are not checked. Where a whole group
+    has none, its sums have gradient 0; the mean of a micro-batch without labels is nan.
+
+    A mean where a sum was asked for, or the reverse, is refused where autograd's graph shows it: the losses of
+    torch.nn.functional, mean() and sum(). It does not show in compiled losses, in your own autograd.Functions, and in
+    sum / n; so not in a Transformers loss that was given num_items_in_batch. Leave that out, and ask for means.
+
+    Raises ValueError for no micro-batch, micro-batches on different devices, counts that make no sense, nothing to
+    learn from, and the other reduction; TypeError for a loss that is no scalar with a gradient and a model without
+    no_sync. What was added to .grad before an error stays there, as after any backward: zero_grad before you retry.
     """
     one_of("reduction", reduction, REDUCTIONS)
     group = listed(micro_batches)
     counts = [plain(count(micro_batch)) for micro_batch in group]
     whole = total_of(counts, agree)
-    no_sync = getattr(model, "no_sync", nullcontext)
+    no_sync = no_sync_of(model)
     mean = None
     for number, (micro_batch, part) in enumerate(zip(group, counts, strict=True), 1):
         with nullcontext() if number == len(group) else no_sync():
@@ -121,14 +136,37 @@ def backward(loss: Callable, micro_batch: Any, part: Count, whole: Count, reduct
     refuse(share, part, reduction)
     precise = torch.promote_types(share.dtype, torch.float32)
     part, whole = (n.to(share.device, precise) if isinstance(n, Tensor) else n for n in (part, whole))
-    share = share / whole if reduction == "sum" else share * (part / whole)
+    share = share.reshape(()) / whole if reduction == "sum" else share.reshape(()) * (part / whole)
     (share if scaler is None else scaler.scale(share)).backward()
     return share.detach().to(precise)
 
 
 def plain(count: Count) -> Count:
-    """A count as a Python number, unless it lies on a device that would have to be waited for."""
-    return count.item() if isinstance(count, Tensor) and count.device.type == "cpu" else count
+    """A count as a Python number, unless its device would have to be waited for, or is imagined and has no numbers.
+
+    Raises TypeError for what is no number, ValueError for one below 0 or not finite.
+    """
+    if isinstance(count, Tensor):
+        if count.device.type != "cpu" or isinstance(count, FakeTensor):
+            return count
+        count = count.item()
+    if not isinstance(count, Real):
+        raise TypeError(f"expected a micro-batch's count as a number, found {type(count).__name__}")
+    if not 0 <= count < math.inf:
+        raise ValueError(f"expected a micro-batch's count to be at least 0 and finite, found {count}")
+    return count
+
+
+def no_sync_of(model) -> Callable:
+    """What keeps gradients from travelling. Raises TypeError for a model that has no such thing."""
+    if model is None:
+        return nullcontext
+    if not hasattr(model, "no_sync"):
+        raise TypeError(
+            f"expected model to have no_sync(), as DistributedDataParallel has; found {type(model).__name__}; leave it "
+            "out for a model on one device (and for FSDP2, which has set_requires_gradient_sync)"
+        )
+    return model.no_sync
 
 
 # ---- what can be wrong
@@ -157,49 +195,10 @@ def total_of(counts: list[Count], agree: Callable | None) -> Count:
     whole = sum(counts)
     whole = whole if agree is None else plain(agree(whole))
     if isinstance(whole, Tensor):
-        return whole.clamp(min=1)  # to see its value is to wait for its device
+        return whole.where(whole > 0, 1)  # to see its value is to wait for its device
     if not whole > 0:
         raise ValueError(
             f"expected something to learn from, found {len(counts)} micro-batches with {whole:g} examples or labels; "
             "leave such groups out (ranks: on all of them)"
         )
     return whole
-
-
-def refuse(loss: Any, part: Count, reduction: str) -> None:
-    """Raise unless the loss is a scalar with a gradient, and not the other reduction than the one asked for."""
-    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-        kind = f"{loss.dtype} of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-        without = ", without a gradient" if isinstance(loss, Tensor) and not loss.requires_grad else ""
-        raise TypeError(f"expected loss to return a scalar tensor that has a gradient, found {kind}{without}")
-    if not isinstance(part, Tensor) and part == 1:
-        return  # a sum over one is a mean over one
-    if not isinstance(part, Tensor) and part == 0 and reduction == "mean":
-        raise ValueError("expected a micro-batch to average over, found one with 0 examples or labels; return sums")
-    found = reduction_of(loss)
-    if found == "mean" and reduction == "sum":
-        raise ValueError(
-            "expected a loss that is summed, found a mean: it would be divided twice; use reduction='sum' in the loss "
-            "function, or accumulate(…, reduction='mean') if it is a mean over what `count` counts"
-        )
-    if found == "sum" and reduction == "mean":
-        raise ValueError("expected a mean loss, found a sum; leave out reduction='mean', or average in the loss")
-
-
-def reduction_of(loss: Tensor) -> str | None:
-    """ "mean" or "sum" if autograd's graph shows that the loss ends in one, None if it doesn't show.
-
-    It looks through sums of losses, and no further: a mean that Python multiplies by a number may be a sum again.
-    """
-    waiting, found = [loss.grad_fn], set()
-    while waiting:
-        node = waiting.pop()
-        name = node.name() if node is not None else ""
-        noted = getattr(node, "_saved_reduction", None)
-        if name in SAME:
-            waiting += [following for following, _ in node.next_functions]
-        elif noted == MEAN or name.startswith("MeanBackward") or name == "DivBackward1":
-            found.add("mean")
-        elif noted == SUM or name.startswith("SumBackward"):
-            found.add("sum")
-    return "mean" if "mean" in found else found.pop() if found else None
