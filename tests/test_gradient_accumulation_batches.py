@@ -236,3 +236,9 @@ def test_a_spent_sampler_has_no_waste_to_tell():
     padding_waste([3, 4], batches)
     with pytest.raises(ValueError, match="at least one batch, found none"):
         padding_waste([3, 4], batches)
+
+
+@pytest.mark.parametrize(("seed", "error"), [(None, TypeError), (1.0, TypeError), (True, TypeError), (-1, ValueError)])
+def test_a_seed_that_another_rank_could_read_otherwise_is_refused(seed, error):
+    with pytest.raises(error, match="expected .*seed"):
+        token_batches([3, 4], 8, seed=seed)

@@ -340,3 +340,9 @@ def test_rows_and_examples_that_cannot_be_packed_are_refused():
         pack_rows([], [], 10)
     with pytest.raises(ValueError, match="at least one example, found none"):
         pad_rows([])
+
+
+@pytest.mark.parametrize(("seed", "error"), [(None, TypeError), (1.0, TypeError), (True, TypeError), (-1, ValueError)])
+def test_a_seed_that_another_rank_could_read_otherwise_is_refused(seed, error):
+    with pytest.raises(error, match="expected .*seed"):
+        pack([3, 4], 8, seed=seed)

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from memlab.gradient_accumulation.token_batches import within
+from memlab.gradient_accumulation.token_batches import refuse_seed, within
 from memlab.memory_arithmetic.shapes import positive
 
 
@@ -38,6 +38,7 @@ def pack(lengths: Iterable[int], row_tokens: int, *, seed: int = 0) -> list[list
     [[0, 4], [1, 2, 3]]
     """
     positive("row_tokens", row_tokens)
+    refuse_seed(seed)
     lengths = within(lengths, "row_tokens", row_tokens)
     rng = random.Random(seed)
     order = list(range(len(lengths)))

@@ -32,8 +32,8 @@ def token_batches(
     """Batches of indices into `lengths`, every index once, each batch of at most `max_tokens` padded tokens.
 
     window: how many shuffled examples are sorted by length together. None, all: there are as few batches as the budget
-      allows, and nearly the same ones every time; chance has ties, the order, and from which end they are cut. 1, none:
-      no sorting. In between, several batches' worth: a window of one batch sorts nothing.
+      allows, and nearly the same ones every time; only ties, the batches' order and the end from which they are cut are
+      left to chance. 1, none: no sorting. In between, several batches' worth: a window of one batch sorts nothing.
     seed: the same seed gives the same batches; give the epoch, and each has its own.
     max_examples: also at most so many examples a batch.
 
@@ -45,6 +45,7 @@ def token_batches(
     >>> sorted(map(sorted, token_batches([30, 5, 28, 6, 7], max_tokens=60)))
     [[0, 2], [1, 3, 4]]
     """
+    refuse_seed(seed)
     for name, value in {"max_tokens": max_tokens, "window": window, "max_examples": max_examples}.items():
         if value is not None or name == "max_tokens":
             positive(name, value)
@@ -67,6 +68,14 @@ def token_batches(
         batches[-1].append(i)
     rng.shuffle(batches)
     return batches
+
+
+def refuse_seed(seed: int) -> None:
+    """Raise TypeError for what is no int (None would be another seed each time), ValueError for one below 0."""
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise TypeError(f"expected seed as an int, such as the epoch's number; found {seed!r}")
+    if seed < 0:
+        raise ValueError(f"expected a seed of at least 0, found {seed}, which is the same as {-seed}")
 
 
 def within(lengths: Iterable[int], name: str, limit: int) -> list[int]:
