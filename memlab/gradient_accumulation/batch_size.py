@@ -180,9 +180,8 @@ class Trials:
         if len(self._fitted) < 2:
             return max(self._fitted)
         (a, first), (b, second) = list(self._fitted.items())[-2:]
-        lines = [(first.peak_bytes, second.peak_bytes)]
-        if events_of(first) == events_of(second):
-            lines = zip(first.totals, second.totals, strict=True)
+        alike = events_of(first) == events_of(second)
+        lines = zip(first.totals, second.totals, strict=True) if alike else [(first.peak_bytes, second.peak_bytes)]
         budget = self._budget_bytes - (peak_of(second) - second.peak_bytes)  # what an allocator had beyond storages
         return min([most, *(a + (budget - low) * (b - a) // (high - low) for low, high in lines if high > low)])
 
@@ -192,10 +191,9 @@ class Trials:
         if len(self._fitted) < 3:
             return False
         (a, first), (b, second), (c, third) = self._fitted.items()
-        if not events_of(first) == events_of(second) == events_of(third):
-            return False
+        alike = events_of(first) == events_of(second) == events_of(third) and first.totals != third.totals
         held = zip(first.totals, second.totals, third.totals, strict=True)
-        return first.totals != third.totals and all((y - x) * (c - b) == (z - y) * (b - a) for x, y, z in held)
+        return alike and all((y - x) * (c - b) == (z - y) * (b - a) for x, y, z in held)
 
 
 def events_of(timeline: Timeline) -> list[tuple[str, str, bool]]:
@@ -210,8 +208,9 @@ def peak_of(timeline: Timeline) -> int:
 
 def is_out_of_memory(error: Exception) -> bool:
     """Whether a step ended for want of memory: CUDA's, an imagined card's, Python's, or the CPU allocator's."""
-    known = isinstance(error, (torch.OutOfMemoryError, MemoryError))
-    return known or any(words in str(error) for words in OUT_OF_MEMORY)
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(
+        words in str(error) for words in OUT_OF_MEMORY
+    )
 
 
 def largest_predicted(predict: Callable[[int], int], budget_bytes: int, least: int, most: int) -> int:
