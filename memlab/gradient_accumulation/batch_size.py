@@ -28,7 +28,7 @@ from memlab.memory_timeline import Meter, Timeline
 from memlab.memory_timeline.ownership import modules_of
 from memlab.units import format_bytes, parse_bytes
 
-OUT_OF_MEMORY = ("out of memory", "DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED")
+MESSAGES = ("out of memory", "DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED")
 
 
 @dataclass(frozen=True)
@@ -208,9 +208,7 @@ def peak_of(timeline: Timeline) -> int:
 
 def is_out_of_memory(error: Exception) -> bool:
     """Whether a step ended for want of memory: CUDA's, an imagined card's, Python's, or the CPU allocator's."""
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(
-        words in str(error) for words in OUT_OF_MEMORY
-    )
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(words in str(error) for words in MESSAGES)
 
 
 def largest_predicted(predict: Callable[[int], int], budget_bytes: int, least: int, most: int) -> int:
