@@ -181,7 +181,7 @@ class Trials:
             return max(self._fitted)
         (a, first), (b, second) = list(self._fitted.items())[-2:]
         alike = events_of(first) == events_of(second)
-        lines = zip(first.totals, second.totals, strict=True) if alike else [(first.peak_bytes, second.peak_bytes)]
+        lines = zip(held(first), held(second), strict=True) if alike else [(first.peak_bytes, second.peak_bytes)]
         budget = self._budget_bytes - (peak_of(second) - second.peak_bytes)  # what an allocator had beyond storages
         return min([most, *(a + (budget - low) * (b - a) // (high - low) for low, high in lines if high > low)])
 
@@ -192,8 +192,14 @@ class Trials:
             return False
         (a, first), (b, second), (c, third) = self._fitted.items()
         alike = events_of(first) == events_of(second) == events_of(third) and first.totals != third.totals
-        held = zip(first.totals, second.totals, third.totals, strict=True)
-        return alike and all((y - x) * (c - b) == (z - y) * (b - a) for x, y, z in held)
+        moments = zip(*map(held, (first, second, third)), strict=True) if alike else ()
+        return alike and all((y - x) * (c - b) == (z - y) * (b - a) for x, y, z in moments)
+
+
+def held(timeline: Timeline) -> list[int]:
+    """What is held after each allocation: where the peak lies. (What one op lets go, it frees in any order.)"""
+    after = zip(timeline.totals[1:], timeline.events, strict=True)
+    return [timeline.totals[0], *(total for total, event in after if event.delta > 0)]
 
 
 def events_of(timeline: Timeline) -> list[tuple[str, str, bool]]:
