@@ -4,7 +4,8 @@ import itertools
 
 import pytest
 
-from memlab.book.batches import BUDGETS, ROW_TOKENS, WAYS, draw_batches, explore_batches, shapes, waste
+from memlab.book.batches import draw_batches, explore_batches
+from memlab.book.epochs import BUDGETS, ROW_TOKENS, WAYS, shapes, waste
 from memlab.book.workloads import lengths
 
 PLACES = list(itertools.product(WAYS, BUDGETS.values()))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-from memlab.book.batches import WAYS, shapes, waste
+from memlab.book.epochs import WAYS, shapes, waste
 from memlab.book.measures.timing import compared, interleaved
 from memlab.book.steps import metered_step
 from memlab.book.workloads import GPT, MLP, ConvNet, lengths, text_batch
