@@ -41,12 +41,14 @@ CASES = CASES | MORE
 UNTIED = {name: case for name, case in CASES.items() if not case.tied}  # what the book's own models are
 PLAIN = {name: UNTIED[name] for name in (*list(UNTIED)[:70:14], *list(MORE)[1:])}
 
-WAYS = {  # the name of one case for every way in which the ops run
+BY_WAY = {  # the name of one case for every way in which the ops run
     (c.family, c.precision, c.hardware, c.attention, c.dropout, c.tied, c.batch > 1 and c.heads > 1): name
     for name, c in CASES.items()
-}.values()
+}
+WAYS = list(BY_WAY.values())
 
 each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+each_way = pytest.mark.parametrize("case", [CASES[name] for name in WAYS], ids=WAYS)
 each_untied_case = pytest.mark.parametrize("case", UNTIED.values(), ids=UNTIED)
 each_plain_case = pytest.mark.parametrize("case", PLAIN.values(), ids=PLAIN)
 
@@ -119,7 +121,7 @@ def test_so_is_that_of_more_micro_batches(case, micro_batches):
     assert categories_at_the_peak(timeline) == step.peak.by_category()
 
 
-@each_case
+@each_way
 def test_the_peak_is_that_of_one_micro_batch_with_gradients_already_allocated(case):
     """What is the running sum of losses there is an input to the reference: 4 bytes."""
     timeline = with_gradients_already_allocated(case)
@@ -129,7 +131,7 @@ def test_the_peak_is_that_of_one_micro_batch_with_gradients_already_allocated(ca
     assert found == predicted(case).peak.by_category()
 
 
-@each_untied_case
+@each_way
 def test_every_moment_of_a_later_micro_batch_is_predicted_to_the_byte(case):
     timeline = with_gradients_already_allocated(case)
     for name, (start, stop) in stretches(timeline, case.model).items():
