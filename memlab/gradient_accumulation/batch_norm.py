@@ -15,7 +15,7 @@ The running statistics can be mended, since nothing waits for them. For a group 
 so three things per channel, a count, a mean and a sum of squares, are enough to merge micro-batch after micro-batch
 (Chan, Golub and LeVeque 1979), and the running statistics move once, as for the full batch. Accumulated
 plainly they move k times, each time towards the variance within one micro-batch, which misses the part between.
-The idea is GPipe's: Huang et al. 2019, section 2.2.
+The idea is GPipe's: Huang et al. 2019.
 """
 
 from __future__ import annotations
