@@ -184,8 +184,8 @@ def test_stopped_in_the_middle_of_a_chapter_it_keeps_the_others_and_no_kernel_st
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        # A shell that runs these tests in the background has told them, and so their children, to ignore Ctrl-C.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        # A shell or nohup that runs these tests in the background may have told them and their children to ignore it.
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),
     ) as process:
         deadline = time.monotonic() + 60
         while not (pid.exists() and pid.read_text()) and process.poll() is None and time.monotonic() < deadline:
