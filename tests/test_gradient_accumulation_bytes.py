@@ -11,10 +11,9 @@ from memlab.book.predictions import stretches
 from memlab.book.steps import metered_step
 from memlab.gradient_accumulation import accumulate
 from memlab.memory_arithmetic import Transformer, training_step
-from memlab.memory_arithmetic.ledger import Ledger
 from memlab.memory_timeline import Meter, Timeline, imagine
 from tests.memory_timeline_helpers import allocations, blocks, event_tree, one_thread, peak  # noqa: F401
-from tests.test_memory_arithmetic import BY_HAND, CASES, LLAMA, SHORT, Case, Run
+from tests.test_memory_arithmetic import BY_HAND, CASES, LLAMA, SHORT, Case, Run, rises_in_backward, watched_ledgers
 
 MANY_BIASES = {"layers": 30, "width": 8, "heads": 1, "vocabulary": 400, "context": 8, "precision": "autocast"}
 MORE = {
@@ -143,17 +142,10 @@ def test_every_moment_of_a_later_micro_batch_is_predicted_to_the_byte(case):
 @pytest.mark.parametrize("name", WAYS)
 def test_every_rise_of_a_later_backward_is_an_instant_of_the_arithmetic(name, monkeypatch):
     case = replace(CASES[name], layers=1)
-    looked = []
-    look = Ledger.look
-    monkeypatch.setattr(Ledger, "look", lambda self, *where: (looked.append(self.nbytes), look(self, *where)))
+    looked = watched_ledgers(monkeypatch)
     predicted.__wrapped__(case)
     timeline = with_gradients_already_allocated(case)
-    rises = [
-        timeline.bytes_at(i)
-        for i, (now, then) in enumerate(zip(timeline.events, timeline.events[1:], strict=False), 1)
-        if now.phase == "backward" and now.delta > 0 > then.delta
-    ]
-    instants = iter(looked)
+    rises, instants = rises_in_backward(timeline), iter(looked)
     assert len(rises) > 10
     assert [nbytes for nbytes in rises if nbytes not in instants] == []
 

@@ -14,7 +14,7 @@ from memlab.book.steps import build
 from memlab.book.steps import made as optimizer_made
 from memlab.memory_arithmetic import PRESETS, Transformer, preset, training_step
 from memlab.memory_arithmetic.ledger import Ledger, elements
-from memlab.memory_timeline import Meter, imagine
+from memlab.memory_timeline import Meter, Timeline, imagine
 from memlab.units import format_bytes
 from tests.memory_timeline_helpers import allocations, blocks, event_tree, one_thread, peak  # noqa: F401
 
@@ -249,20 +249,30 @@ def test_activations_are_what_the_meter_finds_when_backward_starts(case):
     assert case.predicted().activations.nbytes == timeline.bytes_by_category(start)["activation"]
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_every_rise_of_the_metered_curve_is_an_instant_of_the_arithmetic(name, monkeypatch):
-    case = replace(CASES[name], layers=1)
+def watched_ledgers(monkeypatch) -> list[int]:
+    """A list that gets what a ledger holds at each instant that the arithmetic looks at."""
     looked = []
     look = Ledger.look
     monkeypatch.setattr(Ledger, "look", lambda self, *where: (looked.append(self.nbytes), look(self, *where)))
-    case.predicted()
-    timeline = metered(case)
-    rises = [
+    return looked
+
+
+def rises_in_backward(timeline: Timeline) -> list[int]:
+    """What is held wherever backward's curve has a local top."""
+    return [
         timeline.bytes_at(i)
         for i, (now, then) in enumerate(zip(timeline.events, timeline.events[1:], strict=False), 1)
         if now.phase == "backward" and now.delta > 0 > then.delta
     ]
-    instants = iter(looked)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_rise_of_the_metered_curve_is_an_instant_of_the_arithmetic(name, monkeypatch):
+    case = replace(CASES[name], layers=1)
+    looked = watched_ledgers(monkeypatch)
+    case.predicted()
+    timeline = metered(case)
+    rises, instants = rises_in_backward(timeline), iter(looked)
     assert len(rises) > 10
     assert [nbytes for nbytes in rises if nbytes not in instants] == []
 
