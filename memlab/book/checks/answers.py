@@ -125,6 +125,17 @@ def a_function(answer: object, name: str) -> Callable:
     return answer
 
 
+def two_floats(returned: object, name: str) -> tuple[float, float]:
+    """What a training step returned, if it is (loss, norm), two floats. Raises Wrong: a tensor would keep its graph."""
+    if not isinstance(returned, tuple) or len(returned) != 2:
+        raise Wrong(f"{name}(…): expected a pair (loss, norm), found {type(returned).__name__}.")
+    if any(isinstance(value, torch.Tensor) for value in returned):
+        raise Wrong(f"{name}(…): a tensor keeps its storage, and a loss its whole graph: return floats, by .item().")
+    if not all(type(value) is float for value in returned):
+        raise Wrong(f"{name}(…): expected two floats, found {', '.join(type(v).__name__ for v in returned)}.")
+    return returned
+
+
 def whole_bytes(answer: object, name: str) -> int:
     """The answer, if it is a whole number of bytes. Raises Wrong, and says what to do about fractions and texts."""
     if type(answer) is float and answer.is_integer():

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from memlab.book.checks.answers import Wrong, a_function, exercise
+from memlab.book.checks.answers import Wrong, a_function, exercise, two_floats
 from memlab.book.checks.gradient_accumulation.group_shares import examples, small_model
 from memlab.book.checks.gradient_accumulation.lets_go import beyond
 from memlab.memory_timeline import Meter, Timeline
@@ -54,23 +54,13 @@ def _run(step: Callable, right: _Run | None = None) -> _Run:
             run.timeline = meter.timeline
         else:
             returned = step(model, optimizer, group, MAX_NORM, watched)
-        run.returned.append(_numbers(returned))
+        run.returned.append(two_floats(returned, "step"))
         run.asked.append(asked)
         run.weights.append(nn.utils.parameters_to_vector(model.parameters()).detach().clone())
         if right is not None:
             _compare(run, right, number, f"step {number}, of micro-batches of {list(sizes)} examples")
         run.left = max(run.left, sum(p.grad.nbytes for p in model.parameters() if p.grad is not None))
     return run
-
-
-def _numbers(returned: object) -> tuple[float, float]:
-    if not isinstance(returned, tuple) or len(returned) != 2:
-        raise Wrong(f"step(…): expected a pair (loss, norm), found {type(returned).__name__}.")
-    if any(isinstance(value, Tensor) for value in returned):
-        raise Wrong("step(…): a tensor keeps its storage, and a loss its whole graph: return floats, by .item().")
-    if not all(type(value) is float for value in returned):
-        raise Wrong(f"step(…): expected two floats, found {', '.join(type(v).__name__ for v in returned)}.")
-    return returned
 
 
 def _whole(model: nn.Module, optimizer: torch.optim.Optimizer, group: list, max_norm: float, share: Callable):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from memlab.book.checks.answers import Wrong, a_function, exercise
+from memlab.book.checks.answers import Wrong, a_function, exercise, two_floats
 from memlab.book.workloads import MLP
 from memlab.memory_timeline import Meter, Timeline
 from memlab.mixed_precision import LossScaler, MasterWeights
@@ -51,7 +51,7 @@ def _run(step: Callable, iterations: int = _ITERATIONS) -> _Run:
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda steps: 1 / (1 + steps))
     run, batches = _Run(), _batches()
     for batch in batches[:iterations]:
-        run.returned.append(_numbers(step(model, batch, optimizer, scaler, scheduler, MAX_NORM)))
+        run.returned.append(two_floats(step(model, batch, optimizer, scaler, scheduler, MAX_NORM), "train_step"))
         run.scales.append(scaler.get_scale())
         run.scheduled.append(scheduler.last_epoch)
         run.weights.append(nn.utils.parameters_to_vector(model.parameters()).detach().clone())
@@ -61,16 +61,6 @@ def _run(step: Callable, iterations: int = _ITERATIONS) -> _Run:
             step(model, batches[-1], optimizer, scaler, scheduler, MAX_NORM)
         run.timeline = meter.timeline
     return run
-
-
-def _numbers(returned: object) -> tuple[float, float]:
-    if not isinstance(returned, tuple) or len(returned) != 2:
-        raise Wrong(f"train_step(…): expected a pair (loss, norm), found {type(returned).__name__}.")
-    if any(isinstance(value, Tensor) for value in returned):
-        raise Wrong("train_step(…): a tensor keeps its storage, and a loss its whole graph: return floats, by .item().")
-    if not all(type(value) is float for value in returned):
-        raise Wrong(f"train_step(…): expected two floats, found {', '.join(type(v).__name__ for v in returned)}.")
-    return returned
 
 
 def _right(model, batch, optimizer, scaler, scheduler, max_norm):
