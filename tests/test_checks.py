@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.nn.modules import module
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from memlab.book import checks
 from memlab.book.checks.answers import Wrong, a_mapping, exercise, same_bytes, whole_bytes
 from memlab.book.checks.limits import TooLong, limited
+from memlab.memory_timeline import Meter
 from memlab.units import GiB, MiB
 
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits a process's data")
@@ -237,3 +239,16 @@ def test_a_first_import_takes_nothing_from_disk_anew():
 def test_a_chapter_without_exercises_is_told():
     with pytest.raises(ModuleNotFoundError, match="memlab.book.checks.poetry"):
         checks.of("poetry")
+
+
+def test_a_meter_that_an_answer_left_on_takes_its_patch_and_hooks_off():
+    @exercise
+    def check(answer):
+        answer()
+        return "right"
+
+    before = len(module._global_forward_pre_hooks), len(module._global_forward_hooks)
+    with pytest.raises(Wrong, match="left a dispatch mode switched on"):
+        check(lambda: Meter().__enter__())
+    assert (len(module._global_forward_pre_hooks), len(module._global_forward_hooks)) == before
+    assert "resize_" not in vars(torch.UntypedStorage)

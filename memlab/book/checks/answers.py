@@ -107,10 +107,13 @@ def _as_new() -> Iterator[None]:
         torch.set_num_threads(threads)
         torch.set_grad_enabled(grad)
         torch.set_default_dtype(dtype)
+        while (count := len(modes := _get_current_dispatch_mode_stack())) > before["a dispatch mode switched on"]:
+            with contextlib.suppress(Exception):
+                modes[-1].__exit__(None, None, None)  # a Meter has hooks and a patch to take off as well
+            if len(_get_current_dispatch_mode_stack()) == count:
+                _pop_mode()
         _hooks.clear()
         _hooks.update(hooks)
-        while len(_get_current_dispatch_mode_stack()) > before["a dispatch mode switched on"]:
-            _pop_mode()
     if left := [words for words, value in after.items() if value != before[words]]:
         raise Wrong(f"right so far, but your code left {' and '.join(left)}; put it back when the work is done.")
 
