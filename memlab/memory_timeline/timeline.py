@@ -168,6 +168,10 @@ class Timeline:
         event = self._checked(event)
         return {category: curve[event] for category, curve in self.curves.items()}
 
+    def everything(self) -> list[Event]:
+        """All events in order, those that stand for what existed before (event 0) included."""
+        return self._before + self.events
+
     # ---- who
 
     def alive(self, event: int) -> list[Storage]:
