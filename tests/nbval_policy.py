@@ -4,6 +4,8 @@ With the torch, the Python and the kind of machine that the outputs were recorde
 compared. Anywhere else every cell is executed and nothing is compared, and the report says so: other kernels allocate
 other bytes.
 `--nbval`, `--nbval-lax` and `-p no:nbval` on the command line win over this.
+
+A notebook with sliders gets one more cell, after its last: it draws each picture behind them, in the same kernel.
 """
 
 from __future__ import annotations
@@ -15,6 +17,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from nbformat.v4 import new_code_cell
+
+from tests.slider_grids import draw_the_grid, sliders_in
 
 RECORDED_WITH = {"torch": "2.13.0", "python": "3.11"}
 RECORDED_ON = "Linux x86_64"
@@ -83,6 +88,21 @@ def pytest_report_header(config: pytest.Config) -> str:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     if config.stash.get(_cells, 0) or not config.pluginmanager.hasplugin("nbval"):
         terminalreporter.write_line(config.stash[_message])
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector):
+    """A notebook with sliders has one more cell to run: every picture behind them."""
+    report = yield
+    if report.passed and hasattr(collector, "nb") and (expected := sliders_in(collector.nb)):
+        cells, last = report.result, report.result[-1]
+        cell = new_code_cell(draw_the_grid(expected))
+        options = last.options | {"check": False, "check_exception": False}
+        extra = type(last).from_parent(
+            collector, name="Pictures behind the sliders", cell_num=last.cell_num + 1, cell=cell, options=options
+        )
+        cells.append(extra)
+    return report
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -92,3 +92,25 @@ def test_without_nbval_the_report_says_that_notebooks_are_not_run(tmp_path):
     write(tmp_path / "changed.ipynb", "print(2 + 2)", "5\n")
     printed = run_pytest(tmp_path, PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
     assert printed.count("NOTEBOOKS ARE NOT RUN: nbval is not installed") == 2
+
+
+SLIDING = """
+from memlab.book.interactive import Interactive
+from memlab.book.style import Picture, canvas
+def draw(n=1):
+    return Picture(canvas(3, 2)[0], f"A picture of {10 / (3 - n):.0f} things.")
+slider = Interactive(draw, n=PLACES)
+"""
+
+
+def test_each_picture_behind_sliders_is_drawn_in_a_cell_of_its_own_and_one_that_fails_is_noticed(tmp_path):
+    write(tmp_path / "fine.ipynb", SLIDING.replace("PLACES", "[1, 2]"), "")
+    write(tmp_path / "broken.ipynb", SLIDING.replace("PLACES", "[1, 2, 3]"), "")
+    write(tmp_path / "lost.ipynb", SLIDING.replace("PLACES", "[1, 2]") + "del slider", "")
+    printed = run_pytest(tmp_path, "--nbval-lax", PYTHONPATH=str(ROOT))
+    assert "PASSED fine.ipynb::Pictures behind the sliders" in printed
+    assert "FAILED broken.ipynb::Pictures behind the sliders" in printed and "ZeroDivisionError" in printed
+    assert (
+        "FAILED lost.ipynb::Pictures behind the sliders" in printed and "expected 1 sets of sliders, found" in printed
+    )
+    assert "2 failed, 4 passed" in printed
