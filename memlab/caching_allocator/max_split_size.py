@@ -1,0 +1,73 @@
+"""max_split_size: blocks too large to be cut up, so that a large request finds a large block again.
+
+A 200 MiB block that gives 2 MiB to a small tensor is no 200 MiB block until that tensor dies. With
+`PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:M` blocks of M and more are *oversize*, and three rules change:
+
+    best fit    a request below M takes no oversize block; one of M or more takes none that is 20 MiB or more too large
+    split       no block is split for a request of M or more: the rest stays unused in the request's block
+    full        before the whole cache is given back, oversize blocks are: one that is large enough, or else the
+                largest ones, until together they are
+
+The price: the rest that is not split off, and a segment of its own for each large size. Source: PyTorch's notes on CUDA
+semantics, "Optimizing memory usage"; the functions get_free_block, should_split and release_available_cached_blocks.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+
+from memlab.caching_allocator.allocator import LARGE_SEGMENT_BYTES, CachingAllocator
+from memlab.caching_allocator.blocks import Block, Pool
+from memlab.caching_allocator.device import Device
+from memlab.units import format_bytes, parse_bytes
+
+ROUNDING_BYTES = LARGE_SEGMENT_BYTES  # how much too large an oversize block must not be
+
+
+class MaxSplitAllocator(CachingAllocator):
+    """A CachingAllocator that never cuts blocks of `max_split_bytes` and more.
+
+    Raises ValueError for 20 MiB or less, as PyTorch does: segments of 20 MiB are there to be cut.
+    """
+
+    def __init__(
+        self, max_split_bytes: int | str, capacity_bytes: int | str | None = None, *, device: Device | None = None
+    ):
+        super().__init__(capacity_bytes, device=device)
+        self.max_split_bytes = parse_bytes(max_split_bytes)
+        if self.max_split_bytes <= LARGE_SEGMENT_BYTES:
+            raise ValueError(
+                f"expected max_split_bytes of more than {format_bytes(LARGE_SEGMENT_BYTES)}, the segment that smaller "
+                f"requests share; found {format_bytes(self.max_split_bytes)}"
+            )
+
+    def _best_fit(self, pool: Pool, size: int) -> Block | None:
+        i = bisect_left(pool.free, (size,))
+        if i == len(pool.free):
+            return None
+        found = pool.free[i][0]
+        too_large = self.max_split_bytes if size < self.max_split_bytes else size + ROUNDING_BYTES
+        return pool.free.pop(i)[2] if found < too_large else None
+
+    def _splits(self, pool: Pool, size: int, rest: int) -> bool:
+        return size < self.max_split_bytes and super()._splits(pool, size, rest)
+
+    def _from_device(self, pool: Pool, size: int) -> Block | None:
+        block = super()._from_device(pool, size)
+        if block is None and self._release_oversize(pool, size):
+            block = super()._from_device(pool, size)
+        return block
+
+    def _release_oversize(self, pool: Pool, size: int) -> bool:
+        """Give back one free block of the pool of at least `size`, or several that come to it; False where none do."""
+        wanted = max(size, self.max_split_bytes)
+        i = bisect_left(pool.free, (wanted,))
+        if i < len(pool.free):
+            self._give_back(pool.free[i][2])
+            return True
+        released = 0
+        while released < wanted and pool.free and pool.free[-1][0] >= self.max_split_bytes:
+            largest = pool.free[-1][2]
+            self._give_back(largest)
+            released += largest.size
+        return released >= wanted

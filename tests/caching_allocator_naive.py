@@ -1,0 +1,245 @@
+"""An allocator written from the rules alone, as lists that are scanned from end to end: what the real pages must equal.
+
+A segment is a base address and a list of cells [bytes, tag, requested], tag one of "used", "free" and "hole"; where a
+cell lies follows from those before it. Nothing is kept sorted, linked or counted.
+"""
+
+KiB, MiB = 2**10, 2**20
+
+
+class Segment:
+    def __init__(self, base, nbytes, pool, tag):
+        self.base, self.pool, self.cells = base, pool, [[nbytes, tag, 0]]
+        self.page = 2 * MiB if pool == "small" else 20 * MiB
+
+    def __len__(self):
+        return sum(cell[0] for cell in self.cells)
+
+    def placed(self):
+        """(address, cell), in order."""
+        at = self.base
+        for cell in self.cells:
+            yield at, cell
+            at += cell[0]
+
+    def cut(self, cell, nbytes, tag):
+        """The first bytes of a cell get another tag."""
+        i = next(i for i, other in enumerate(self.cells) if other is cell)
+        rest = [cell[0] - nbytes, cell[1], 0]
+        self.cells[i : i + 1] = [[nbytes, tag, 0]] + [rest] * (rest[0] > 0)
+        return self.cells[i]
+
+    def tidy(self):
+        """Neighbours that are both free, or both holes, are one."""
+        cells = []
+        for cell in self.cells:
+            if cells and cell[1] == cells[-1][1] != "used":
+                cells[-1][0] += cell[0]
+            else:
+                cells.append(cell)
+        self.cells = cells
+
+
+class Naive:
+    def __init__(self, capacity=None, max_split=None, expandable=False):
+        self.capacity = float("inf") if capacity is None else capacity
+        self.max_split = float("inf") if max_split is None else max_split
+        self.expandable, self.segments = expandable, []
+        self.log, self.calls, self.retries, self.ooms = [], 0, 0, 0
+
+    # ---- what it holds
+
+    def cells(self, tag, pool=None):
+        """(address, cell, segment) of every cell with that tag, by address."""
+        found = [
+            (at, cell, segment)
+            for segment in self.segments
+            for at, cell in segment.placed()
+            if cell[1] == tag and pool in (None, segment.pool)
+        ]
+        return sorted(found, key=lambda one: one[0])
+
+    def total(self, *tags):
+        return sum(cell[0] for tag in tags for _, cell, _ in self.cells(tag))
+
+    def picture(self):
+        """The runs of mapped cells: [(pool, [(address, bytes, requested, tag), ...]), ...]"""
+        runs = []
+        for segment in sorted(self.segments, key=lambda segment: segment.base):
+            before = "hole"
+            for at, (nbytes, tag, requested) in segment.placed():
+                if tag != "hole":
+                    if before == "hole":
+                        runs.append((segment.pool, []))
+                    runs[-1][1].append((at, nbytes, requested, tag))
+                before = tag
+        return runs
+
+    # ---- the rules
+
+    def malloc(self, nbytes):
+        if nbytes == 0:
+            self.calls += 1
+            return None
+        size = 512
+        while size < nbytes:
+            size += 512 if nbytes - size < 64 * KiB else (nbytes - size) // 512 * 512
+        pool = "small" if size <= MiB else "large"
+        found = self.cached(pool, size) or self.fresh(pool, size)
+        if found is None and self.max_split < float("inf") and self.oversize_given_back(pool, size):
+            found = self.fresh(pool, size)
+        if found is None:
+            self.empty_cache()
+            self.retries += 1
+            found = self.fresh(pool, size)
+        if found is None:
+            self.ooms += 1
+            raise MemoryError
+        at, cell, segment = found
+        rest = cell[0] - size
+        if pool == "small" or self.expandable:
+            taken = size if rest >= 512 else cell[0]
+        else:
+            taken = size if rest > MiB and size < self.max_split else cell[0]
+        segment.cut(cell, taken, "used")[2] = nbytes
+        self.calls += 1
+        return at
+
+    def free(self, address):
+        self.calls += 1
+        if address is None:
+            return
+        ((cell, segment),) = [(cell, segment) for at, cell, segment in self.cells("used") if at == address]
+        cell[1:] = "free", 0
+        segment.tidy()
+
+    def cached(self, pool, size):
+        fits = sorted((cell[0], at) for at, cell, _ in self.cells("free", pool) if cell[0] >= size)
+        if not fits:
+            return None
+        found = {at: (at, cell, segment) for at, cell, segment in self.cells("free", pool)}
+
+        def grown(at):
+            _, cell, segment = found[at]
+            following = [c for a, c in segment.placed() if a == at + cell[0] and c[1] == "hole"]
+            return cell[0] + sum(c[0] for c in following)
+
+        chosen = fits[0]
+        if self.expandable:
+            for candidate in fits[1:]:
+                if grown(candidate[1]) >= grown(chosen[1]):
+                    break
+                chosen = candidate
+        if size < self.max_split <= chosen[0] or self.max_split <= size <= chosen[0] - 20 * MiB:
+            return None
+        return found[chosen[1]]
+
+    def address_for(self, nbytes):
+        """The lowest address from which a range of whole 2 MiB pages meets no segment."""
+        taken = sorted(
+            (segment.base, segment.base + -(-len(segment) // (2 * MiB)) * 2 * MiB) for segment in self.segments
+        )
+        at = 0x7F00_0000_0000
+        for start, stop in taken:
+            if start - at >= nbytes:
+                break
+            at = max(at, stop)
+        return at
+
+    def fresh(self, pool, size):
+        if self.expandable:
+            return self.grown(pool, size)
+        nbytes = 2 * MiB if pool == "small" else 20 * MiB
+        if size >= 10 * MiB:
+            nbytes = 10 * MiB
+            while nbytes < size:
+                nbytes += 2 * MiB
+        if self.total("used", "free") + nbytes > self.capacity:
+            return None
+        segment = Segment(self.address_for(nbytes), nbytes, pool, "free")
+        self.segments.append(segment)
+        self.log.append((self.calls, "segment_alloc", segment.base, nbytes))
+        return segment.base, segment.cells[0], segment
+
+    def give_back(self, at, segment):
+        self.segments.remove(segment)
+        self.log.append((self.calls, "segment_free", at, len(segment)))
+
+    def empty_cache(self):
+        for pool in ("large", "small"):
+            for _, at in sorted((cell[0], at) for at, cell, _ in self.cells("free", pool)):
+                ((cell, segment),) = [(cell, segment) for a, cell, segment in self.cells("free", pool) if a == at]
+                if self.expandable:
+                    self.shrink(at, cell, segment)
+                elif len(segment.cells) == 1:
+                    self.give_back(at, segment)
+
+    def oversize_given_back(self, pool, size):
+        wanted = max(size, self.max_split)
+        whole = sorted((c[0], at) for at, c, segment in self.cells("free", pool) if c[0] >= self.max_split)
+        bases = {segment.base: segment for segment in self.segments}
+        enough = [one for one in whole if one[0] >= wanted]
+        given = 0
+        for nbytes, at in enough[:1] or whole[::-1]:
+            assert len(bases[at].cells) == 1
+            if given < wanted:
+                self.give_back(at, bases[at])
+                given += nbytes
+        return given >= wanted
+
+    # ---- expandable segments
+
+    def grown(self, pool, size):
+        for at, hole, segment in self.cells("hole", pool):
+            i = next(i for i, cell in enumerate(segment.cells) if cell is hole)
+            if i and segment.cells[i - 1][1] == "free":
+                i -= 1
+            start = sum(cell[0] for cell in segment.cells[:i])
+            room = 0
+            for cell in segment.cells[i:]:
+                if cell[1] == "used":
+                    break
+                room += cell[0]
+            if room >= size:
+                return self.mapped(segment, segment.base + start, size)
+        page = 2 * MiB if pool == "small" else 20 * MiB
+        nbytes = 16 * MiB * MiB if self.capacity == float("inf") else max(size, self.capacity + self.capacity // 8)
+        nbytes = (nbytes + page - 1) // page * page
+        segment = Segment(self.address_for(nbytes), nbytes, pool, "hole")
+        self.segments.append(segment)
+        return self.mapped(segment, segment.base, size)
+
+    def mapped(self, segment, start, size):
+        """Map from `start` on until a free cell of that size begins there."""
+        while True:
+            here = {at: cell for at, cell in segment.placed()}
+            at, have = start, 0
+            if here[start][1] == "free":
+                have = here[start][0]
+                at += have
+            if have >= size:
+                return start, here[start], segment
+            pages = -(-min(size - have, here[at][0]) // segment.page)
+            if self.total("used", "free") + pages * segment.page > self.capacity:
+                return None
+            segment.cut(here[at], pages * segment.page, "free")
+            segment.tidy()
+            self.log.append((self.calls, "segment_map", at, pages * segment.page))
+
+    def shrink(self, at, cell, segment):
+        inside = [
+            page
+            for page in range(segment.base, at + cell[0], segment.page)
+            if at <= page and page + segment.page <= at + cell[0]
+        ]
+        if not inside:
+            return
+        before, middle = inside[0] - at, len(inside) * segment.page
+        after = cell[0] - before - middle
+        i = next(i for i, other in enumerate(segment.cells) if other is cell)
+        pieces = [[before, "free", 0], [middle, "hole", 0], [after, "free", 0]]
+        segment.cells[i : i + 1] = [piece for piece in pieces if piece[0]]
+        segment.tidy()
+        self.log.append((self.calls, "segment_unmap", inside[0], middle))
+        if [tag for _, tag, _ in segment.cells] == ["hole"]:
+            self.segments.remove(segment)
