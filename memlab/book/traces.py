@@ -1,0 +1,215 @@
+"""Workloads as traces: what whole programs ask of an allocator, on an imagined card and the same on every machine.
+
+Each function meters a program and gives its requests (see memlab/caching_allocator/trace.py). Sizes come from shapes
+and from the committed list of lengths alone, never from a text.
+
+    table(TRACES, MANAGERS)      what every manager reserves for every workload
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from memlab.book.tables import Table
+from memlab.book.workloads import GPT, lengths
+from memlab.caching_allocator.managers import BestFit, FirstFit
+from memlab.caching_allocator.size_classes import Buddy, Slab
+from memlab.caching_allocator.static_plan import PlannedArena, plan
+from memlab.caching_allocator.trace import Allocator, Replay, Trace, replay, requests
+from memlab.gradient_accumulation.token_batches import token_batches
+from memlab.memory_timeline import Meter, imagine
+from memlab.units import format_bytes
+
+CARD = "H100-80GB"
+SIZES = {"layers": 3, "width": 512, "heads": 8, "context": 4096}
+ORDERS = {"shuffled": None, "shortest first": False, "longest first": True}
+
+
+class Training:
+    """A GPT in training on an imagined card, and the meter that watches it: `with Training() as run: run.step(8, 512)`.
+
+    The model is made under the meter, and so can be let go under it. AdamW is fused, as large runs have it: one op.
+    """
+
+    def __enter__(self) -> Training:
+        with ExitStack() as stack:
+            stack.enter_context(imagine(CARD))
+            self._meter = stack.enter_context(Meter())
+            self.model = GPT(**SIZES)
+            self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True)
+            self._undo = stack.pop_all()
+        return self
+
+    def __exit__(self, *error) -> None:
+        self._undo.__exit__(*error)
+
+    def batch(self, rows: int, tokens: int) -> tuple[Tensor, Tensor]:
+        """x and y, (rows, tokens) of int64, as they arrive on the card."""
+        return torch.randint(256, (rows, tokens)), torch.randint(256, (rows, tokens))
+
+    def update(self, loss: Tensor) -> None:
+        """Backward and the optimizer's step."""
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def step(self, rows: int, tokens: int) -> None:
+        """One training step on a batch of that shape."""
+        self.update(self.model(*self.batch(rows, tokens)))
+
+    @property
+    def trace(self) -> Trace:
+        """What was asked for so far."""
+        return requests(self._meter.timeline)
+
+
+def stepped(shapes: list[tuple[int, int]]) -> Trace:
+    """One training step after the other, on batches of these (rows, tokens)."""
+    with Training() as run:
+        for rows, tokens in shapes:
+            run.step(rows, tokens)
+    return run.trace
+
+
+@functools.cache
+def training_steps(steps: int = 6) -> Trace:
+    """Steps of one shape: from the second on, all ask for the same in the same order."""
+    return stepped([(8, 1024)] * steps)
+
+
+@functools.cache
+def varying_lengths(order: str = "shuffled", batches: int = 12, rows: int = 16) -> Trace:
+    """Steps on batches of `rows` documents of the committed list, padded to the longest.
+
+    order: of the batches: "shuffled", "shortest first" or "longest first". The batches are the same.
+    """
+    drawn = random.Random(1).sample(lengths(), rows * batches)
+    longest = [max(drawn[i : i + rows]) for i in range(0, len(drawn), rows)]
+    if ORDERS[order] is not None:
+        longest.sort(reverse=ORDERS[order])
+    return stepped([(rows, tokens) for tokens in longest])
+
+
+@functools.cache
+def token_budget(batches: int = 12, max_tokens: int = 8192) -> Trace:
+    """Steps on batches of like length with at most so many tokens each (chapter 07): no two of quite the same size."""
+    drawn = token_batches(lengths(), max_tokens)[:batches]
+    return stepped([(len(batch), max(lengths()[i] for i in batch)) for batch in drawn])
+
+
+@functools.cache
+def train_and_eval(rounds: int = 4, steps: int = 2) -> Trace:
+    """Training steps, and after every few an evaluation, without gradients, of a batch six times as large."""
+    with Training() as run:
+        for _ in range(rounds):
+            for _ in range(steps):
+                run.step(8, 1024)
+            with torch.no_grad():
+                run.model(*run.batch(48, 1024))
+    return run.trace
+
+
+@functools.cache
+def leak(steps: int = 8) -> Trace:
+    """Steps that each keep a sample of 2 MiB of their logits; at the end all is let go of, except the samples."""
+    samples = []
+    with Training() as run:
+        for _ in range(steps):
+            x, y = run.batch(8, 1024)
+            logits = run.model(x)
+            samples.append(logits[:, :256].detach().clone())
+            loss = F.cross_entropy(logits.flatten(0, 1), y.flatten())
+            del logits
+            run.update(loss)
+        del x, y, loss, run.model, run.optimizer
+    return run.trace
+
+
+@functools.cache
+def growing_cache(tokens: int = 512, layers: int = 4, rows: int = 32, width: int = 512) -> Trace:
+    """Text written token by token: `torch.cat` makes every layer's keys and values anew, one token longer each time."""
+    with imagine(CARD), torch.no_grad(), Meter() as meter:
+        caches = [torch.empty(rows, 64, width) for _ in range(2 * layers)]
+        for _ in range(tokens):
+            for i, cache in enumerate(caches):
+                caches[i] = cache = torch.cat((cache, torch.empty(rows, 1, width)), 1)
+    return requests(meter.timeline)
+
+
+Workloads = Mapping[str, Callable[[], Trace]]
+Managers = Mapping[str, Callable[[Trace], Allocator]]
+
+TRACES: Workloads = {
+    "steps of one shape": training_steps,
+    "lengths, shuffled": varying_lengths,
+    "lengths, shortest first": functools.partial(varying_lengths, "shortest first"),
+    "lengths, longest first": functools.partial(varying_lengths, "longest first"),
+    "a token budget": token_budget,
+    "training and evaluation": train_and_eval,
+    "a leak": leak,
+    "a growing cache": growing_cache,
+}
+MANAGERS: Managers = {
+    "first fit": lambda trace: FirstFit(),
+    "best fit": lambda trace: BestFit(),
+    "buddy": lambda trace: Buddy(),
+    "slab": lambda trace: Slab(),
+    "static plan": lambda trace: PlannedArena(plan(trace)),
+}
+
+
+def device_calls(done: Replay) -> int:
+    """How often bytes were taken from the device, or given back: cudaMalloc and cudaFree, which wait for the GPU."""
+    return sum(before != after for before, after in pairwise(done.reserved))
+
+
+def table(traces: Workloads, managers: Managers) -> Table:
+    """What every manager reserves for every workload, and where it goes. Exact: the same on every machine.
+
+    Internal fragmentation is in bytes of blocks in use, external as the part of the unused bytes outside the largest
+    free block; both at the first moment at which the most bytes were reserved.
+    """
+    rows = []
+    for workload, trace in traces.items():
+        requested = trace()
+        for name, manager in managers.items():
+            done = replay(manager(requested), requested)
+            at = done.peak_event
+            rows.append(
+                [
+                    workload,
+                    name,
+                    format_bytes(done.peak_requested_bytes),
+                    format_bytes(done.peak_reserved_bytes),
+                    f"{done.overhead:.3f}",
+                    format_bytes(done.internal_bytes(at)),
+                    f"{done.external_fragmentation(at):.2f}",
+                    device_calls(done),
+                ]
+            )
+    columns = ["workload", "manager", "peak requested", "peak reserved", "reserved / requested"]
+    return Table([*columns, "internal", "external", "calls to the device"], rows)
+
+
+def times(traces: Workloads, managers: Managers) -> Table:
+    """Microseconds an event takes with every manager, on this machine: replays as a whole, divided by their events."""
+    rows = []
+    for workload, trace in traces.items():
+        requested = trace()
+        row: list[object] = [workload, len(requested)]
+        for manager in managers.values():
+            allocator = manager(requested)
+            start = time.perf_counter()
+            replay(allocator, requested)
+            row.append(round((time.perf_counter() - start) / len(requested) * 1e6, 1))
+        rows.append(row)
+    return Table(["workload", "events", *managers], rows)
