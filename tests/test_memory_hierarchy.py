@@ -1,0 +1,333 @@
+"""Attention without T×T: the plain one's values, in bytes that grow with the tokens and not with their square."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from memlab.memory_hierarchy.attention import live_bytes, online_softmax, tiled_attention
+from memlab.memory_timeline import Meter, imagine
+
+aten = torch.ops.aten
+
+
+def plain_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, scale: float | None = None):
+    """The definition, in FP64, with the scores whole: out and the log-sum-exp of each row."""
+    q, k, v = (x.double() for x in (q, k, v))
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if causal:
+        seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+        scores = scores.masked_fill(~seen, -math.inf)
+    return scores.softmax(-1) @ v, scores.logsumexp(-1)
+
+
+def qkv(batch=2, heads=3, queries=37, keys=37, head_dim=8, *, kv_heads=None, value_dim=None, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(0)
+    shapes = [
+        (batch, heads, queries, head_dim),
+        (batch, kv_heads or heads, keys, head_dim),
+        (batch, kv_heads or heads, keys, value_dim or head_dim),
+    ]
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+
+
+# ---- values
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    st.integers(1, 3),
+    st.sampled_from([(1, 1), (3, 3), (4, 2), (6, 1)]),
+    st.integers(1, 40),
+    st.integers(1, 40),
+    st.booleans(),
+    st.integers(1, 45),
+    st.integers(1, 45),
+)
+def test_it_equals_plain_attention_in_fp64_whatever_the_tiles(batch, heads, queries, keys, causal, t, u):
+    q, k, v = qkv(batch, heads[0], queries, keys, 5, kv_heads=heads[1], value_dim=7)
+    out, lse = tiled_attention(q, k, v, causal=causal, tile_queries=t, tile_keys=u, return_lse=True)
+    expected, expected_lse = plain_attention(q, k, v, causal)
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(lse, expected_lse, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("queries", "keys"), [(300, 300), (300, 150), (150, 300)])
+def test_it_equals_torchs_own_with_its_alignment_of_the_causal_mask(causal, queries, keys):
+    q, k, v = qkv(queries=queries, keys=keys, heads=4, kv_heads=2)
+    theirs = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
+    torch.testing.assert_close(tiled_attention(q, k, v, causal=causal), theirs, rtol=0, atol=1e-12)
+    theirs = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True, scale=0.3)
+    torch.testing.assert_close(tiled_attention(q, k, v, causal=causal, scale=0.3), theirs, rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        tiled_attention(q, k, v, causal=causal, scale=-0.3), plain_attention(q, k, v, causal, -0.3)[0]
+    )
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_shorter_dtypes_err_as_little_as_torchs_own(dtype, causal):
+    q, k, v = qkv(queries=200, keys=200, dtype=dtype)
+    expected, expected_lse = plain_attention(q, k, v, causal)
+    out, lse = tiled_attention(q, k, v, causal=causal, tile_queries=32, tile_keys=48, return_lse=True)
+    theirs = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+    assert out.dtype == dtype and lse.dtype == torch.float32
+    # The last rounding of a value near 1 to its own dtype is eps / 2 for both; the sums before it are in FP32.
+    assert (out - expected).abs().max() <= (theirs - expected).abs().max() + torch.finfo(dtype).eps / 2
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=0, atol=1e-5)
+
+
+def test_the_log_sum_exp_is_the_one_that_torchs_kernel_keeps_for_its_backward():
+    q, k, v = qkv(dtype=torch.float32)
+    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)
+    ours, our_lse = tiled_attention(q, k, v, causal=True, return_lse=True)
+    torch.testing.assert_close(ours, out)
+    torch.testing.assert_close(our_lse, lse)
+
+
+def test_scores_that_overflow_exp_do_no_harm_and_tiny_ones_are_not_lost():
+    q, k, v = qkv(1, 1, 4, 64, 8)
+    for factor in (1e6, 1e-300):
+        q_far = q * factor
+        expected = plain_attention(q_far, k, v)[0]
+        torch.testing.assert_close(tiled_attention(q_far, k, v, tile_keys=7), expected, rtol=0, atol=1e-9)
+
+
+def test_it_does_not_matter_whether_the_largest_score_comes_first_or_last():
+    q = torch.ones(1, 1, 1, 1, dtype=torch.float64)
+    k = torch.linspace(-2000, 2000, 101, dtype=torch.float64).view(1, 1, 101, 1)
+    v = torch.arange(101, dtype=torch.float64).view(1, 1, 101, 1)
+    upwards = tiled_attention(q, k, v, tile_keys=10)
+    downwards = tiled_attention(q, k.flip(2), v.flip(2), tile_keys=10)
+    torch.testing.assert_close(upwards, downwards, rtol=1e-15, atol=0)
+    assert upwards.item() == pytest.approx(100, abs=1e-12)
+
+
+def test_a_query_that_sees_no_key_gets_zeros_as_torchs_own_gives():
+    q, k, v = qkv(keys=0)
+    out, lse = tiled_attention(q, k, v, return_lse=True)
+    assert torch.equal(out, F.scaled_dot_product_attention(q, k, v)) and not out.any()
+    assert torch.equal(lse, torch.full_like(lse, -math.inf))
+    q, k, v = qkv(dtype=torch.float32)
+    q, k = -q.abs(), torch.full_like(k, math.inf)
+    assert torch.equal(tiled_attention(q, k, v, tile_keys=5), F.scaled_dot_product_attention(q, k, v))
+
+
+def test_keys_that_score_minus_infinity_are_masked_also_when_a_whole_tile_is():
+    q, k, v = qkv(1, 1, 3, 12, 4)
+    q = q.abs()
+    for hidden in (slice(0, 4), slice(4, 8), slice(8, 12)):
+        masked = k.clone()
+        masked[:, :, hidden] = -math.inf
+        kept = [i for i in range(12) if not hidden.start <= i < hidden.stop]
+        expected = plain_attention(q, k[:, :, kept], v[:, :, kept])[0]
+        torch.testing.assert_close(tiled_attention(q, masked, v, tile_keys=4), expected, rtol=0, atol=1e-12)
+
+
+def test_scores_that_are_all_alike_give_every_query_the_mean_of_the_values():
+    q, k, v = qkv()
+    means = v.mean(2, keepdim=True).expand_as(v)
+    torch.testing.assert_close(tiled_attention(q, k, v, scale=0, tile_keys=5), means, rtol=0, atol=1e-12)
+
+
+def test_a_nan_is_not_hidden_and_stays_in_its_row():
+    q, k, v = qkv(1, 2, 9, 9)
+    q[0, 1, 4, 0] = math.nan
+    out = tiled_attention(q, k, v, tile_queries=4, tile_keys=4)
+    wrong = out.isnan().any(-1)
+    assert wrong[0, 1, 4] and wrong.sum() == 1
+
+
+def test_no_tokens_and_no_examples_give_empty_results():
+    q, k, v = qkv(queries=0)
+    assert tiled_attention(q, k, v).shape == (2, 3, 0, 8)
+    q, k, v = (x[:0] for x in qkv())
+    assert tiled_attention(q, k, v, causal=True).shape == (0, 3, 37, 8)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_inputs_may_lie_in_memory_in_any_order_and_stay_as_they_were(causal):
+    q, k, v = (torch.randn(2, 37, 3, 8, dtype=torch.float64).transpose(1, 2) for _ in range(3))
+    before = [x.clone() for x in (q, k, v)]
+    out = tiled_attention(q, k, v, causal=causal, tile_queries=10, tile_keys=10)
+    torch.testing.assert_close(out, plain_attention(q, k, v, causal)[0], rtol=0, atol=1e-12)
+    assert out.is_contiguous() and all(torch.equal(a, b) for a, b in zip(before, (q, k, v), strict=True))
+    k = k[:, :1].expand(2, 3, 37, 8)
+    torch.testing.assert_close(tiled_attention(q, k, v), plain_attention(q, k, v)[0], rtol=0, atol=1e-12)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("causal", [False, True])
+def test_on_a_gpu_it_equals_plain_attention_too(causal):
+    q, k, v = (x.cuda() for x in qkv(queries=300, keys=300))
+    torch.testing.assert_close(tiled_attention(q, k, v, causal=causal), plain_attention(q, k, v, causal)[0])
+
+
+# ---- the softmax in pieces
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=8), st.integers(1, 5))
+def test_online_softmax_in_any_pieces_is_softmax(sizes, rows):
+    scores = 30 * torch.randn(2, rows, sum(sizes), dtype=torch.float64)
+    values = torch.randn(2, sum(sizes), 4, dtype=torch.float64)
+    out, lse = online_softmax(scores.split(sizes, -1), values.split(sizes, -2))
+    torch.testing.assert_close(out, scores.softmax(-1) @ values, rtol=0, atol=1e-12)
+    torch.testing.assert_close(lse, scores.logsumexp(-1, keepdim=True), rtol=0, atol=1e-12)
+
+
+def test_online_softmax_holds_one_piece_however_many_there_are():
+    def run(pieces: int):
+        return online_softmax((torch.randn(8, 64) for _ in range(pieces)), (torch.randn(64, 4) for _ in range(pieces)))
+
+    assert metered(lambda: run(3)) == metered(lambda: run(30))
+
+
+def test_a_first_piece_that_is_all_masked_does_no_harm():
+    scores = torch.tensor([[-math.inf, -math.inf, 1.0, 2.0]])
+    out, _ = online_softmax(scores.split(2, -1), torch.eye(4).split(2, -2))
+    torch.testing.assert_close(out, scores.softmax(-1))
+
+
+def test_no_pieces_or_pieces_without_values_are_refused():
+    with pytest.raises(ValueError, match="at least one piece of scores, found none"):
+        online_softmax([], [])
+    with pytest.raises(ValueError, match="shorter"):
+        online_softmax([torch.randn(2, 3)], [])
+
+
+# ---- bytes
+
+
+def metered(run, *inputs: Tensor) -> int:
+    """Bytes at the fullest moment beyond the inputs."""
+    with Meter(inputs=inputs) as meter:
+        kept = run()
+    del kept
+    return meter.timeline.peak_bytes - meter.timeline.bytes_at(0)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    st.integers(1, 2),
+    st.sampled_from([(1, 1), (3, 3), (4, 2)]),
+    st.integers(1, 30),
+    st.integers(1, 30),
+    st.booleans(),
+    st.integers(1, 35),
+    st.integers(1, 35),
+    st.sampled_from([torch.float64, torch.float32, torch.bfloat16]),
+    st.booleans(),
+)
+def test_the_closed_form_is_the_metered_peak_to_the_byte(batch, heads, queries, keys, causal, t, u, dtype, return_lse):
+    q, k, v = qkv(batch, heads[0], queries, keys, 5, kv_heads=heads[1], value_dim=3, dtype=dtype)
+    options = {"causal": causal, "tile_queries": t, "tile_keys": u, "return_lse": return_lse}
+    found = metered(lambda: tiled_attention(q, k, v, **options), q, k, v)
+    assert found == live_bytes(q.shape, k.shape, v.shape, dtype, **options)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_bytes_grow_with_the_tokens_where_the_plain_one_grows_with_their_square(causal):
+    """Eight times the tokens: the exponent is log₈ of how much more."""
+
+    def plain(q, k, v):
+        scores = q @ k.mT
+        if causal:
+            scores = scores.masked_fill(torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).triu(1), -math.inf)
+        return scores.softmax(-1) @ v
+
+    found = {}
+    for name, run in {"tiled": lambda *x: tiled_attention(*x, causal=causal), "plain": plain}.items():
+        short, long = (
+            metered(lambda x=x: run(*x), *x)  # noqa: B023
+            for x in (qkv(1, 2, tokens, tokens, 16, dtype=torch.float32) for tokens in (256, 2048))
+        )
+        found[name] = math.log(long / short, 8)
+    assert found["tiled"] < 1 and found["plain"] == pytest.approx(2, abs=0.05)
+
+
+def test_beyond_one_tile_only_the_result_grows():
+    sizes = [
+        metered(lambda x=x: tiled_attention(*x, causal=True), *x)
+        for x in (qkv(1, 2, tokens, tokens, 16, dtype=torch.float32) for tokens in (256, 512, 1024, 2048))
+    ]
+    assert [b - a for a, b in zip(sizes, sizes[1:], strict=False)] == [2 * 16 * 4 * n for n in (256, 512, 1024)]
+
+
+def test_on_imagined_hardware_it_holds_the_same_bytes():
+    with imagine("H100-80GB") as gpu:
+        q, k, v = gpu.imagined(qkv(1, 4, 4096, 4096, 64, dtype=torch.bfloat16))
+        found = metered(lambda: tiled_attention(q, k, v, causal=True), q, k, v)
+        assert found == live_bytes(q.shape, k.shape, v.shape, torch.bfloat16, causal=True)
+
+
+class Products(TorchDispatchMode):
+    """Multiply-adds of the products of scores, q kᵀ, that are made."""
+
+    made = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is aten.bmm.out:
+            self.made += args[0].numel() * args[1].shape[-1]
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(64, 64), (64, 200), (200, 64), (61, 67)])
+def test_tiles_behind_the_diagonal_are_not_made(queries, keys):
+    q, k, v = qkv(1, 1, queries, keys, 8)
+    with Products() as products:
+        tiled_attention(q, k, v, causal=True, tile_queries=16, tile_keys=8)
+    needed = sum(min(16, queries - i) * min(keys, i + 16, queries) for i in range(0, queries, 16))
+    assert products.made == 8 * needed
+
+
+# ---- bad input
+
+
+def test_under_autograd_it_says_that_it_is_forward_only():
+    q, k, v = qkv()
+    k.requires_grad_(), v.requires_grad_()
+    with pytest.raises(RuntimeError, match=r"forward only; found k, v with requires_grad; call it under torch.no_grad"):
+        tiled_attention(q, k, v)
+    with torch.no_grad():
+        assert not tiled_attention(q, k, v).requires_grad
+    with torch.inference_mode():
+        assert not tiled_attention(q, k, v).requires_grad
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (
+            lambda q, k, v: (q[0], k, v),
+            ValueError,
+            r"of shape \(batch, heads, tokens, head_dim\); found q \(3, 37, 8\)",
+        ),
+        (lambda q, k, v: (q.long(), k.long(), v.long()), TypeError, "bfloat16, float16; found torch.int64"),
+        (lambda q, k, v: (q, k.float(), v), TypeError, "of one dtype.* found torch.float64, torch.float32"),
+        (lambda q, k, v: (q, k.to("meta"), v), ValueError, "on one device; found cpu, meta, cpu"),
+        (lambda q, k, v: (q, k[:1], v[:1]), ValueError, r"of the same batch .* k \(1, 3, 37, 8\)"),
+        (lambda q, k, v: (q, k[..., :4], v), ValueError, r"of the same head_dim.* k \(2, 3, 37, 4\)"),
+        (lambda q, k, v: (q[..., :0], k[..., :0], v), ValueError, "same head_dim, their last dimension, at least 1"),
+        (lambda q, k, v: (q, k, v[:, :, 1:]), ValueError, r"a value for every key.* v \(2, 3, 36, 8\)"),
+        (lambda q, k, v: (q, k[:, :2], v[:, :2]), ValueError, r"2 key-value heads cannot serve 3 heads.*\(1, 3\)"),
+        (lambda q, k, v: (q, k[:, :0], v[:, :0]), ValueError, "0 key-value heads cannot serve 3 heads"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_the_shapes_found(change, error, message):
+    with pytest.raises(error, match=message):
+        tiled_attention(*change(*qkv()))
+
+
+@pytest.mark.parametrize("name", ["tile_queries", "tile_keys"])
+@pytest.mark.parametrize(("size", "error"), [(0, ValueError), (-8, ValueError), (2.0, TypeError), (True, TypeError)])
+def test_a_tile_without_rows_or_columns_is_refused(name, size, error):
+    with pytest.raises(error, match=f"expected {name} "):
+        tiled_attention(*qkv(), **{name: size})
