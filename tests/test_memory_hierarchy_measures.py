@@ -1,0 +1,438 @@
+"""What is counted when bandwidth is measured, that nothing stays behind, and where the roofline places an op."""
+
+import math
+import os
+import sys
+from collections import Counter
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+import memlab.memory_hierarchy.levels as levels_page
+from memlab.book.workloads import GPT
+from memlab.memory_hierarchy.attention import tiled_attention
+from memlab.memory_hierarchy.bandwidth import (
+    _passes,
+    best_seconds,
+    disk_bandwidth,
+    measure_bandwidth,
+    transfer_bandwidth,
+)
+from memlab.memory_hierarchy.levels import PUBLISHED, Level, fit_levels, levels
+from memlab.memory_hierarchy.roofline import (
+    FLOPS,
+    Op,
+    OpCounter,
+    bound_by,
+    least_seconds,
+    measure_peak_flops,
+    roof,
+    touched_bytes,
+)
+from memlab.memory_timeline import CARDS, imagine
+from memlab.units import GiB, KiB, MiB, parse_bytes
+
+MATRIX = {packet.__name__ for packet in FLOPS if not isinstance(packet, str)}
+
+
+def counted(run) -> list[Op]:
+    with OpCounter() as counter:
+        run()
+    return counter.ops
+
+
+def only(run) -> Op:
+    (op,) = counted(run)
+    return op
+
+
+# ---- the roofline: FLOPs and bytes of one op
+
+
+@pytest.mark.parametrize(("batch", "inputs", "outputs"), [(16, 32, 48), (1, 7, 5)])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_a_linear_layer_has_the_flops_and_bytes_of_the_closed_form(batch, inputs, outputs, mode):
+    layer, x = torch.nn.Linear(inputs, outputs, bias=False), torch.randn(batch, inputs)
+    with mode():
+        op = only(lambda: layer(x))
+    flops, nbytes = 2 * batch * inputs * outputs, 4 * (batch * inputs + inputs * outputs + batch * outputs)
+    assert (op.flops, op.nbytes, op.calls, op.phase) == (flops, nbytes, 1, "forward")
+    assert op.intensity == flops / nbytes
+
+
+def test_its_backward_makes_two_products_of_as_many_flops():
+    layer, x = torch.nn.Linear(32, 48, bias=False), torch.randn(16, 32, requires_grad=True)
+    y, seed = layer(x), torch.randn(16, 48)
+    products = [op for op in counted(lambda: y.backward(seed)) if op.name == "mm"]
+    assert sum(op.flops for op in products) == 2 * 2 * 16 * 32 * 48
+    assert sum(op.nbytes for op in products) == 2 * 4 * (16 * 32 + 32 * 48 + 16 * 48)
+    assert {op.phase for op in products} == {"backward"}
+
+
+x, y, whole = torch.randn(64, 32), torch.randn(64, 32), torch.arange(64)
+N = 64 * 32 * 4
+
+
+@pytest.mark.parametrize(
+    ("run", "flops", "nbytes"),
+    [
+        (lambda: x + y, 64 * 32, 3 * N),
+        (lambda: x + x, 64 * 32, 2 * N),
+        (lambda: x + y[0], 64 * 32, 2 * N + 32 * 4),
+        (lambda: x[0] + y[:, :1], 64 * 32, 32 * 4 + 64 * 4 + N),
+        (lambda: x.expand(5, 64, 32) * 2, 5 * 64 * 32, N + 5 * N),
+        (lambda: x.clone().zero_(), 0, 2 * N + N),
+        (lambda: torch.exp(x, out=y.detach()), 64 * 32, 2 * N),
+        (lambda: x.sum(), 64 * 32, N + 4),
+        (lambda: x.sum(0), 64 * 32, N + 32 * 4),
+        (lambda: x.t().contiguous(), 0, 2 * N),
+        (lambda: x.bfloat16(), 0, N + N // 2),
+        (lambda: torch.cat([x, y]), 0, 4 * N),
+        (lambda: torch.zeros_like(x), 0, N),
+        (lambda: x.new_zeros(64, 32), 0, N),
+        (lambda: x[whole[:8]], 0, 8 * 8 + 2 * 8 * 32 * 4),
+        (lambda: F.embedding(whole[:8], x), 0, 8 * 8 + 2 * 8 * 32 * 4),
+        (lambda: whole + whole, 0, 2 * 64 * 8),
+        (lambda: torch._foreach_add([x, y], 1.0), 2 * 64 * 32, 4 * N),
+        (lambda: torch._foreach_copy_([x.detach()], [y]), 0, 2 * N),
+        (lambda: torch.baddbmm(x[None], x[None], y.t()[None] @ x[None]), None, None),
+    ],
+)
+def test_every_byte_is_read_once_and_written_once(run, flops, nbytes):
+    ops = counted(run)
+    if flops is not None:
+        assert (sum(op.flops for op in ops), sum(op.nbytes for op in ops)) == (flops, nbytes)
+    else:
+        assert sum(op.flops for op in ops) == 2 * (32 * 64 * 32) + 2 * (64 * 32 * 32)
+
+
+def test_an_op_in_place_reads_what_it_changes_and_a_copy_does_not():
+    a, b = torch.randn(100), torch.randn(100)
+    assert only(lambda: a.add_(b)).nbytes == 3 * 400
+    assert only(lambda: a.add_(1)).nbytes == 2 * 400
+    assert only(lambda: a.copy_(b)).nbytes == 2 * 400
+    assert only(lambda: a.fill_(1)).nbytes == 400
+    assert only(lambda: a.copysign_(b)).flops == 100
+
+
+def test_views_and_room_that_nobody_touches_move_nothing():
+    a = torch.randn(6, 8)
+    views = (a.t, a.detach, lambda: a[2:], lambda: a.view(-1), lambda: a.expand(3, 6, 8), lambda: a.unbind())
+    for run in (*views, lambda: torch.empty(10), lambda: torch.empty_like(a), lambda: a.new_empty(4)):
+        assert counted(run) == []
+
+
+def test_touched_bytes_are_those_of_a_slice_and_not_of_its_storage():
+    a = torch.zeros(10, 10)
+    assert touched_bytes(a[2:4]) == 80 and touched_bytes(a[:, 3]) == 40
+    assert touched_bytes(a[:, :1].expand(10, 10)) == 40 and touched_bytes(a[:0]) == 0
+
+
+def test_calls_of_one_op_on_the_same_shapes_are_added_up():
+    a, b = torch.randn(4, 4), torch.randn(8, 4)
+    ops = counted(lambda: [a.exp(), a.exp(), b.exp()])
+    assert [(op.name, op.shapes, op.calls, op.nbytes) for op in ops] == [
+        ("exp", ((4, 4),), 2, 2 * 128),
+        ("exp", ((8, 4),), 1, 256),
+    ]
+
+
+# ---- a real step
+
+
+def gpt_step(attention: str):
+    torch.manual_seed(0)
+    model = GPT(layers=2, width=32, heads=4, context=16, attention=attention)
+    tokens = torch.randint(256, (2, 16))
+    return model, tokens
+
+
+def test_the_flops_of_a_gpts_step_are_those_that_torchs_own_counter_finds():
+    model, tokens = gpt_step("by hand")
+    with FlopCounterMode(display=False) as theirs:
+        model(tokens, tokens).backward()
+    ours = counted(lambda: model(tokens, tokens).backward())
+    assert sum(op.flops for op in ours if op.name in MATRIX) == theirs.get_total_flops() > 0
+
+
+def test_they_are_the_ones_of_the_arithmetic():
+    """Forward: 2 FLOPs a token for each weight of a matrix, 4 a score for each feature of a head; backward twice that."""
+    model, tokens = gpt_step("by hand")
+    ops = counted(lambda: model(tokens, tokens).backward())
+    weights = sum(p.numel() for name, p in model.named_parameters() if p.dim() == 2 and "embedding" not in name)
+    forward = 2 * weights * tokens.numel() + 2 * (2 * 2 * 2 * 16 * 16 * 32)
+    found = Counter()
+    for op in ops:
+        found[op.phase] += op.flops * (op.name in MATRIX)
+    assert found == {"forward": forward, "backward": 2 * forward}
+
+
+def test_fused_attention_is_counted_on_a_cpu_too_and_moves_no_scores():
+    q, k, v = (torch.randn(2, 4, 64, 8) for _ in range(3))
+    op = only(lambda: F.scaled_dot_product_attention(q, k, v))
+    assert op.flops == 2 * (2 * 2 * 4 * 64 * 64 * 8)
+    assert op.nbytes == 4 * (4 * q.numel() + 2 * 4 * 64)
+    q.requires_grad_()
+    ops = counted(lambda: F.scaled_dot_product_attention(q, k, v).sum().backward())
+    assert sum(op.flops for op in ops if op.phase == "backward" and op.name in MATRIX) == 5 * (2 * 2 * 4 * 64 * 64 * 8)
+
+
+def test_attention_in_tiles_computes_what_the_fused_one_does():
+    q, k, v = (torch.randn(2, 4, 64, 8) for _ in range(3))
+    fused = only(lambda: F.scaled_dot_product_attention(q, k, v))
+    ops = counted(lambda: tiled_attention(q, k, v, tile_queries=16, tile_keys=32))
+    assert sum(op.flops for op in ops if op.name in MATRIX) == fused.flops
+
+
+@pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}, {"foreach": False}])
+def test_an_optimizers_step_is_a_phase_of_its_own_and_reads_and_writes_its_states(options):
+    parameter = torch.randn(1000, requires_grad=True)
+    optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9, **options)
+    for _ in range(2):
+        parameter.grad = torch.randn(1000)
+        ops = counted(optimizer.step)
+    assert {op.phase for op in ops} == {"optimizer"}
+    # Fused: parameter, gradient and momentum in, parameter and momentum out. Else b·m in place, + g, and p − lr·m.
+    assert sum(op.nbytes for op in ops) == 4 * 1000 * (5 if options.get("fused") else 8)
+
+
+def test_after_a_step_that_raises_the_next_block_is_forward_again_and_no_hook_stays():
+    class Fails(torch.optim.SGD):
+        def step(self, closure=None):
+            raise RuntimeError("no step")
+
+    optimizer = Fails([torch.zeros(1, requires_grad=True)], lr=0.1)
+    optimizer_page = sys.modules["torch.optim.optimizer"]
+    before = len(optimizer_page._global_optimizer_pre_hooks), len(optimizer_page._global_optimizer_post_hooks)
+    counter = OpCounter()
+    with pytest.raises(RuntimeError, match="no step"), counter:
+        optimizer.step()
+    with counter:
+        torch.ones(3).exp()
+    assert {op.phase for op in counter.ops} == {"forward"}
+    after = len(optimizer_page._global_optimizer_pre_hooks), len(optimizer_page._global_optimizer_post_hooks)
+    assert after == before
+
+
+def test_counting_changes_no_gradient():
+    model, tokens = gpt_step("fused")
+    model(tokens, tokens).backward()
+    expected = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    counted(lambda: model(tokens, tokens).backward())
+    assert all(torch.equal(a, p.grad) for a, p in zip(expected, model.parameters(), strict=True))
+
+
+def test_an_imagined_step_has_the_flops_of_the_real_one():
+    model, tokens = gpt_step("by hand")
+    real = counted(lambda: model(tokens, tokens).backward())
+    with imagine("H100-80GB") as gpu:
+        model, tokens = gpt_step("by hand")[0], gpu.imagined(tokens)
+        imagined = counted(lambda: model(tokens, tokens).backward())
+    assert [(op.name, op.calls, op.flops) for op in imagined if op.name in MATRIX] == [
+        (op.name, op.calls, op.flops) for op in real if op.name in MATRIX
+    ]
+
+
+def test_it_must_have_run_before_it_tells():
+    with pytest.raises(RuntimeError, match="expected an OpCounter that has run"):
+        OpCounter().ops  # noqa: B018
+
+
+def test_left_of_the_ridge_memory_bounds_an_op_and_right_of_it_compute():
+    def op(flops: int, nbytes: int) -> Op:
+        return Op("op", "forward", (), 1, flops, nbytes)
+
+    peak, bandwidth = 1000.0, 10.0  # the ridge: 100 FLOPs a byte
+    assert [bound_by(op(flops, 1), peak, bandwidth) for flops in (0, 99, 100, 101)] == ["memory"] * 2 + ["compute"] * 2
+    assert [roof(intensity, peak, bandwidth) for intensity in (0, 1, 100, 1e9)] == [0, 10, 1000, 1000]
+    assert least_seconds(op(500, 1), peak, bandwidth) == 0.5 and least_seconds(op(500, 20), peak, bandwidth) == 2
+    assert op(1, 0).intensity == math.inf
+
+
+def test_in_a_large_gpt_products_are_bound_by_compute_and_the_rest_by_memory():
+    card = PUBLISHED["H100-80GB"]
+    with imagine("H100-80GB") as gpu:
+        model = GPT(layers=1, width=4096, heads=32, context=2048)
+        tokens = gpu.imagined(torch.zeros(4, 2048, dtype=torch.int64))
+        ops = counted(lambda: model(tokens, tokens).backward())
+    bounds = {
+        op.name in MATRIX: bound_by(op, card.half_flops_per_second, card.memory_bandwidth)
+        for op in ops
+        if op.nbytes > MiB and op.shapes[-1] != (256, 4096) and (256, 4096) not in op.shapes
+    }
+    assert bounds == {True: "compute", False: "memory"}
+
+
+def test_the_measured_peak_is_a_speed():
+    assert 1e6 < measure_peak_flops() < 1e18
+
+
+# ---- bandwidth: what is counted
+
+
+@pytest.mark.parametrize("size", [64, 4 * KiB, MiB])
+def test_the_bytes_of_a_measurement_are_those_that_its_ops_read_and_write(size):
+    store = torch.ones(MiB // 4)
+    for kind in ("read", "copy"):
+        run, moved = _passes(kind, store, size, 256 * KiB)
+        ops = counted(run)
+        if kind == "copy":
+            assert sum(op.nbytes for op in ops) == moved
+        else:  # the counter counts the working set once; the sum goes over it once a row
+            assert sum(op.flops for op in ops) * 4 == moved
+        assert moved == size * max(1, 256 * KiB // size)
+
+
+def test_a_copy_of_half_the_working_set_onto_the_other_changes_all_of_it():
+    store = torch.arange(16.0)
+    run, moved = _passes("copy", store, 64, 64)
+    run()
+    assert torch.equal(store[8:], torch.arange(8.0)) and moved == 64
+
+
+def test_each_size_has_a_speed_in_the_order_asked_and_threads_are_as_before():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        for kind in ("read", "copy"):
+            curve = measure_bandwidth(["64 KiB", 4096, 100], kind=kind, seconds=0.01)
+            assert [size for size, _ in curve] == [64 * KiB, 4096, 96]
+            assert all(0 < speed < math.inf for _, speed in curve)
+        assert torch.get_num_threads() == 2
+        with pytest.raises(RuntimeError):
+            measure_bandwidth([2**62], seconds=0)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options", "message"),
+    [
+        ([8], {}, "sizes of at least 64 bytes, found 8"),
+        ([], {}, "sizes of at least 64 bytes, found none"),
+        (["4 Kib"], {}, "expected a size such as '16 GiB'"),
+        ([4096], {"kind": "write"}, "expected kind to be one of 'read', 'copy'; found 'write'"),
+        ([4096], {"device": "meta"}, "expected device to be one of 'cpu', 'cuda'; found 'meta'"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(sizes, options, message):
+    with pytest.raises(ValueError, match=message):
+        measure_bandwidth(sizes, **options)
+
+
+def test_the_best_of_several_runs_counts_and_the_first_does_not():
+    calls = []
+    assert 0 < best_seconds(lambda: calls.append(1), repeats=4) < 1
+    assert len(calls) == 5
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_there_is_nothing_to_copy_to():
+    with pytest.raises(RuntimeError, match="expected a GPU to copy to, found none"):
+        transfer_bandwidth()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu_memory_and_transfers_have_speeds():
+    assert all(speed > 0 for _, speed in measure_bandwidth([MiB, 64 * MiB], "cuda", seconds=0.1))
+    curves = transfer_bandwidth([MiB])
+    assert len(curves) == 4 and all(speed > 0 for curve in curves.values() for _, speed in curve)
+    assert {"registers", "L2", "device memory"} <= {level.name for level in levels("cuda")}
+
+
+# ---- the disk
+
+
+def test_the_disks_file_is_written_whole_read_twice_and_gone(tmp_path, monkeypatch):
+    sizes = []
+    fsync = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda number: (sizes.append(os.fstat(number).st_size), fsync(number)))
+    found = disk_bandwidth(tmp_path, 5 * MiB + 3)
+    assert sizes == [5 * MiB + 3] and list(tmp_path.iterdir()) == []
+    assert min(found.write, found.read, found.again) > 0
+    assert found.from_disk is None or 0 <= found.from_disk <= 1
+
+
+def test_the_file_is_gone_also_when_writing_fails(tmp_path, monkeypatch):
+    def full(number):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="disk full"):
+        disk_bandwidth(tmp_path, MiB)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(not os.path.isdir("/dev/shm") or not os.access("/proc/self/io", os.R_OK), reason="Linux tells")
+def test_where_no_disk_is_none_answers():
+    assert disk_bandwidth("/dev/shm", MiB).from_disk == 0
+
+
+def test_a_folder_that_is_not_there_and_sizes_that_do_not_fit_are_refused(tmp_path):
+    with pytest.raises(NotADirectoryError, match="expected a folder"):
+        disk_bandwidth(tmp_path / "none")
+    for size in (0, "1000 TiB"):
+        with pytest.raises(ValueError, match="expected a size from 1 byte to"):
+            disk_bandwidth(tmp_path, size)
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---- levels
+
+
+def test_the_levels_grow_outwards_and_end_with_the_disk(tmp_path):
+    found = levels(folder=tmp_path)
+    assert found[-1].name == "disk" and all(level.nbytes > 0 for level in found)
+    sizes = [level.nbytes for level in found[:-1]]
+    assert sizes == sorted(sizes)
+
+
+def test_caches_are_read_where_linux_tells_them_and_instructions_are_left_out(tmp_path, monkeypatch):
+    for i, (level, kind, size) in enumerate([(1, "Data", "48K"), (1, "Instruction", "32K"), (2, "Unified", "2M")]):
+        (tmp_path / f"index{i}").mkdir()
+        for name, text in {"level": level, "type": kind, "size": size}.items():
+            (tmp_path / f"index{i}" / name).write_text(f"{text}\n")
+    monkeypatch.setattr(levels_page, "CACHES", tmp_path)
+    monkeypatch.setattr(levels_page.platform, "system", lambda: "Linux")
+    assert levels_page._caches() == [(1, 48 * KiB), (2, 2 * MiB)]
+    monkeypatch.setattr(levels_page, "CACHES", tmp_path / "none")
+    assert levels_page._caches() == []
+
+
+def test_a_mac_is_asked_with_sysctl_and_what_it_lacks_is_left_out(monkeypatch):
+    told = {"hw.l1dcachesize": 64 * KiB, "hw.l2cachesize": 4 * MiB}
+    monkeypatch.setattr(levels_page.platform, "system", lambda: "Darwin")
+    monkeypatch.setattr(levels_page, "_sysctl", told.get)
+    assert levels_page._caches() == [(1, 64 * KiB), (2, 4 * MiB)]
+
+
+def test_a_machine_without_sysctl_tells_nothing(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    assert levels_page._sysctl("hw.l1dcachesize") is None
+
+
+def test_a_plateau_is_the_median_of_the_sizes_well_inside_a_level():
+    named = [Level("L1", 32 * KiB), Level("L2", 512 * KiB), Level("L3", 768 * KiB), Level("memory", GiB)]
+    speeds = {4: 90, 8: 100, 16: 110, 32: 70, 64: 60, 128: 50, 256: 40, 512: 30, 1024: 12, 2048: 10, 4096: 8}
+    found = fit_levels([(size * KiB, speed) for size, speed in speeds.items()], named)
+    assert [(p.name, p.bytes_per_second) for p in found] == [("L1", 100), ("L2", 50), ("L3", None), ("memory", 9)]
+
+
+def test_registers_have_no_plateau_though_they_are_larger_than_the_next_level():
+    named = [Level("registers", 256 * KiB, 132), Level("shared memory and L1", 228 * KiB, 132), Level("L2", 50 * MiB)]
+    found = fit_levels([(64 * KiB, 9.0), (MiB, 5.0)], named)
+    assert [p.bytes_per_second for p in found] == [None, 9.0, 5.0]
+    assert str(named[0]) == "registers: 132 × 256.0 KiB"
+
+
+def test_published_figures_are_of_the_cards_that_can_be_imagined():
+    assert PUBLISHED.keys() == CARDS.keys()
+    for name, card in PUBLISHED.items():
+        assert 0.9 < parse_bytes(CARDS[name].capacity) / card.memory < 1.08
+        assert card.shared_memory < card.registers < card.l2 < card.memory
+        assert card.pcie < card.memory_bandwidth and card.flops_per_second < card.half_flops_per_second
+        assert card.source
