@@ -62,6 +62,9 @@ class Naive:
     def total(self, *tags):
         return sum(cell[0] for tag in tags for _, cell, _ in self.cells(tag))
 
+    def inactive_split_bytes(self):
+        return sum(cell[0] for _, cell, segment in self.cells("free") if len(segment.cells) > 1)
+
     def picture(self):
         """The runs of mapped cells: [(pool, [(address, bytes, requested, tag), ...]), ...]"""
         runs = []
@@ -190,7 +193,7 @@ class Naive:
     # ---- expandable segments
 
     def grown(self, pool, size):
-        for at, hole, segment in self.cells("hole", pool):
+        for _, hole, segment in self.cells("hole", pool):
             i = next(i for i, cell in enumerate(segment.cells) if cell is hole)
             if i and segment.cells[i - 1][1] == "free":
                 i -= 1
@@ -212,7 +215,7 @@ class Naive:
     def mapped(self, segment, start, size):
         """Map from `start` on until a free cell of that size begins there."""
         while True:
-            here = {at: cell for at, cell in segment.placed()}
+            here = dict(segment.placed())
             at, have = start, 0
             if here[start][1] == "free":
                 have = here[start][0]

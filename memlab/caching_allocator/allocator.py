@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 import torch
 
-from memlab.caching_allocator.blocks import FREE, IN_USE, Block, Pool, chain, cut, described, join
+from memlab.caching_allocator.blocks import FREE, IN_USE, Block, Pool, chain, cut, described
 from memlab.caching_allocator.device import Device, whole_pages
 from memlab.caching_allocator.trace import Replay, Trace, replay
 from memlab.memory_timeline import Timeline
@@ -65,7 +65,7 @@ class CachingAllocator:
     device: what gives segments, in place of a Device of that capacity; `take(nbytes)` returns an address or None,
     `give_back(address, nbytes)` takes it back.
 
-    Raises TypeError and ValueError for a capacity that is no size, such as "16 GiB".
+    Raises TypeError or ValueError for a capacity that is neither bytes nor text such as "16 GiB".
     """
 
     def __init__(self, capacity_bytes: int | str | None = None, *, device: Device | None = None):
@@ -83,8 +83,8 @@ class CachingAllocator:
     def malloc(self, nbytes: int) -> Block | None:
         """A block of at least `nbytes`, in use from here on; None for 0 bytes, as CUDA gives a null pointer.
 
-        Raises OutOfMemory, with nothing changed but the cache, which is empty; TypeError for what is no int, ValueError
-        for fewer than 0 bytes.
+        Raises OutOfMemory, and is as usable as before, its cache emptied; TypeError for what is no int, ValueError for
+        fewer than 0 bytes.
         """
         if type(nbytes) is not int or nbytes <= 0:
             return self._no_request(nbytes)
@@ -111,7 +111,7 @@ class CachingAllocator:
         self.allocated_bytes -= block.size
         self._events += 1
         block.state, block.requested = FREE, 0
-        self._to_pool(block)
+        block.pool.put(block)
 
     def empty_cache(self) -> None:
         """Give back every segment that is one free block. What is in use stays, and so does all that lies beside it."""
@@ -127,17 +127,6 @@ class CachingAllocator:
     def _splits(self, pool: Pool, size: int, rest: int) -> bool:
         return rest >= BLOCK_BYTES if pool is self._small else rest > SMALL_BYTES
 
-    def _to_pool(self, block: Block) -> Block:
-        pool, before, after = block.pool, block.prev, block.next
-        if before is not None and before.state is FREE:
-            pool.remove(before)
-            block = join(before, block)
-        if after is not None and after.state is FREE:
-            pool.remove(after)
-            join(block, after)
-        pool.add(block)
-        return block
-
     def _new(self, pool: Pool, size: int) -> Block:
         block = self._from_device(pool, size)
         if block is None:
@@ -146,7 +135,7 @@ class CachingAllocator:
             block = self._from_device(pool, size)
         if block is None:
             self.num_ooms += 1
-            raise OutOfMemory(self._explain(size))
+            raise OutOfMemory(self._explain(pool, size))
         return block
 
     def _from_device(self, pool: Pool, size: int) -> Block | None:
@@ -197,22 +186,23 @@ class CachingAllocator:
 
     # ---- what it says when it cannot
 
-    def _explain(self, size: int) -> str:
+    _cure = "which expandable segments avoid"
+
+    def _explain(self, pool: Pool, size: int) -> str:
         unallocated = self.reserved_bytes - self.allocated_bytes
         capacity = self.reserved_bytes if self.capacity_bytes is None else self.capacity_bytes
-        if unallocated >= size:
-            advice = (
-                f"They would do for the {exact(size)} of this request, but the largest free block has "
-                f"{exact(self.largest_free_bytes)}: that is fragmentation; expandable segments avoid most of it."
-            )
+        free = sum(size for size, _, _ in pool.free)
+        if free >= size:
+            advice = f"enough, but in pieces of at most {exact(pool.free[-1][0])}: fragmentation, {self._cure}."
         else:
-            advice = f"They would not do for the {exact(size)} of this request: hold less, or split the work."
+            advice = "too little: free tensors, or ask for less at a time."
         return (
-            # Up to here CUDA's own words, by which people and tools know the error.
+            # CUDA's own words first, by which people and tools know the error.
             f"CUDA out of memory. Tried to allocate {exact(segment_bytes(size))}. GPU 0 has a total capacity of "
             f"{exact(capacity)} of which {exact(capacity - self.reserved_bytes)} is free. Of the allocated memory "
             f"{exact(self.allocated_bytes)} is allocated by PyTorch, and {exact(unallocated)} is reserved by PyTorch "
-            f"but unallocated. {advice}"
+            f"but unallocated. The request was for {exact(size)}, from the {pool.name} pool, where {exact(free)} of "
+            f"the unallocated bytes are: {advice}"
         )
 
     def _no_request(self, nbytes: int) -> None:

@@ -44,13 +44,26 @@ class Block:
 
 
 class Pool:
-    """The free blocks of one pool, in the order in which best fit looks at them."""
+    """The free blocks of one pool, in the order in which best fit looks at them: by size, then by address."""
 
     def __init__(self, name: str):
         self.name = name  # "small" or "large"
         self.free: list[tuple[int, int, Block]] = []  # (size, address, block), sorted
 
+    def put(self, block: Block) -> Block:
+        """Enter a free block, joined with its free neighbours; what has become of it."""
+        free, before, after = self.free, block.prev, block.next
+        if before is not None and before.state is FREE:
+            del free[bisect_left(free, (before.size, before.address))]
+            block = join(before, block)
+        if after is not None and after.state is FREE:
+            del free[bisect_left(free, (after.size, after.address))]
+            join(block, after)
+        insort(free, (block.size, block.address, block))
+        return block
+
     def add(self, block: Block) -> None:
+        """Enter a free block that has no free neighbour."""
         insort(self.free, (block.size, block.address, block))
 
     def remove(self, block: Block) -> None:

@@ -41,6 +41,8 @@ class ExpandableAllocator(CachingAllocator):
     and `unmap(nbytes)` for bytes, as Device has.
     """
 
+    _cure = "in pages that are partly in use"
+
     def __init__(self, capacity_bytes: int | str | None = None, *, device: Device | None = None):
         super().__init__(capacity_bytes, device=device)
         self._unmapped: dict[Pool, list[tuple[int, Block]]] = {pool: [] for pool in self._pools}  # sorted by address
@@ -95,7 +97,7 @@ class ExpandableAllocator(CachingAllocator):
         if nbytes < block.size:
             self._set_unmapped(cut(block, nbytes))
         self._note("segment_map", block.address, nbytes)
-        return self._to_pool(block)
+        return block.pool.put(block)
 
     def _unmap(self, block: Block) -> None:
         """Give back the whole pages inside a free block; what is left at its ends stays free."""

@@ -24,7 +24,7 @@ class Allocator(Protocol):
 
     allocated_bytes: int  # in blocks that are in use, each counted whole
     reserved_bytes: int  # taken from the device
-    largest_free_bytes: int  # the largest request that needs no new bytes from the device
+    largest_free_bytes: int  # the largest piece that is reserved and not in use
 
     def malloc(self, nbytes: int) -> object: ...
 
@@ -106,7 +106,8 @@ def replay(allocator: Allocator, trace: Trace | Timeline | Iterable[tuple[int, i
     """Put every request of a trace (or of a Timeline) to an allocator, and note what it holds after each.
 
     Raises ValueError, with the position, for a trace that frees what it never got or has freed already, asks twice
-    under one id, or asks for fewer than 0 bytes; what the allocator raises when it is full passes through.
+    under one id, or asks for fewer than 0 bytes, and TypeError for bytes that are no int. What the allocator raises
+    when it is full passes through; in use is then what was before that event.
     """
     if isinstance(trace, Timeline):
         trace = requests(trace)
@@ -116,12 +117,17 @@ def replay(allocator: Allocator, trace: Trace | Timeline | Iterable[tuple[int, i
     note = (done.requested.append, done.allocated.append, done.reserved.append, done.largest_free.append)
     note_requested, note_allocated, note_reserved, note_largest = note
     for position, (name, nbytes) in enumerate(trace):
-        if nbytes >= 0:
+        if nbytes != FREE:
+            if type(nbytes) is not int or nbytes < 0:
+                error = ValueError if type(nbytes) is int else TypeError
+                raise error(
+                    f"event {position}: expected a request of 0 bytes or more as an int, or FREE (-1); found {nbytes!r}"
+                )
             if name in live:
                 raise ValueError(f"event {position}: expected a new id, found {name!r}, which has not been freed")
             live[name] = malloc(nbytes), nbytes
             asked += nbytes
-        elif nbytes == FREE:
+        else:
             if name not in live:
                 raise ValueError(
                     f"event {position}: expected the id of something held, found {name!r}, which was never asked for "
@@ -130,8 +136,6 @@ def replay(allocator: Allocator, trace: Trace | Timeline | Iterable[tuple[int, i
             block, nbytes = live.pop(name)
             free(block)
             asked -= nbytes
-        else:
-            raise ValueError(f"event {position}: expected a request of 0 bytes or more, or FREE (-1), found {nbytes}")
         note_requested(asked)
         note_allocated(allocator.allocated_bytes)
         note_reserved(allocator.reserved_bytes)
