@@ -24,6 +24,7 @@ from memlab.memory_timeline import Timeline
 from memlab.units import format_bytes
 
 MOST_POINTS = 2000
+STACKED = COLOURS | {"cached": "#FFFFFF"}  # an allocator's free blocks belong to no tensor, so they have no category
 
 
 def plot(timeline: Timeline, budget: int | str | None = None, title: str = "") -> Picture:
@@ -128,14 +129,15 @@ def bars(
     """Stacked horizontal bars, one a row, of bytes by category: where a model stands against a card's capacity.
 
     capacities: name → bytes of cards, each drawn as a thin line: those below the longest bar, and the first above.
+    A row may have, beside categories, "cached": what an allocator has reserved and no tensor holds.
     Raises ValueError for no rows, an unknown category, or a budget of 0.
     """
     if not rows:
         raise ValueError("expected at least one row, as {'name': {'parameter': bytes, ...}}; found none")
     for name, parts in rows.items():
-        if unknown := set(parts) - set(COLOURS):
+        if unknown := set(parts) - set(STACKED):
             raise ValueError(
-                f"{name}: expected categories among {', '.join(COLOURS)}; found {', '.join(sorted(unknown))}"
+                f"{name}: expected categories among {', '.join(STACKED)}; found {', '.join(sorted(unknown))}"
             )
     limit = budget_bytes(budget)
     highest = max(max(sum(parts.values()) for parts in rows.values()), limit or 0)
@@ -148,7 +150,7 @@ def bars(
     )
     names = list(rows)
     left = [0.0] * len(names)
-    for category, colour in COLOURS.items():
+    for category, colour in STACKED.items():
         widths = [rows[name].get(category, 0) / scale for name in names]
         if any(widths):
             axes.barh(
@@ -185,7 +187,7 @@ def bars(
     finish(axes, f"bytes ({unit})", "", title)
     if cards:  # the title goes above their names
         axes.set_title(title, fontsize=TITLE_SIZE, loc="left", pad=58, y=1.0)
-    figure.legend(loc="lower center", frameon=False, fontsize=SMALL_SIZE, ncols=len(COLOURS))
+    figure.legend(loc="lower center", frameon=False, fontsize=SMALL_SIZE, ncols=len(STACKED))
     words = "; ".join(
         f"{name}: {format_bytes(sum(parts.values()))} ("
         + ", ".join(f"{category.replace('_', ' ')} {format_bytes(n)}" for category, n in parts.items())
