@@ -1,6 +1,10 @@
 """Attention without T×T: the plain one's values, in bytes that grow with the tokens and not with their square."""
 
+import importlib.util
 import math
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -11,6 +15,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memlab.memory_hierarchy.attention import live_bytes, online_softmax, tiled_attention
+from memlab.memory_hierarchy.triton_attention import triton_attention
 from memlab.memory_timeline import Meter, imagine
 
 aten = torch.ops.aten
@@ -331,3 +336,78 @@ def test_what_does_not_fit_is_refused_with_the_shapes_found(change, error, messa
 def test_a_tile_without_rows_or_columns_is_refused(name, size, error):
     with pytest.raises(error, match=f"expected {name} "):
         tiled_attention(*qkv(), **{name: size})
+
+
+# ---- as one kernel
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None or (DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1"),
+    reason="needs triton, and a GPU or TRITON_INTERPRET=1",
+)
+
+
+@needs_triton
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("queries", "keys"), [(64, 64), (37, 61), (61, 37), (1, 1), (20, 0)])
+@pytest.mark.parametrize("width", [16, 20, 1])
+def test_the_kernel_equals_plain_attention(width, queries, keys, causal):
+    q, k, v = (x.to(DEVICE) for x in qkv(2, 3, queries, keys, width, dtype=torch.float32))
+    tiles = {"tile_queries": 16, "tile_keys": 32}
+    out, lse = triton_attention(q, k, v, causal=causal, **tiles)
+    expected, expected_lse = tiled_attention(*(x.double() for x in (q, k, v)), causal=causal, return_lse=True)
+    torch.testing.assert_close(out.double(), expected, rtol=0, atol=3e-6)
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=0, atol=3e-6)
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16] if DEVICE == "cuda" else [torch.float16])
+def test_the_kernel_takes_16_bit_numbers_any_layout_and_a_scale(dtype):
+    q, k, v = (torch.randn(2, 50, 3, 32).to(dtype).to(DEVICE).transpose(1, 2) for _ in range(3))
+    out, lse = triton_attention(q, k, v, causal=True, scale=0.3, tile_queries=32, tile_keys=16)
+    expected, expected_lse = plain_attention(q, k, v, True, 0.3)
+    assert out.dtype == dtype and out.shape == q.shape and lse.dtype == torch.float32
+    # Weights are rounded to 16 bits before the matrix units take them, and the result once more.
+    assert (out - expected).abs().max() <= 2 * torch.finfo(dtype).eps * v.abs().max()
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=0, atol=1e-4)
+
+
+@needs_triton
+def test_the_kernel_takes_empty_tensors():
+    q, k, v = (x[:0].float().to(DEVICE) for x in qkv())
+    out, lse = triton_attention(q, k, v)
+    assert out.shape == (0, 3, 37, 8) and lse.shape == (0, 3, 37)
+
+
+@needs_triton
+@pytest.mark.skipif(DEVICE == "cuda", reason="it is compiled")
+def test_interpreted_the_kernel_refuses_the_numbers_that_triton_would_multiply_wrongly():
+    with pytest.raises(RuntimeError, match="float32 or float16 where Triton is interpreted, found bfloat16"):
+        triton_attention(*(x.bfloat16() for x in qkv()))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is not None, reason="triton is here")
+def test_without_triton_the_kernel_says_what_does_without():
+    with pytest.raises(RuntimeError, match=r"expected triton, found none.* tiled_attention\(\) does without"):
+        triton_attention(*(x.float() for x in qkv()))
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "error", "message"),
+    [
+        (lambda q, k, v: (q.double(), k.double(), v.double()), {}, TypeError, r"found float64; tiled_attention\(\)"),
+        (lambda q, k, v: (q, k[:, :1], v[:, :1]), {}, ValueError, r"as many heads in k as in q.* k \(2, 1, 37, 8\)"),
+        (lambda q, k, v: (q, k, v[..., :4]), {}, ValueError, r"v as wide; .* v \(2, 3, 37, 4\)"),
+        (lambda q, k, v: (q, k, v), {"tile_keys": 48}, ValueError, "tile_keys as a power of two from 16 on, found 48"),
+        (lambda q, k, v: (q, k, v), {"tile_queries": 8}, ValueError, "power of two from 16 on, found 8"),
+        (lambda q, k, v: (q.requires_grad_(), k, v), {}, RuntimeError, "forward only; found q"),
+    ],
+)
+def test_what_the_kernel_cannot_do_is_refused_also_where_it_cannot_run(change, options, error, message):
+    with pytest.raises(error, match=message):
+        triton_attention(*change(*(x.float() for x in qkv())), **options)
+
+
+def test_importing_the_page_imports_no_triton():
+    code = "import sys, memlab.memory_hierarchy.triton_attention; assert 'triton' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -158,7 +158,7 @@ def test_the_flops_of_a_gpts_step_are_those_that_torchs_own_counter_finds():
 
 
 def test_they_are_the_ones_of_the_arithmetic():
-    """Forward: 2 FLOPs a token for each weight of a matrix, 4 a score for each feature of a head; backward twice that."""
+    """Forward: 2 FLOPs a token for each weight of a matrix, 4 a score for each feature; backward twice that."""
     model, tokens = gpt_step("by hand")
     ops = counted(lambda: model(tokens, tokens).backward())
     weights = sum(p.numel() for name, p in model.named_parameters() if p.dim() == 2 and "embedding" not in name)

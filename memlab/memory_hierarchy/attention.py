@@ -87,7 +87,7 @@ def tiled_attention(
     Raises RuntimeError where autograd would record it; TypeError for dtypes that are not of these or not the same, and
     tile sizes that are no ints; ValueError for tile sizes below 1, shapes that do not fit, and several devices.
     """
-    _refuse(q, k, v, tile_queries, tile_keys)
+    refuse(q, k, v, tile_queries, tile_keys)
     (batch, heads, queries, head_dim), (kv_heads, value_dim) = q.shape, (v.shape[1], v.shape[3])
     keys = min(k.shape[2], queries) if causal else k.shape[2]
     folded, group = batch * kv_heads, heads // kv_heads
@@ -177,7 +177,8 @@ def _part(store: Tensor, *shape: int) -> Tensor:
     return store[: math.prod(shape)].view(shape)
 
 
-def _refuse(q: Tensor, k: Tensor, v: Tensor, tile_queries: int, tile_keys: int) -> None:
+def refuse(q: Tensor, k: Tensor, v: Tensor, tile_queries: int, tile_keys: int) -> None:
+    """Raise what `tiled_attention` raises for these."""
     positive("tile_queries", tile_queries)
     positive("tile_keys", tile_keys)
     shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in {"q": q, "k": k, "v": v}.items())
