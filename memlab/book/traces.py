@@ -30,7 +30,7 @@ from memlab.memory_timeline import Meter, imagine
 from memlab.units import format_bytes
 
 CARD = "H100-80GB"
-SIZES = {"layers": 3, "width": 512, "heads": 8, "context": 4096}
+SIZES = {"layers": 2, "width": 512, "heads": 8, "context": 4096}
 ORDERS = {"shuffled": None, "shortest first": False, "longest first": True}
 
 
@@ -135,7 +135,7 @@ def leak(steps: int = 8) -> Trace:
 
 
 @functools.cache
-def growing_cache(tokens: int = 512, layers: int = 4, rows: int = 32, width: int = 512) -> Trace:
+def growing_cache(tokens: int = 320, layers: int = 4, rows: int = 64, width: int = 512) -> Trace:
     """Text written token by token: `torch.cat` makes every layer's keys and values anew, one token longer each time."""
     with imagine(CARD), torch.no_grad(), Meter() as meter:
         caches = [torch.empty(rows, 64, width) for _ in range(2 * layers)]

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from memlab.units import MiB, format_bytes
+from memlab.units import format_bytes, parse_bytes
 
 ALIGNMENT = 512  # CUDA's allocator's, so that no manager gains by being less careful
 
@@ -42,35 +42,45 @@ class Block:
 class Manager:
     """What every manager has in common: it counts, and it refuses. A kind of manager says how to take and give back.
 
-    capacity_bytes: the most that may be reserved; None for no limit.
+    capacity_bytes: the most that may be reserved, as an int or text such as "16 GiB"; None for no limit.
     """
 
-    def __init__(self, capacity_bytes: int | None = None):
-        self.capacity_bytes = capacity_bytes
+    largest_free_bytes = 0
+
+    def __init__(self, capacity_bytes: int | str | None = None):
+        self.capacity_bytes = None if capacity_bytes is None else parse_bytes(capacity_bytes)
         self.allocated_bytes = self.reserved_bytes = 0
         self._live: set[Block] = set()
 
-    def malloc(self, nbytes: int) -> Block:
-        """A block of at least `nbytes`, aligned to 512 B. For 0 bytes an empty one, which holds nothing.
+    def malloc(self, nbytes: int) -> Block | None:
+        """A block of at least `nbytes`, at a multiple of 512 B; None for 0 bytes.
 
-        Raises ValueError for fewer than 0 bytes, torch.OutOfMemoryError when the capacity does not suffice.
+        Raises torch.OutOfMemoryError, with nothing handed out, when the capacity does not suffice; TypeError for what
+        is no int, ValueError for fewer than 0 bytes.
         """
+        if isinstance(nbytes, bool) or not isinstance(nbytes, int):
+            raise TypeError(f"expected a request in whole bytes, as an int; found {nbytes!r}")
         if nbytes < 0:
             raise ValueError(f"expected a request of 0 bytes or more, found {nbytes}")
-        address, size = self._take(nbytes) if nbytes else (0, 0)
-        block = Block(address, size, nbytes)
+        if nbytes == 0:
+            return None
+        block = Block(*self._take(nbytes), nbytes)
         self._live.add(block)
-        self.allocated_bytes += size
+        self.allocated_bytes += block.size
         return block
 
-    def free(self, block: Block) -> None:
-        """Give a block back. Raises ValueError for one that was never given out, or is given back a second time."""
+    def free(self, block: Block | None) -> None:
+        """Take a block back. None, for 0 bytes, is fine.
+
+        Raises ValueError for one that this manager never gave out, or has got back already.
+        """
+        if block is None:
+            return
         if block not in self._live:
             raise ValueError(f"expected a block in use, of this {type(self).__name__}; found {block!r}: free it once")
         self._live.remove(block)
         self.allocated_bytes -= block.size
-        if block.size:
-            self._give_back(block.address, block.size)
+        self._give_back(block.address, block.size)
 
     def _take(self, nbytes: int) -> tuple[int, int]:
         """Where `nbytes` > 0 are put, as (address, size)."""
@@ -83,10 +93,10 @@ class Manager:
         """Hold `total` bytes of the device from here on, for a request of `nbytes`."""
         if self.capacity_bytes is not None and total > self.capacity_bytes:
             raise torch.OutOfMemoryError(
-                f"{type(self).__name__} out of memory. Expected at most {format_bytes(self.capacity_bytes)} (capacity), "
-                f"found {format_bytes(self.reserved_bytes)} reserved, {format_bytes(self.allocated_bytes)} of them "
-                f"allocated, the largest free piece {format_bytes(self.largest_free_bytes)}, and "
-                f"{format_bytes(nbytes)} more asked for"
+                f"{type(self).__name__} out of memory. Expected at most {format_bytes(self.capacity_bytes)} reserved "
+                f"(capacity_bytes), found a request of {format_bytes(nbytes)} beside "
+                f"{format_bytes(self.allocated_bytes)} allocated and {format_bytes(self.reserved_bytes)} reserved, the "
+                f"largest free piece {format_bytes(self.largest_free_bytes)}; free some first, or raise capacity_bytes"
             )
         self.reserved_bytes = total
 
@@ -128,7 +138,7 @@ class FirstFit(Manager):
     Holes that touch are one hole. `reserved_bytes` is how far the arena ever reached.
     """
 
-    def __init__(self, capacity_bytes: int | None = None):
+    def __init__(self, capacity_bytes: int | str | None = None):
         super().__init__(capacity_bytes)
         self._holes = Ranges()
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from memlab.caching_allocator.managers import ALIGNMENT, Manager, aligned
-from memlab.units import MiB
+from memlab.units import MiB, format_bytes
 
 
 class Buddy(Manager):
@@ -21,20 +21,22 @@ class Buddy(Manager):
         buddy(address, size) = address XOR size
 
     A block is halved until it just holds the request. A freed block whose buddy is free too becomes one with it, and so
-    on upwards. The addresses are 2⁵⁰ bytes, one free block; reserved is how far into them a block ever reached.
+    on upwards. At first 1 TiB of addresses is one free block; reserved is how far into it a block ever reached. Of the
+    free blocks that are large enough a request takes the lowest, so that this mark stays low.
     """
 
-    TOP = 50
+    SMALLEST, LARGEST = 9, 40  # orders: 512 B and 1 TiB
 
-    def __init__(self, capacity_bytes: int | None = None):
+    def __init__(self, capacity_bytes: int | str | None = None):
         super().__init__(capacity_bytes)
-        self._free: list[list[int]] = [[] for _ in range(self.TOP)] + [[0]]  # order → addresses, sorted
+        self._free: dict[int, list[int]] = {order: [] for order in range(self.SMALLEST, self.LARGEST)}  # sorted
+        self._free[self.LARGEST] = [0]
 
     def _take(self, nbytes: int) -> tuple[int, int]:
         wanted = (aligned(nbytes) - 1).bit_length()
-        fitting = [(self._free[k][0], k) for k in range(wanted, self.TOP + 1) if self._free[k]]
+        fitting = [(self._free[k][0], k) for k in range(wanted, self.LARGEST + 1) if self._free[k]]
         if not fitting:
-            raise torch.OutOfMemoryError(f"expected requests that fit into 2**{self.TOP} bytes, found {nbytes:,} more")
+            raise torch.OutOfMemoryError(f"expected requests that fit into 1 TiB, found {format_bytes(nbytes)} more")
         address, order = min(fitting)
         self._reserve(max(self.reserved_bytes, address + (1 << wanted)), nbytes)
         self._free[order].pop(0)
@@ -45,7 +47,7 @@ class Buddy(Manager):
 
     def _give_back(self, address: int, size: int) -> None:
         order = size.bit_length() - 1
-        while order < self.TOP:
+        while order < self.LARGEST:
             free, buddy = self._free[order], address ^ (1 << order)
             i = bisect_left(free, buddy)
             if i == len(free) or free[i] != buddy:
@@ -58,13 +60,13 @@ class Buddy(Manager):
     @property
     def largest_free_bytes(self) -> int:
         """The largest power of two that fits into a free block below the mark that was reached."""
-        rests = [min(1 << k, self.reserved_bytes - free[0]) for k, free in enumerate(self._free) if free]
+        rests = [min(1 << k, self.reserved_bytes - free[0]) for k, free in self._free.items() if free]
         return max((1 << (rest.bit_length() - 1) for rest in rests if rest > 0), default=0)
 
 
 @dataclass(eq=False, slots=True)
 class _Page:
-    """A page of a Slab, cut into equal slots: where it begins, their number, and the addresses of those that are free."""
+    """A page of a Slab, cut into equal slots: where it begins, how many slots, and the addresses of the free ones."""
 
     address: int
     slots: int
@@ -82,7 +84,7 @@ class Slab(Manager):
 
     PAGE = 2 * MiB
 
-    def __init__(self, capacity_bytes: int | None = None):
+    def __init__(self, capacity_bytes: int | str | None = None):
         super().__init__(capacity_bytes)
         self._partial: dict[int, list[_Page]] = {}  # size of a slot → pages with a slot free and a slot in use
         self._empty: list[int] = []  # addresses of pages

@@ -1,9 +1,9 @@
 """A static plan: with all lifetimes known beforehand, every request gets its address before the program runs.
 
-A request is a rectangle: from the event of its malloc to that of its free, and as high as its bytes. To plan is to shift
-the rectangles up and down, none over another, until the pile is low. No pile is lower than the most bytes alive at one
-moment, and finding the lowest is NP-hard (Garey & Johnson 1979, dynamic storage allocation); but to place one rectangle
-after the other, each as low as it goes, in the best of several orders, comes within a percent on a training step.
+A request is a rectangle: from the event of its malloc to that of its free, and as high as its bytes. To plan is to
+shift the rectangles up and down, none over another, until the pile is low. No pile is lower than the most bytes alive
+at one moment, and to find the lowest is NP-hard (Garey & Johnson 1979, "dynamic storage allocation"). But to place one
+rectangle after the other, each as low as it goes, and to keep the best of several orders, comes close.
 
     arena = PlannedArena(plan(requests(meter.timeline)))   # one call to the device, of arena.reserved_bytes
 
@@ -13,7 +13,6 @@ with another batch, needs another plan.
 
 from __future__ import annotations
 
-from bisect import insort
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import accumulate
@@ -21,7 +20,6 @@ from typing import NamedTuple
 
 from memlab.caching_allocator.managers import Block, Manager, Ranges, aligned
 from memlab.caching_allocator.trace import FREE, Trace
-from memlab.units import format_bytes
 
 
 class Lifetime(NamedTuple):
@@ -166,41 +164,42 @@ def _nodes(left: int, right: int) -> list[int]:
 
 
 class PlannedArena(Manager):
-    """An allocator that has the plan's bytes from the start, searches nothing, and serves the planned program only.
+    """An allocator that takes the plan's bytes at once, searches nothing, and serves the planned program only.
 
-    Every malloc and free must come as in the trace, in its order: what differs raises ValueError.
+    Every malloc and free must come as in the trace, in its order: what differs raises ValueError. After the last event
+    what is left may be freed.
     """
 
     def __init__(self, plan: Plan):
         super().__init__(plan.peak_bytes)
         self.plan = plan
         self.reserved_bytes = plan.peak_bytes
-        self._event = self._next = 0
-        self._stops: dict[Block, int] = {}
         self._holes = Ranges()
         if plan.peak_bytes:
             self._holes.add(0, plan.peak_bytes)
+        self._blocks: list[Block | None] = []  # in the order of the mallocs
+        self._event, self._end = 0, max((r.stop for r in plan.requests), default=0)
+        self._due = {event: i for i, r in enumerate(plan.requests) for event in (r.start, r.stop)}  # event → request
 
-    def malloc(self, nbytes: int) -> Block:
-        requests = self.plan.requests
-        planned = requests[self._next] if self._next < len(requests) else None
-        if planned is None or (planned.start, planned.nbytes) != (self._event, nbytes):
-            raise ValueError(self._other(f"a request of {nbytes:,} B"))
+    def malloc(self, nbytes: int) -> Block | None:
+        i = self._due.get(self._event)
+        if i != len(self._blocks) or nbytes != self.plan.requests[i].nbytes:
+            raise ValueError(self._other(f"a request of {nbytes!r} B"))
         block = super().malloc(nbytes)
-        self._stops[block] = planned.stop
-        self._next += 1
+        self._blocks.append(block)
         self._event += 1
         return block
 
-    def free(self, block: Block) -> None:
-        if block in self._stops and self._stops[block] != self._event:
-            raise ValueError(self._other(f"a free of {block.requested:,} B"))
+    def free(self, block: Block | None) -> None:
+        if self._event < self._end:
+            i = self._due[self._event]
+            if i == len(self._blocks) or self._blocks[i] is not block:
+                raise ValueError(self._other(f"the free of {block!r}"))
         super().free(block)
-        del self._stops[block]
         self._event += 1
 
     def _take(self, nbytes: int) -> tuple[int, int]:
-        offset = self.plan.offsets[self._next]
+        offset = self.plan.offsets[len(self._blocks)]
         self._holes.remove(offset, offset + aligned(nbytes))
         return offset, aligned(nbytes)
 
@@ -208,15 +207,13 @@ class PlannedArena(Manager):
         self._holes.add(address, address + size)
 
     def _other(self, found: str) -> str:
-        for r in self.plan.requests:
-            if self._event in (r.start, r.stop):
-                expected = f"{'a request' if self._event == r.start else 'the free'} of {r.nbytes:,} B"
-                break
-        else:
-            expected = "nothing more"
+        i = self._due.get(self._event)
+        expected = "nothing more"
+        if i is not None:
+            expected = f"{'a request' if i == len(self._blocks) else 'the free'} of {self.plan.requests[i].nbytes:,} B"
         return (
-            f"event {self._event}: expected {expected}, as in the trace that was planned, found {found}; "
-            "a static plan serves one program with one shape of batch: plan the other one too"
+            f"event {self._event}: expected {expected}, as in the trace that was planned, found {found}; a static plan "
+            "serves one program on one shape of batch: make another with plan(trace)"
         )
 
     @property

@@ -1,0 +1,450 @@
+"""Other managers: what is in use never overlaps, what is free is found again, and a plan wastes next to nothing."""
+
+import random
+from itertools import combinations, pairwise, permutations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from memlab.caching_allocator.managers import ALIGNMENT, BestFit, FirstFit, Ranges, aligned
+from memlab.caching_allocator.size_classes import Buddy, Slab
+from memlab.caching_allocator.static_plan import ORDERS, PlannedArena, lifetimes, most_alive, place, plan
+from memlab.caching_allocator.trace import FREE, Trace, replay
+from memlab.units import GiB, KiB, MiB
+
+MANAGERS = (FirstFit, BestFit, Buddy, Slab)
+every = pytest.mark.parametrize("manager", MANAGERS)
+
+
+def random_trace(seed: int, events: int, largest: int = 22) -> Trace:
+    """Sizes of 1 byte to 2**largest, as many on every scale; some of 0 bytes; ids come back into use."""
+    rng = random.Random(seed)
+    live, spare, trace = [], [], []
+    for _ in range(events):
+        if live and rng.random() < rng.choice((0.3, 0.6)):
+            spare.append(live.pop(rng.randrange(len(live))))
+            trace.append((spare[-1], FREE))
+        else:
+            live.append(spare.pop() if spare and rng.random() < 0.5 else len(live) + len(spare))
+            trace.append((live[-1], 0 if rng.random() < 0.05 else int(2 ** rng.uniform(0, largest))))
+    return trace
+
+
+traces = st.builds(random_trace, st.integers(0, 10**9), st.integers(0, 60), st.sampled_from((11, 22)))
+
+
+def run(manager, trace):
+    """Yield, after each event, what is held: id → (block, bytes asked for)."""
+    held = {}
+    for name, nbytes in trace:
+        if nbytes == FREE:
+            manager.free(held.pop(name)[0])
+        else:
+            held[name] = manager.malloc(nbytes), nbytes
+        yield held
+
+
+def spans(held) -> list[tuple[int, int]]:
+    return sorted((block.address, block.address + block.size) for block, _ in held.values() if block is not None)
+
+
+# ---- all of them
+
+
+@every
+@given(trace=traces)
+def test_what_is_in_use_never_overlaps_nor_moves_and_the_counts_are_its_sums(manager, trace):
+    manager = manager()
+    born = {}
+    for held in run(manager, trace):
+        places = spans(held)
+        assert all(first[1] <= second[0] for first, second in pairwise(places))
+        for block, nbytes in held.values():
+            assert (block is None) == (nbytes == 0)
+            if block is not None:
+                assert block.address % ALIGNMENT == 0 and block.size >= block.requested == nbytes
+                assert born.setdefault(id(block), (block, block.address))[1] == block.address
+        assert manager.allocated_bytes == sum(stop - start for start, stop in places)
+        assert manager.allocated_bytes <= manager.reserved_bytes
+        assert manager.largest_free_bytes <= manager.reserved_bytes - manager.allocated_bytes
+
+
+@every
+@given(trace=traces)
+def test_the_largest_free_piece_serves_as_it_says_and_one_more_step_does_not(manager, trace):
+    for extra in (0, 1):
+        tried = manager()
+        for _ in run(tried, trace):
+            pass
+        reserved, largest = tried.reserved_bytes, tried.largest_free_bytes
+        if largest + extra:
+            tried.malloc(largest + extra)
+            assert (tried.reserved_bytes > reserved) == bool(extra)
+
+
+@every
+def test_freed_whole_it_holds_nothing_and_serves_the_same_again_without_the_device(manager):
+    manager, reserved = manager(), set()
+    for seed in range(3):
+        blocks = [manager.malloc(700 * k) for k in range(1, 300)]
+        reserved.add(manager.reserved_bytes)
+        for block in random.Random(seed).sample(blocks, len(blocks)):
+            manager.free(block)
+        reserved.add(manager.reserved_bytes)
+        assert manager.allocated_bytes == 0 and len(reserved) == 1
+
+
+@every
+def test_a_block_is_freed_once_and_by_its_own_manager(manager):
+    one, other = manager(), manager()
+    block, kept = one.malloc(1000), one.malloc(1000)
+    one.free(block)
+    with pytest.raises(ValueError, match="expected a block in use"):
+        one.free(block)
+    reused = one.malloc(1000)
+    assert reused.address == block.address
+    with pytest.raises(ValueError, match="expected a block in use"):
+        one.free(block)
+    with pytest.raises(ValueError, match="expected a block in use"):
+        other.free(kept)
+    assert one.allocated_bytes == 2 * kept.size and other.allocated_bytes == 0
+
+
+@every
+def test_nothing_is_asked_for_and_nothing_is_given(manager):
+    manager = manager(capacity_bytes=0)
+    assert manager.malloc(0) is None
+    manager.free(None)
+    assert manager.allocated_bytes == manager.reserved_bytes == manager.largest_free_bytes == 0
+
+
+@every
+@pytest.mark.parametrize(("nbytes", "error"), [(-1, ValueError), (1.5, TypeError), (True, TypeError), ("1", TypeError)])
+def test_what_is_no_size_is_refused(manager, nbytes, error):
+    with pytest.raises(error, match="expected a request"):
+        manager().malloc(nbytes)
+
+
+@every
+def test_beyond_the_capacity_it_raises_and_stays_as_it_was(manager):
+    manager = manager("8 MiB")
+    blocks = [manager.malloc(2 * MiB) for _ in range(4)]
+    before = manager.allocated_bytes, manager.reserved_bytes, manager.largest_free_bytes
+    assert before == (8 * MiB, 8 * MiB, 0)
+    for nbytes in (1, 2 * MiB, 9 * MiB):
+        with pytest.raises(torch.OutOfMemoryError, match=r"at most 8.0 MiB .* 8.0 MiB allocated and 8.0 MiB reserved"):
+            manager.malloc(nbytes)
+    assert (manager.allocated_bytes, manager.reserved_bytes, manager.largest_free_bytes) == before
+    manager.free(blocks[1])
+    assert manager.malloc(2 * MiB).address != blocks[0].address
+
+
+@every
+@given(trace=traces)
+def test_with_just_the_capacity_that_it_reached_it_gets_by_and_with_less_it_does_not(manager, trace):
+    reached = replay(manager(), trace).peak_reserved_bytes
+    free = replay(manager(), trace)
+    assert replay(manager(reached), trace) == free
+    if reached and manager is not Slab:  # which gives empty pages back first
+        with pytest.raises(torch.OutOfMemoryError):
+            replay(manager(reached - 1), trace)
+
+
+# ---- first fit and best fit
+
+
+class Scan:
+    """An arena as one bit per 512 B. A request takes the first run of zeros, or the shortest, that is long enough."""
+
+    def __init__(self, best: bool):
+        self.cells, self.best = [], best
+
+    def malloc(self, nbytes: int) -> tuple[int, int]:
+        need = -(-nbytes // 512)
+        runs, start = [], None
+        for i, used in enumerate([*self.cells, True]):
+            if not used and start is None:
+                start = i
+            if used and start is not None:
+                runs.append((i - start, start))
+                start = None
+        fitting = [r for r in runs if r[0] >= need]
+        if fitting:
+            at = min(fitting)[1] if self.best else fitting[0][1]
+        else:
+            at = len(self.cells)
+            while at and not self.cells[at - 1]:
+                at -= 1
+        self.cells += [False] * (at + need - len(self.cells))
+        self.cells[at : at + need] = [True] * need
+        return at, need
+
+    def free(self, block: tuple[int, int]) -> None:
+        self.cells[block[0] : block[0] + block[1]] = [False] * block[1]
+
+
+@pytest.mark.parametrize(("manager", "best"), [(FirstFit, False), (BestFit, True)])
+@given(trace=st.builds(random_trace, st.integers(0, 10**9), st.integers(0, 150), st.just(14)))
+def test_every_address_is_the_one_that_a_scan_of_the_whole_arena_finds(manager, best, trace):
+    manager, scan = manager(), Scan(best)
+    held = {}
+    for name, nbytes in trace:
+        if nbytes == FREE:
+            block, cells = held.pop(name)
+            manager.free(block)
+            if cells:
+                scan.free(cells)
+        else:
+            held[name] = manager.malloc(nbytes), scan.malloc(nbytes) if nbytes else None
+            if nbytes:
+                assert held[name][0].address == 512 * held[name][1][0]
+        assert manager.reserved_bytes == 512 * len(scan.cells)
+
+
+def test_best_fit_keeps_the_large_hole_that_first_fit_cuts():
+    trace = [(0, 4 * KiB), (1, 512), (2, 1 * KiB), (3, 512), (0, FREE), (2, FREE), (4, 1 * KiB), (5, 4 * KiB)]
+    assert replay(BestFit(), trace).peak_reserved_bytes == 6 * KiB
+    assert replay(FirstFit(), trace).peak_reserved_bytes == 10 * KiB
+
+
+@given(st.lists(st.tuples(st.integers(0, 60), st.integers(1, 20)), max_size=30), st.data())
+def test_ranges_are_a_set_of_numbers(additions, data):
+    ranges, truth = Ranges(), set()
+    for start, length in additions:
+        ranges.add(start, start + length)
+        truth |= set(range(start, start + length))
+        if data.draw(st.booleans()):
+            first, stop = data.draw(st.sampled_from(ranges.ranges))
+            a = data.draw(st.integers(first, stop - 1))
+            b = data.draw(st.integers(a + 1, stop))
+            ranges.remove(a, b)
+            truth -= set(range(a, b))
+        assert {i for a, b in ranges.ranges for i in range(a, b)} == truth
+        assert all(first[1] < second[0] for first, second in pairwise(ranges.ranges))
+        assert all(a < b for a, b in ranges.ranges)
+
+
+# ---- buddies and slabs
+
+
+@given(traces)
+def test_buddies_are_powers_of_two_at_multiples_of_themselves_and_merge_back_to_one(trace):
+    manager = Buddy()
+    held = {}
+    for held in run(manager, trace):
+        for start, stop in spans(held):
+            size = stop - start
+            assert size & (size - 1) == 0 and start % size == 0
+        for block, nbytes in held.values():
+            assert block is None or block.size == 512 or block.size < 2 * nbytes
+    for block, _ in held.values():
+        manager.free(block)
+    untouched = Buddy()
+    assert manager._free == untouched._free, "one free block of all addresses"
+    assert not manager.reserved_bytes or 2 * manager.largest_free_bytes > manager.reserved_bytes
+
+
+def test_two_free_neighbours_that_are_no_buddies_stay_two():
+    manager = Buddy()
+    first, second, third, fourth = (manager.malloc(512) for _ in range(4))
+    assert [block.address for block in (first, second, third, fourth)] == [0, 512, 1024, 1536]
+    manager.free(second)
+    manager.free(third)
+    assert manager.largest_free_bytes == 512
+    manager.free(fourth)
+    assert manager.largest_free_bytes == 1024
+
+
+def test_buddies_round_to_the_next_power_of_two_and_have_no_more_than_a_tebibyte():
+    assert [Buddy().malloc(n).size for n in (1, 512, 513, 1025, 5 * MiB)] == [512, 512, 1024, 2048, 8 * MiB]
+    with pytest.raises(torch.OutOfMemoryError, match="1 TiB"):
+        Buddy().malloc(1024 * GiB + 1)
+
+
+def test_a_slot_wastes_at_most_a_fifth_of_itself_above_two_kibibytes_and_classes_are_few():
+    sizes = {nbytes: Slab.size_class(nbytes) for nbytes in range(1, MiB + 1, 257)}
+    assert all(size >= nbytes and size % 512 == 0 for nbytes, size in sizes.items())
+    assert all(size - aligned(nbytes) < size / 5 for nbytes, size in sizes.items())
+    assert len(set(sizes.values())) == 4 + 4 * 9, "512 to 2048 in steps of 512, then four a doubling up to 1 MiB"
+
+
+def test_a_page_serves_one_class_until_it_is_empty_and_then_any():
+    manager = Slab()
+    small = [manager.malloc(512 * KiB) for _ in range(4)]
+    assert manager.reserved_bytes == 2 * MiB and manager.largest_free_bytes == 0
+    manager.free(small[0])
+    other = manager.malloc(1024)
+    assert manager.reserved_bytes == 4 * MiB, "a free slot of 512 KiB is no help to another class"
+    manager.free(other)
+    for block in small[1:]:
+        manager.free(block)
+    assert manager.largest_free_bytes == 1 * MiB
+    assert {manager.malloc(MiB).address // (2 * MiB) for _ in range(4)} == {0, 1}
+    assert manager.reserved_bytes == 4 * MiB
+
+
+def test_what_is_larger_than_half_a_page_is_the_devices_and_goes_back_to_it():
+    manager = Slab()
+    block = manager.malloc(MiB + 1)
+    assert block.size == manager.reserved_bytes == 2 * MiB
+    manager.free(block)
+    assert manager.reserved_bytes == manager.largest_free_bytes == 0
+
+
+def test_a_slab_gives_empty_pages_back_before_it_gives_up():
+    manager = Slab("4 MiB")
+    manager.free(manager.malloc(512))
+    assert manager.reserved_bytes == 2 * MiB
+    large = manager.malloc(4 * MiB)
+    assert manager.reserved_bytes == 4 * MiB
+    manager.free(large)
+    page = manager.malloc(512)
+    with pytest.raises(torch.OutOfMemoryError):
+        manager.malloc(3 * MiB)
+    manager.free(page)
+
+
+# ---- a static plan
+
+
+def overlap(a: tuple[int, int], b: tuple[int, int]) -> bool:
+    return a[0] < b[1] and b[0] < a[1]
+
+
+def lowest_possible(trace: Trace) -> int:
+    """By placing in every order there is: one of them is that of a lowest pile, from the bottom up."""
+    requests = tuple(lifetimes(trace))
+
+    def height(order) -> int:
+        placed = []
+        for i in order:
+            r, size = requests[i], -(-requests[i].nbytes // 512) * 512
+            ends = [0] + [stop for _, stop, other in placed if overlap((r.start, r.stop), (other.start, other.stop))]
+            for at in sorted(ends):
+                if not any(
+                    overlap((at, at + size), (start, stop)) and overlap((r.start, r.stop), (other.start, other.stop))
+                    for start, stop, other in placed
+                ):
+                    placed.append((at, at + size, r))
+                    break
+        return max((stop for _, stop, _ in placed), default=0)
+
+    return min(height(order) for order in permutations([i for i, r in enumerate(requests) if r.nbytes]))
+
+
+@settings(max_examples=200)
+@given(trace=traces)
+def test_planned_requests_never_overlap_both_in_time_and_in_space(trace):
+    for orders in (ORDERS, *({name: key} for name, key in ORDERS.items())):
+        planned = plan(trace, orders)
+        rectangles = [
+            ((r.start, r.stop), (offset, offset + r.nbytes))
+            for r, offset in zip(planned.requests, planned.offsets, strict=True)
+        ]
+        assert not any(overlap(a[0], b[0]) and overlap(a[1], b[1]) for a, b in combinations(rectangles, 2))
+        assert all(offset % ALIGNMENT == 0 for offset in planned.offsets)
+        assert planned.peak_bytes >= planned.aligned_bound_bytes >= planned.lower_bound_bytes
+
+
+@given(trace=traces)
+def test_the_lower_bound_is_the_most_that_replay_finds_requested(trace):
+    requested = replay(FirstFit(), trace).peak_requested_bytes
+    assert plan(trace).lower_bound_bytes == most_alive(lifetimes(trace)) == requested
+    wide = [(name, nbytes if nbytes == FREE else -(-nbytes // 512) * 512) for name, nbytes in trace]
+    assert plan(trace).aligned_bound_bytes == replay(FirstFit(), wide).peak_requested_bytes
+
+
+def test_each_request_stands_as_low_as_those_before_it_let_it():
+    for seed in range(20):
+        requests = tuple(lifetimes(random_trace(seed, 120)))
+        order = random.Random(seed).sample(range(len(requests)), len(requests))
+        offsets = place(requests, order)
+        for n, i in enumerate(order):
+            r = requests[i]
+            beside = [j for j in order[:n] if overlap(requests[j][2:], r[2:]) and requests[j].nbytes]
+            taken = [(offsets[j], offsets[j] + aligned(requests[j].nbytes)) for j in beside]
+            candidates = [at for at in sorted([0, *(stop for _, stop in taken)]) if r.nbytes]
+            free = [at for at in candidates if not any(overlap((at, at + aligned(r.nbytes)), t) for t in taken)]
+            assert offsets[i] == (free[0] if free else 0)
+
+
+def test_on_tiny_traces_the_plan_is_the_lowest_that_any_order_gives():
+    tried = 0
+    for seed in range(400):
+        trace = random_trace(seed, 12, 13)
+        if sum(nbytes > 0 for _, nbytes in trace) <= 6:
+            assert plan(trace).peak_bytes == lowest_possible(trace)
+            tried += 1
+    assert tried > 40
+
+
+def test_an_order_that_is_worse_is_not_taken_and_without_any_there_is_no_plan():
+    trace = random_trace(5, 300)
+    peaks = {name: plan(trace, {name: key}).peak_bytes for name, key in ORDERS.items()}
+    assert len(set(peaks.values())) > 2
+    best = plan(trace)
+    assert best.peak_bytes == min(peaks.values()) == peaks[best.order]
+    with pytest.raises(ValueError, match="at least one order"):
+        plan(trace, {})
+
+
+@pytest.mark.parametrize("trace", [[(0, FREE)], [(0, 8), (0, FREE), (0, FREE)], [(0, 8), (0, 8)], [(0, -2)]], ids=repr)
+def test_a_trace_that_replay_refuses_is_refused(trace):
+    with pytest.raises(ValueError, match="event .: expected"):
+        replay(FirstFit(), trace)
+    with pytest.raises(ValueError, match=f"event {len(trace) - 1}: expected"):
+        plan(trace)
+
+
+@given(trace=traces)
+def test_the_arena_gives_the_planned_addresses_and_reserves_the_plans_peak(trace):
+    planned = plan(trace)
+    arena = PlannedArena(planned)
+    assert arena.reserved_bytes == planned.peak_bytes
+    given_out = []
+    for held, (name, nbytes) in zip(run(arena, trace), trace, strict=True):
+        if nbytes != FREE:
+            given_out.append(held[name][0])
+        places = spans(held)
+        assert all(first[1] <= second[0] for first, second in pairwise(places))
+        assert arena.allocated_bytes == sum(stop - start for start, stop in places)
+        free = [b - a for a, b in pairwise([0, *(x for place in places for x in place), planned.peak_bytes])][::2]
+        assert arena.largest_free_bytes == max(free)
+    for block, offset in zip(given_out, planned.offsets, strict=True):
+        assert block is None or block.address == offset
+    assert replay(PlannedArena(planned), trace).peak_allocated_bytes == planned.aligned_bound_bytes
+
+
+def test_another_program_than_the_planned_one_is_refused_where_it_differs():
+    trace = [(0, 1000), (1, 2000), (0, FREE), (2, 3000), (1, FREE), (2, FREE)]
+    planned = plan(trace)
+    with pytest.raises(ValueError, match=r"event 1: expected a request of 2,000 B.*found a request of 2001 B"):
+        replay(PlannedArena(planned), [(0, 1000), (1, 2001)])
+    with pytest.raises(ValueError, match=r"event 2: expected the free of 1,000 B.*found a request of 3000 B"):
+        replay(PlannedArena(planned), [(0, 1000), (1, 2000), (2, 3000)])
+    with pytest.raises(ValueError, match=r"event 2: expected the free of 1,000 B.*found the free of .*requested=2000"):
+        replay(PlannedArena(planned), [(0, 1000), (1, 2000), (1, FREE)])
+    with pytest.raises(ValueError, match=r"event 1: expected a request of 2,000 B.*found the free of"):
+        replay(PlannedArena(planned), [(0, 1000), (0, FREE)])
+    arena = PlannedArena(planned)
+    replay(arena, trace)
+    with pytest.raises(ValueError, match="event 6: expected nothing more"):
+        arena.malloc(1000)
+
+
+def test_after_the_planned_program_what_is_left_may_be_freed_once():
+    arena = PlannedArena(plan([(0, 1000), (1, 2000)]))
+    blocks = [arena.malloc(1000), arena.malloc(2000)]
+    for block in reversed(blocks):
+        arena.free(block)
+    assert arena.allocated_bytes == 0
+    with pytest.raises(ValueError, match="expected a block in use"):
+        arena.free(blocks[0])
+
+
+def test_a_plan_of_nothing_is_nothing():
+    assert plan([]).peak_bytes == plan([(0, 0)]).peak_bytes == 0
+    arena = PlannedArena(plan([(0, 0), (0, FREE)]))
+    assert replay(arena, [(0, 0), (0, FREE)]).peak_reserved_bytes == 0
