@@ -108,13 +108,13 @@ def token_budget(batches: int = 12, max_tokens: int = 8192) -> Trace:
 
 @functools.cache
 def train_and_eval(rounds: int = 4, steps: int = 2) -> Trace:
-    """Training steps, and after every few an evaluation, without gradients, of a batch six times as large."""
+    """Training steps, and after every few an evaluation, without gradients, of a batch three times as large."""
     with Training() as run:
         for _ in range(rounds):
             for _ in range(steps):
                 run.step(8, 1024)
             with torch.no_grad():
-                run.model(*run.batch(48, 1024))
+                run.model(*run.batch(24, 1024))
     return run.trace
 
 

@@ -113,7 +113,7 @@ class Ranges:
         i = bisect_left(ranges, (start,))
         if i and ranges[i - 1][1] >= start:
             i -= 1
-            start, stop = ranges[i][0], max(ranges[i][1], stop)
+            start = ranges[i][0]
         j = i
         while j < len(ranges) and ranges[j][0] <= stop:
             stop = max(stop, ranges[j][1])
