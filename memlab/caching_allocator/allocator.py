@@ -16,7 +16,7 @@ them, and keeps a freed block for the next request instead of giving it back. Th
 *allocated* are the blocks in use, each counted whole; *reserved* are the segments. One stream is modelled: a real pool
 keeps blocks of different streams apart, and has a block wait that another stream still uses.
 
-Source: c10/cuda/CUDACachingAllocator.cpp in PyTorch's repository, whose docstrings call the same things the same names.
+Source: c10/cuda/CUDACachingAllocator.cpp in PyTorch's repository, where the same things have the same names.
 """
 
 from __future__ import annotations
@@ -201,12 +201,12 @@ class CachingAllocator:
             f"CUDA out of memory. Tried to allocate {exact(segment_bytes(size))}. GPU 0 has a total capacity of "
             f"{exact(capacity)} of which {exact(capacity - self.reserved_bytes)} is free. Of the allocated memory "
             f"{exact(self.allocated_bytes)} is allocated by PyTorch, and {exact(unallocated)} is reserved by PyTorch "
-            f"but unallocated. The request was for {exact(size)}, from the {pool.name} pool, where {exact(free)} of "
-            f"the unallocated bytes are: {advice}"
+            f"but unallocated. The request was for {exact(size)}, from the {pool.name} pool, which has {exact(free)} "
+            f"of the unallocated bytes: {advice}"
         )
 
     def _no_request(self, nbytes: int) -> None:
-        if isinstance(nbytes, bool) or not isinstance(nbytes, int):
+        if type(nbytes) is not int:
             raise TypeError(f"expected a request in whole bytes, as an int; found {nbytes!r}")
         if nbytes < 0:
             raise ValueError(f"expected a request of 0 bytes or more, found {nbytes}")
