@@ -34,6 +34,14 @@ SIZES = {"layers": 2, "width": 512, "heads": 8, "context": 4096}
 ORDERS = {"shuffled": None, "shortest first": False, "longest first": True}
 
 
+class Steps(list):
+    """A trace that knows where its steps end: `ends` are positions in it, each right after a step's last request."""
+
+    def __init__(self, trace: Trace, ends: list[int]):
+        super().__init__(trace)
+        self.ends = ends
+
+
 class Training:
     """A GPT in training on an imagined card, and the meter that watches it: `with Training() as run: run.step(8, 512)`.
 
@@ -46,6 +54,7 @@ class Training:
             self._meter = stack.enter_context(Meter())
             self.model = GPT(**SIZES)
             self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True)
+            self._ends: list[int] = []
             self._undo = stack.pop_all()
         return self
 
@@ -61,18 +70,19 @@ class Training:
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
+        self._ends.append(self._meter.event_count)
 
     def step(self, rows: int, tokens: int) -> None:
         """One training step on a batch of that shape."""
         self.update(self.model(*self.batch(rows, tokens)))
 
     @property
-    def trace(self) -> Trace:
+    def trace(self) -> Steps:
         """What was asked for so far."""
-        return requests(self._meter.timeline)
+        return Steps(requests(self._meter.timeline), self._ends)
 
 
-def stepped(shapes: list[tuple[int, int]]) -> Trace:
+def stepped(shapes: list[tuple[int, int]]) -> Steps:
     """One training step after the other, on batches of these (rows, tokens)."""
     with Training() as run:
         for rows, tokens in shapes:
@@ -81,13 +91,13 @@ def stepped(shapes: list[tuple[int, int]]) -> Trace:
 
 
 @functools.cache
-def training_steps(steps: int = 6) -> Trace:
+def training_steps(steps: int = 6) -> Steps:
     """Steps of one shape: from the second on, all ask for the same in the same order."""
     return stepped([(8, 1024)] * steps)
 
 
 @functools.cache
-def varying_lengths(order: str = "shuffled", batches: int = 12, rows: int = 16) -> Trace:
+def varying_lengths(order: str = "shuffled", batches: int = 12, rows: int = 16) -> Steps:
     """Steps on batches of `rows` documents of the committed list, padded to the longest.
 
     order: of the batches: "shuffled", "shortest first" or "longest first". The batches are the same.
@@ -100,14 +110,14 @@ def varying_lengths(order: str = "shuffled", batches: int = 12, rows: int = 16) 
 
 
 @functools.cache
-def token_budget(batches: int = 12, max_tokens: int = 8192) -> Trace:
+def token_budget(batches: int = 12, max_tokens: int = 8192) -> Steps:
     """Steps on batches of like length with at most so many tokens each (chapter 07): no two of quite the same size."""
     drawn = token_batches(lengths(), max_tokens)[:batches]
     return stepped([(len(batch), max(lengths()[i] for i in batch)) for batch in drawn])
 
 
 @functools.cache
-def train_and_eval(rounds: int = 4, steps: int = 2) -> Trace:
+def train_and_eval(rounds: int = 4, steps: int = 2) -> Steps:
     """Training steps, and after every few an evaluation, without gradients, of a batch three times as large."""
     with Training() as run:
         for _ in range(rounds):
@@ -119,7 +129,7 @@ def train_and_eval(rounds: int = 4, steps: int = 2) -> Trace:
 
 
 @functools.cache
-def leak(steps: int = 8) -> Trace:
+def leak(steps: int = 8) -> Steps:
     """Steps that each keep a sample of 2 MiB of their logits; at the end all is let go of, except the samples."""
     samples = []
     with Training() as run:
@@ -135,17 +145,19 @@ def leak(steps: int = 8) -> Trace:
 
 
 @functools.cache
-def growing_cache(tokens: int = 320, layers: int = 4, rows: int = 64, width: int = 512) -> Trace:
+def growing_cache(tokens: int = 320, layers: int = 4, rows: int = 64, width: int = 512) -> Steps:
     """Text written token by token: `torch.cat` makes every layer's keys and values anew, one token longer each time."""
     with imagine(CARD), torch.no_grad(), Meter() as meter:
         caches = [torch.empty(rows, 64, width) for _ in range(2 * layers)]
+        ends = []
         for _ in range(tokens):
             for i, cache in enumerate(caches):
                 caches[i] = cache = torch.cat((cache, torch.empty(rows, 1, width)), 1)
-    return requests(meter.timeline)
+            ends.append(meter.event_count)
+    return Steps(requests(meter.timeline), ends)
 
 
-Workloads = Mapping[str, Callable[[], Trace]]
+Workloads = Mapping[str, Callable[[], Steps]]
 Managers = Mapping[str, Callable[[Trace], Allocator]]
 
 TRACES: Workloads = {

@@ -188,6 +188,11 @@ class Meter(TorchDispatchMode):
             raise RuntimeError("expected a Meter that has run: `with meter: ...` first, then meter.timeline")
         return self._history.timeline()
 
+    @property
+    def event_count(self) -> int:
+        """How many allocations and frees were recorded so far, on all devices: a mark in the timeline to come."""
+        return len(self._history.changes)
+
     # ---- the hot path: once an op, so every look-up counts, and calls are few
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):

@@ -1,0 +1,61 @@
+"""Chapter 04: how fast the allocator's model replays, how near a static plan comes to its bound, recorded decisions."""
+
+from __future__ import annotations
+
+import random
+import statistics
+
+from memlab.book.measures.timing import seconds, spread
+from memlab.book.snapshots import recorded_decisions
+from memlab.book.traces import TRACES
+from memlab.caching_allocator import FREE, CachingAllocator, ExpandableAllocator, Trace, plan, replay
+
+
+def replay_speed(device: str, rounds: int) -> list[tuple]:
+    """Events a second through `replay`: traces of training, and a million random requests and frees."""
+    traces = {"a GPT's training, varying lengths": TRACES["lengths, shuffled"](), "10⁶ random events": random_trace()}
+    rows = []
+    for name, trace in traces.items():
+        for make in (CachingAllocator, ExpandableAllocator):
+            times = [seconds(lambda make=make, trace=trace: replay(make(), trace)) for _ in range(min(rounds, 7))]
+            speeds = [len(trace) / time / 1e5 for time in times]
+            must = "≥ 5" if make is CachingAllocator else ""
+            rows.append((f"{make.__name__}, {name}, 10⁵ events a second", spread(speeds, "{:.1f}"), must))
+    return rows
+
+
+def random_trace(events: int = 1_000_000, live: int = 500, seed: int = 0) -> Trace:
+    """Requests of 1 B to 32 MiB, most of them small, of which about `live` are held at a time."""
+    draw = random.Random(seed)
+    trace: Trace = []
+    held: list[int] = []
+    for name in range(events):
+        if len(trace) >= events:
+            break
+        trace.append((name, int(2 ** draw.uniform(0, 25))))
+        held.append(name)
+        if len(held) > live:
+            at = draw.randrange(len(held))
+            held[at], held[-1] = held[-1], held[at]
+            trace.append((held.pop(), FREE))
+    return trace[:events]
+
+
+def static_plans(device: str, rounds: int) -> list[tuple]:
+    """A static plan's peak against the most that is ever held at once, no plan's peak being lower."""
+    ratios = {}
+    for name, trace in TRACES.items():
+        packed = plan(trace())
+        ratios[name] = packed.peak_bytes / packed.lower_bound_bytes
+    rows = [("static plan / lower bound, a GPT's training steps", f"{ratios['steps of one shape']:.4f}×", "≤ 1.02×")]
+    median, most = statistics.median(ratios.values()), max(ratios, key=ratios.__getitem__)
+    rows.append(("… all workloads", f"median {median:.4f}×, at most {ratios[most]:.4f}× ({most})", ""))
+    return rows
+
+
+def recorded_allocator(device: str, rounds: int) -> list[tuple]:
+    """The model's decisions against a GPU's recorded ones."""
+    rows = recorded_decisions().rows
+    if not rows:
+        return [("allocator's decisions equal to a GPU's", "not recorded yet", "≥ 99 %")]
+    return [(f"allocator's decisions equal to a GPU's, {name}", figure, "≥ 99 %") for name, figure, *_ in rows]
