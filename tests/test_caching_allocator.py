@@ -360,6 +360,25 @@ def test_when_full_one_oversize_block_goes_before_the_whole_cache_does():
     assert allocator.reserved_bytes == (146 - 60 + 36) * MiB and allocator.num_alloc_retries == 0
 
 
+def test_when_none_is_large_enough_the_largest_go_until_they_are_together():
+    allocator = MaxSplitAllocator(30 * MiB, 110 * MiB)
+    blocks = [allocator.malloc(size * MiB) for size in (30, 34, 30, 10)]
+    for block in blocks:
+        allocator.free(block)
+    allocator.malloc(60 * MiB)  # 34 MiB and one of the two of exactly 30 MiB
+    assert [d.size // MiB for d in allocator.decisions if d.action == "segment_free"] == [34, 30]
+    assert allocator.reserved_bytes == 100 * MiB and allocator.num_alloc_retries == 0
+
+
+def test_when_together_they_are_not_the_whole_cache_goes_though_what_is_free_already_might_do():
+    allocator = MaxSplitAllocator(30 * MiB, 100 * MiB)
+    held, oversize, other = (allocator.malloc(size * MiB) for size in (40, 30, 10))
+    allocator.free(oversize), allocator.free(other)
+    allocator.malloc(50 * MiB)  # 20 MiB are free, 30 more would do
+    assert [d.size // MiB for d in allocator.decisions if d.action == "segment_free"] == [30, 10]
+    assert held.in_use and allocator.num_alloc_retries == 1
+
+
 @pytest.mark.parametrize("size", [20 * MiB, "20 MiB", 0])
 def test_max_split_size_must_be_more_than_the_segments_that_are_there_to_be_cut(size):
     with pytest.raises(ValueError, match=r"more than 20.0 MiB, .* found"):
