@@ -235,4 +235,5 @@ def segment_bytes(size: int) -> int:
 
 
 def exact(nbytes: int) -> str:
+    """Two decimals, as in CUDA's own message."""
     return format_bytes(nbytes, digits=2)

@@ -37,6 +37,7 @@ class Block:
 
     @property
     def in_use(self) -> bool:
+        """Whether somebody holds it."""
         return self.state is IN_USE
 
     def __repr__(self) -> str:
@@ -67,6 +68,7 @@ class Pool:
         insort(self.free, (block.size, block.address, block))
 
     def remove(self, block: Block) -> None:
+        """Take out a block that is in the pool."""
         del self.free[bisect_left(self.free, (block.size, block.address))]
 
     def __repr__(self) -> str:

@@ -40,6 +40,7 @@ class Device:
         return True
 
     def unmap(self, nbytes: int) -> None:
+        """Take the bytes from behind addresses, which stay reserved."""
         self.used_bytes -= nbytes
 
     def reserve(self, nbytes: int) -> int:
@@ -63,7 +64,8 @@ class Device:
 
 
 def whole_pages(nbytes: int, page: int = PAGE_BYTES) -> int:
-    """
+    """`nbytes` rounded up to a multiple of `page`.
+
     >>> whole_pages(1), whole_pages(4 * MiB)
     (2097152, 4194304)
     """

@@ -48,6 +48,7 @@ class ExpandableAllocator(CachingAllocator):
         self._unmapped: dict[Pool, list[tuple[int, Block]]] = {pool: [] for pool in self._pools}  # sorted by address
 
     def empty_cache(self) -> None:
+        """Give back every whole page inside a free block."""
         for pool in self._pools:
             for _, _, block in pool.free.copy():
                 self._unmap(block)
@@ -149,6 +150,7 @@ class ExpandableAllocator(CachingAllocator):
 
 
 def page_bytes(pool: Pool) -> int:
+    """How much a pool maps at a time: as much as its segments would have without expandable ones."""
     return SMALL_SEGMENT_BYTES if pool.name == "small" else LARGE_SEGMENT_BYTES
 
 

@@ -26,9 +26,11 @@ class Allocator(Protocol):
     reserved_bytes: int  # taken from the device
     largest_free_bytes: int  # the largest piece that is reserved and not in use
 
-    def malloc(self, nbytes: int) -> object: ...
+    def malloc(self, nbytes: int) -> object:
+        """A block of at least `nbytes`."""
 
-    def free(self, block: object) -> None: ...
+    def free(self, block: object) -> None:
+        """Take a block back."""
 
 
 def requests(timeline: Timeline) -> Trace:
@@ -72,10 +74,12 @@ class Replay:
 
     @property
     def peak_allocated_bytes(self) -> int:
+        """The most bytes in blocks in use at once."""
         return max(self.allocated)
 
     @property
     def peak_reserved_bytes(self) -> int:
+        """The most bytes taken from the device at once: what the card must have."""
         return max(self.reserved)
 
     @property
