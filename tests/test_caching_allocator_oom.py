@@ -1,0 +1,216 @@
+"""The out-of-memory message: every variant of its words, the sums behind it, and which remedy is named."""
+
+import re
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from memlab.caching_allocator.allocator import CachingAllocator
+from memlab.caching_allocator.oom import explain_oom, read_oom
+from memlab.units import GiB, KiB, MiB
+
+TAIL = (
+    " If reserved but unallocated memory is large try setting PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to "
+    "avoid fragmentation.  See documentation for Memory Management  (https://docs.pytorch.org/docs/stable/notes/cuda.html)"
+)
+
+
+def format_size(nbytes):
+    """How PyTorch writes a size: two decimals, and up to 1024 of each unit."""
+    for scale, unit in ((1, "bytes"), (KiB, "KiB"), (MiB, "MiB")):
+        if nbytes <= 1024 * scale:
+            return f"{nbytes} bytes" if scale == 1 else f"{nbytes / scale:.2f} {unit}"
+    return f"{nbytes / GiB:.2f} GiB"
+
+
+def message(
+    asked, total, free, allocated, unallocated, *, process=None, others=(), allowed=None, private=0, name="CUDA"
+):
+    text = f"{name} out of memory. Tried to allocate {format_size(asked)}. GPU 0 has a total capacity of "
+    text += f"{format_size(total)} of which {format_size(free)} is free. "
+    text += "".join(f"Process {pid} has {format_size(nbytes)} memory in use. " for pid, nbytes in others)
+    if process is not None:
+        text += f"Including non-PyTorch memory, this process has {format_size(process)} memory in use. "
+    if allowed is not None:
+        text += f"{format_size(allowed)} allowed; "
+    text += f"Of the allocated memory {format_size(allocated)} is allocated by PyTorch, "
+    if private:
+        text += f"with {format_size(private)} allocated in private pools (e.g., CUDA Graphs), "
+    return text + f"and {format_size(unallocated)} is reserved by PyTorch but unallocated." + TAIL
+
+
+FULL = message(
+    *(2 * GiB, 80 * GiB, 1.5 * GiB, 60 * GiB, 3 * GiB),
+    process=65 * GiB,
+    others=[(7, 9 * GiB), (8, 5 * GiB)],
+    allowed=70 * GiB,
+    private=512 * MiB,
+)
+
+
+def by_meaning(rows, part):
+    (row,) = [row for row in rows if part in row.meaning]
+    return row
+
+
+def test_every_figure_of_the_longest_message_is_read():
+    oom = read_oom(FULL)
+    assert (oom.asked, oom.total, oom.free) == (2 * GiB, 80 * GiB, 1.5 * GiB)
+    assert (oom.process, oom.others, oom.allowed) == (65 * GiB, 14 * GiB, 70 * GiB)
+    assert (oom.allocated, oom.private, oom.unallocated) == (60 * GiB, 512 * MiB, 3 * GiB)
+    assert oom.reserved == 63 * GiB and oom.besides == 2 * GiB
+
+
+def test_every_row_has_its_words_in_the_message_and_a_level():
+    rows = explain_oom(FULL)
+    assert len(rows) == 11  # ten figures, but the two processes as one; and two sums
+    for row in rows:
+        assert (
+            row.words in FULL
+            or row.words == "Process 7 has 9.00 GiB memory in use. Process 8 has 5.00 GiB memory in use."
+        )
+        assert row.level in ("driver", "reserved", "allocated", "reserved, not allocated") and row.meaning
+        if row.words:
+            assert format_size(row.nbytes) in row.words or row.nbytes == 14 * GiB
+    assert [row.nbytes for row in rows if not row.words] == [2 * GiB, 63 * GiB]
+
+
+@pytest.mark.parametrize("name", ["CUDA", "HIP", "XPU"])
+def test_the_shortest_message_of_every_vendor_is_read(name):
+    text = message(2 * GiB, 80 * GiB, GiB, 60 * GiB, GiB, name=name)
+    oom = read_oom(text)
+    assert oom.process is oom.others is oom.allowed is oom.private is oom.besides is None
+    assert oom.elsewhere == 18 * GiB
+    assert "neither free nor PyTorch's" in by_meaning(explain_oom(text), "neither free").meaning
+
+
+def test_a_message_that_does_not_tell_what_is_free_is_read():
+    text = message(2 * GiB, 80 * GiB, GiB, 60 * GiB, GiB, name="XPU").replace(" of which 1024.00 MiB is free", "")
+    assert read_oom(text).free is None and read_oom(text).elsewhere is None
+    assert len(explain_oom(text)) == 5
+
+
+@given(st.lists(st.integers(0, 200 * GiB), min_size=9, max_size=9), st.booleans(), st.booleans(), st.booleans())
+def test_figures_are_read_to_the_two_decimals_they_have(sizes, has_process, has_limit, has_others):
+    asked, free, allocated, unallocated, process, private, allowed, other, more = sizes
+    total = 201 * GiB + more
+    options = {"process": process} if has_process else {}
+    options |= {"allowed": allowed} if has_limit else {}
+    options |= {"others": [(5, other)]} if has_others else {}
+    oom = read_oom(message(asked, total, free, allocated, unallocated, private=private, **options))
+    wanted = {"asked": asked, "total": total, "free": free, "allocated": allocated, "unallocated": unallocated}
+    wanted |= {"process": process if has_process else None, "allowed": allowed if has_limit else None}
+    wanted |= {"private": private or None, "others": other if has_others else None}
+    for name, nbytes in wanted.items():
+        found = getattr(oom, name)
+        assert found == nbytes or abs(found - nbytes) <= (0.005 * GiB if nbytes > GiB else 0.005 * MiB), name
+    for row in explain_oom(oom_error(asked, total, free, allocated, unallocated)):
+        assert row.nbytes >= 0
+
+
+def oom_error(*figures):
+    return torch.OutOfMemoryError(message(*figures))
+
+
+def test_the_exception_its_text_and_a_log_around_it_are_the_same():
+    rows = explain_oom(FULL)
+    assert explain_oom(torch.OutOfMemoryError(FULL)) == rows
+    assert (
+        explain_oom(f"Traceback (most recent call last):\n  x = y\ntorch.OutOfMemoryError: {FULL}\nrank 3: died")
+        == rows
+    )
+    assert explain_oom(re.sub(r"(\. |, )", r"\1\n   ", FULL)) == rows
+
+
+def test_of_two_messages_the_first_is_read():
+    second = message(4 * GiB, 16 * GiB, GiB, 2 * GiB, GiB, allowed=3 * GiB)
+    short = message(2 * GiB, 80 * GiB, GiB, 60 * GiB, GiB)
+    assert explain_oom(short + "\n" + second) == explain_oom(short)
+
+
+def test_with_as_much_unallocated_as_was_asked_for_it_can_be_fragmentation():
+    row = explain_oom(oom_error(2 * GiB, 80 * GiB, GiB, 60 * GiB, 3 * GiB))[-1]
+    assert "fragmentation" in row.meaning and "expandable_segments:True" in row.remedy
+    row = explain_oom(oom_error(2 * GiB, 80 * GiB, GiB, 60 * GiB, GiB))[-1]
+    assert "too little" in row.meaning and "only fewer bytes" in row.remedy and "expandable" not in row.remedy
+
+
+@pytest.mark.parametrize("asked", [2 * MiB, 20 * MiB])
+def test_a_shared_segment_was_asked_for_on_behalf_of_less(asked):
+    assert read_oom(oom_error(asked, GiB, MiB, 900 * MiB, 2 * MiB)).can_be_fragmented
+    assert not read_oom(oom_error(asked, GiB, MiB, 900 * MiB, MiB)).can_be_fragmented
+    assert "for a request of" in explain_oom(oom_error(asked, GiB, MiB, 900 * MiB, MiB))[0].meaning
+
+
+def test_emptying_the_cache_is_never_a_remedy():
+    for unallocated in (GiB, 30 * GiB):
+        rows = explain_oom(oom_error(2 * GiB, 80 * GiB, GiB, 40 * GiB, unallocated))
+        assert "empty_cache() is none" in rows[-1].remedy
+        assert not any("empty_cache" in row.remedy for row in rows[:-1])
+
+
+def test_a_limit_of_the_programs_own_is_told_from_a_full_card():
+    limited = message(2 * GiB, 80 * GiB, 40 * GiB, 38 * GiB, GiB, allowed=40 * GiB)
+    assert "raise it" in by_meaning(explain_oom(limited), "own limit").remedy
+    assert "the limit refused" in by_meaning(explain_oom(limited), "no process has it").remedy
+    full = message(2 * GiB, 80 * GiB, GiB, 60 * GiB, GiB, allowed=79 * GiB)
+    assert by_meaning(explain_oom(full), "own limit").remedy == "not what refused here"
+    assert by_meaning(explain_oom(full), "no process has it").remedy == "it is 1.00 GiB too little"
+
+
+def test_other_processes_are_named_where_they_hold_what_is_missing():
+    rows = explain_oom(message(2 * GiB, 80 * GiB, GiB, 60 * GiB, GiB, process=62 * GiB))
+    row = by_meaning(rows, "neither free nor this process's")
+    assert row.nbytes == 17 * GiB and "nvidia-smi" in row.remedy
+    rows = explain_oom(message(2 * GiB, 80 * GiB, GiB, 77 * GiB, GiB, process=78.5 * GiB))
+    assert by_meaning(rows, "neither free nor this process's").remedy == ""
+    assert by_meaning(rows, "that, less what PyTorch reserved").nbytes == GiB // 2
+
+
+def test_a_driver_that_does_not_know_is_not_believed():
+    text = FULL.replace("this process has 65.00 GiB", "this process has 17179869184.00 GiB")
+    assert read_oom(text).process is None and read_oom(text).besides is None
+
+
+def test_the_models_error_is_read_like_cudas():
+    model = CachingAllocator("1000 MiB")
+    blocks = [model.malloc(30 * MiB) for _ in range(33)]
+    for block in blocks[::2]:
+        model.free(block)
+    kept = [model.malloc(25 * MiB) for _ in range(17)]
+    assert all(kept)
+    with pytest.raises(torch.OutOfMemoryError) as error:
+        model.malloc(64 * MiB)
+    oom = read_oom(error.value)
+    assert (oom.asked, oom.total, oom.free) == (64 * MiB, 1000 * MiB, 10 * MiB)
+    assert (oom.allocated, oom.unallocated) == (model.allocated_bytes, model.reserved_bytes - model.allocated_bytes)
+    assert oom.can_be_fragmented and "fragmentation" in explain_oom(error.value)[-1].meaning
+
+
+FOREIGN = [
+    "",
+    "CUDA error: out of memory",
+    "CUDA out of memory. Tried to allocate more than 1EB memory.",
+    "RuntimeError: CUDA out of memory. Tried to allocate 16.00 GiB (GPU 0; 11.93 GiB total capacity; 4.00 GiB already)",
+    "Allocation on device 0 would exceed allowed memory. (out of memory)\nCurrently allocated     : 1.00 GiB",
+    FULL.replace("Of the allocated memory", "Of it"),
+    "Of the allocated memory 1.00 GiB is allocated by PyTorch",
+    "x" * 100_000,
+]
+
+
+@pytest.mark.parametrize("text", FOREIGN)
+def test_foreign_text_is_refused_with_what_was_expected(text):
+    with pytest.raises(ValueError, match="expected PyTorch's message with .*pass the whole text") as error:
+        explain_oom(text)
+    assert len(str(error.value)) < 400
+    with pytest.raises(ValueError):
+        explain_oom(RuntimeError(text))
+
+
+@pytest.mark.parametrize("thing", [None, 5, b"CUDA out of memory", [FULL]])
+def test_what_is_neither_text_nor_error_is_refused(thing):
+    with pytest.raises(TypeError, match="expected an error or its text"):
+        explain_oom(thing)
