@@ -208,20 +208,20 @@ class _Replay:
         device.script, device.refuses = deque(waiting), refused
         block = self.served(model, event.size)
         device.script, device.refuses = deque(), False
-        asked = f"a request of {format_bytes(event.size)}"
-        same = self.decide(number, asked, waiting, refused, block is None)
+        same = self.decide(number, event, waiting, refused, block is None)
         if refused:
             model.free(block)
             return
         self.comparison.requests += 1
-        block = block or self.served(model, event.size)  # the GPU is not full any more
-        self.new_decisions()
         if block is None:
-            return
+            block = self.served(model, event.size)  # the GPU is not full any more
+            self.new_decisions()
+            if block is None:
+                return
         self.live[event.address] = model, block
         self.comparison.addresses_equal += block.address == event.address
         if same and block.address != event.address:
-            self.differ(number, asked, f"served it at {event.address:#x}", f"served it at {block.address:#x}")
+            self.differ(number, event, f"served it at {event.address:#x}", f"served it at {block.address:#x}")
 
     def served(self, model: CachingAllocator, nbytes: int):
         try:
@@ -241,7 +241,7 @@ class _Replay:
         for key, model in self.models.items():
             if key[1] == 0 or any((event.stream, event.pool) == key for event in run):
                 model.empty_cache()
-        self.decide(number, "the cache was emptied", run, False, False)
+        self.decide(number, None, run, False, False)
         return waiting[len(run) :]
 
     def could_give_back(self) -> set[int]:
@@ -264,12 +264,15 @@ class _Replay:
             model.decisions.clear()
         return found
 
-    def decide(self, number: int, asked: str, recorded: list[Event], refused: bool, model_refused: bool) -> bool:
-        real_did = [event[:3] for event in recorded]
+    def decide(self, number: int, asked: Event | None, recorded: list[Event], refused: bool, model_refused: bool):
         model_did = self.new_decisions()
+        self.comparison.decisions += 1
+        if not recorded and not model_did and refused == model_refused:
+            self.comparison.decisions_equal += 1
+            return True
+        real_did = [event[:3] for event in recorded]
         real, model = Counter(map(_compared, real_did)), Counter(map(_compared, model_did))
         same = real == model and refused == model_refused
-        self.comparison.decisions += 1
         self.comparison.decisions_equal += same
         self.comparison.segments += sum((real | model).values())
         self.comparison.segments_equal += sum((real & model).values())
@@ -277,9 +280,10 @@ class _Replay:
             self.differ(number, asked, _told(real_did, refused), _told(model_did, model_refused))
         return same
 
-    def differ(self, number: int, asked: str, real: str, model: str) -> None:
+    def differ(self, number: int, asked: Event | None, real: str, model: str) -> None:
         if len(self.comparison.differences) < MOST_DIFFERENCES:
-            self.comparison.differences.append(Difference(number, asked, real, model))
+            question = "the cache was emptied" if asked is None else f"a request of {format_bytes(asked.size)}"
+            self.comparison.differences.append(Difference(number, question, real, model))
 
 
 def _compared(did: tuple[str, int, int]) -> tuple:

@@ -53,7 +53,8 @@ def segments_at_start(record: DeviceRecord, oversize_bytes: int | None = None) -
         elif event.action == "free_completed":
             live[event.address] = None, event.size
         elif event.action in ("segment_alloc", "segment_map"):
-            mapped = _without(_joined(mapped), event.address, event.size, position)
+            mapped = _joined(mapped) if event.action == "segment_map" else mapped
+            _take_out(mapped, event.address, event.size, position)
         elif event.action in ("segment_free", "segment_unmap"):
             expandable = event.action == "segment_unmap"
             kind = _kind_of(record, mapped, event.address, event.size, expandable)
@@ -80,18 +81,14 @@ def _outline(segments: Iterable[Segment]) -> list[tuple]:
     return found
 
 
-def _without(mapped: list[list], address: int, size: int, position: int) -> list[list]:
-    """The ranges without this one, which was taken at `position`."""
-    left = []
-    for start, nbytes, *more in mapped:
+def _take_out(mapped: list[list], address: int, size: int, position: int) -> None:
+    """Take a range, which was taken from the GPU at `position`, out of the one that it is in."""
+    for i, (start, nbytes, *more) in enumerate(mapped):
         if start <= address and address + size <= start + nbytes:
-            left += [[a, b - a, *more] for a, b in ((start, address), (address + size, start + nbytes)) if a < b]
-            size = 0
-        else:
-            left.append([start, nbytes, *more])
-    if size:
-        raise ValueError(f"event {position}: expected a segment that is still there at the end or was given back")
-    return left
+            ends = (start, address), (address + size, start + nbytes)
+            mapped[i : i + 1] = [[low, high - low, *more] for low, high in ends if low < high]
+            return
+    raise ValueError(f"event {position}: expected a segment that is still there at the end or was given back")
 
 
 def _kind_of(record: DeviceRecord, mapped: list[list], address: int, size: int, expandable: bool) -> str:
