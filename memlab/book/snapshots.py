@@ -1,13 +1,47 @@
-"""Recorded snapshots: what a real GPU's allocator did, one JSON file a run, in chapters/results/snapshots."""
+"""Recorded snapshots: what a real GPU's allocator did, one JSON file a program, in chapters/results/snapshots.
+
+python -m memlab.book.snapshots chapters/results/snapshots      on a GPU: record the programs, and compare each
+"""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
-from memlab.caching_allocator.snapshot import Snapshot
+import torch
+
+from memlab.book.tables import Table
+from memlab.book.workloads import GPT
+from memlab.caching_allocator.compare import compare
+from memlab.caching_allocator.snapshot import Snapshot, record_snapshot
+from memlab.units import format_bytes
+
+FOLDER = "results/snapshots"
 
 
-def recorded_snapshots(folder: str | Path = "results/snapshots") -> tuple[dict[str, Snapshot], list[Path]]:
+def train(shapes: list[tuple[int, int]], evaluate: int = 0) -> None:
+    """Training steps of a small GPT on batches of these (rows, tokens), on the GPU, from nothing; `evaluate`: a batch
+    of so many rows after every second step, without gradients."""
+    model = GPT(layers=4, width=256, heads=4, context=2048).cuda()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for number, (rows, tokens) in enumerate(shapes):
+        model(*(torch.randint(256, (rows, tokens), device="cuda") for _ in "xy")).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if evaluate and number % 2:
+            with torch.no_grad():
+                model(*(torch.randint(256, (evaluate, tokens), device="cuda") for _ in "xy"))
+
+
+PROGRAMS: dict[str, Callable[[], None]] = {
+    "steps of one shape": lambda: train([(8, 512)] * 6),
+    "longer and longer": lambda: train([(8, tokens) for tokens in range(100, 2000, 190)]),
+    "training and evaluation": lambda: train([(8, 512)] * 8, evaluate=24),
+}
+
+
+def recorded_snapshots(folder: str | Path = FOLDER) -> tuple[dict[str, Snapshot], list[Path]]:
     """The snapshots in a folder, by the names of their files, and the files there that cannot be read.
 
     Empty where none is recorded yet, and where there is no such folder.
@@ -19,3 +53,32 @@ def recorded_snapshots(folder: str | Path = "results/snapshots") -> tuple[dict[s
         except (ValueError, OSError):
             damaged.append(path)
     return snapshots, damaged
+
+
+def recorded_decisions(folder: str | Path = FOLDER) -> Table:
+    """For each recorded snapshot: how many of the GPU's decisions the model takes too, and the two peaks of reserved."""
+    snapshots, damaged = recorded_snapshots(folder)
+    rows = []
+    for name, snapshot in snapshots.items():
+        found = compare(snapshot)
+        peaks = (format_bytes(nbytes, 2) for nbytes in (found.real_peak_bytes, found.model_peak_bytes))
+        equal = f"{found.decisions_equal:,} of {found.decisions:,}"
+        rows.append((name, equal, *peaks, f"{snapshot.device}, torch {snapshot.torch}"))
+    rows += [(path.name, "damaged: record it anew", "–", "–", "–") for path in damaged]
+    rows = rows or [("no program", "not recorded yet", "–", "–", "–")]
+    return Table(["program", "decisions equal", "reserved at the peak, GPU", "the model", "recorded on"], rows)
+
+
+def main() -> None:
+    """Record every program on the GPU at hand, each from an empty cache, and print how the model compares."""
+    folder = Path(sys.argv[1] if len(sys.argv) > 1 else FOLDER)
+    folder.mkdir(parents=True, exist_ok=True)
+    card = torch.cuda.get_device_name().lower().replace(" ", "-") if torch.cuda.is_available() else ""
+    for name, program in PROGRAMS.items():
+        torch.cuda.empty_cache()
+        record_snapshot(program).save(folder / f"{card}_{name.replace(' ', '_')}.json")
+    print(recorded_decisions(folder))
+
+
+if __name__ == "__main__":
+    main()

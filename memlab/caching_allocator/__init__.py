@@ -10,6 +10,7 @@ from memlab.caching_allocator.allocator import CachingAllocator, OutOfMemory
 from memlab.caching_allocator.expandable_segments import ExpandableAllocator
 from memlab.caching_allocator.managers import BestFit, FirstFit
 from memlab.caching_allocator.max_split_size import MaxSplitAllocator
+from memlab.caching_allocator.oom import explain_oom
 from memlab.caching_allocator.size_classes import Buddy, Slab
 from memlab.caching_allocator.static_plan import PlannedArena, plan
 from memlab.caching_allocator.trace import FREE, Replay, Trace, replay, requests
@@ -27,6 +28,7 @@ __all__ = [
     "Replay",
     "Slab",
     "Trace",
+    "explain_oom",
     "plan",
     "replay",
     "requests",

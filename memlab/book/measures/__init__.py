@@ -4,6 +4,7 @@ A measure is a function of a device ("cpu" or "cuda") and a number of rounds; it
 measured, the figure, and what it must reach ("" where nothing is demanded).
 """
 
+from memlab.book.measures.caching_allocator import recorded_allocator, replay_speed, static_plans
 from memlab.book.measures.gradient_accumulation import (
     accumulated_gradients,
     accumulation_time,
@@ -11,6 +12,7 @@ from memlab.book.measures.gradient_accumulation import (
     padding,
 )
 from memlab.book.measures.memory_arithmetic import imagined_step
+from memlab.book.measures.memory_hierarchy import tiled_attention_digits_and_bytes, tiled_attention_time
 from memlab.book.measures.memory_timeline import import_time, meter_cost_per_op, meter_exactness, meter_time
 from memlab.book.measures.mixed_precision import loss_scaling, master_weights
 from memlab.book.measures.pictures import pictures_that_move
@@ -21,6 +23,11 @@ MEASURES = (
     meter_exactness,
     import_time,
     imagined_step,
+    tiled_attention_digits_and_bytes,
+    tiled_attention_time,
+    replay_speed,
+    static_plans,
+    recorded_allocator,
     loss_scaling,
     master_weights,
     accumulated_gradients,
