@@ -90,13 +90,13 @@ class _Machine:
         self.open: set[int] = set()
 
     def run(self, raw: bytes) -> object:
+        if raw[:1] != b"\x80" or raw[1:2] not in (b"\2", b"\3", b"\4", b"\5"):
+            raise ValueError("something else, or a pickle of another protocol than 2 to 5")
         opcodes = pickletools.genops(io.BytesIO(raw))
         stack, memo = self.stack, self.memo
         before, position = "", -1
         for opcode, argument, position in _readable(opcodes):
             name = opcode.name
-            if position == 0 and not (name == "PROTO" and 2 <= argument <= 5):
-                raise ValueError("something else, or a pickle of another protocol than 2 to 5")
             try:
                 if name in LITERALS:
                     if type(argument) is int and not -(2**63) <= argument < 2**64:
