@@ -130,17 +130,18 @@ def test_of_two_messages_the_first_is_read():
     assert explain_oom(short + "\n" + second) == explain_oom(short)
 
 
-def test_with_as_much_unallocated_as_was_asked_for_it_can_be_fragmentation():
-    row = explain_oom(oom_error(2 * GiB, 80 * GiB, GiB, 60 * GiB, 3 * GiB))[-1]
-    assert "fragmentation" in row.meaning and "expandable_segments:True" in row.remedy
-    row = explain_oom(oom_error(2 * GiB, 80 * GiB, GiB, 60 * GiB, GiB))[-1]
+def test_with_as_much_free_and_unallocated_as_was_asked_for_it_can_be_fragmentation():
+    for free, unallocated in ((GiB, 3 * GiB), (GiB, GiB), (0, 2 * GiB)):
+        row = explain_oom(oom_error(2 * GiB, 80 * GiB, free, 60 * GiB, unallocated))[-1]
+        assert "fragmentation" in row.meaning and "expandable_segments:True" in row.remedy
+    row = explain_oom(oom_error(2 * GiB, 80 * GiB, GiB, 60 * GiB, GiB - 8 * MiB))[-1]
     assert "too little" in row.meaning and "only fewer bytes" in row.remedy and "expandable" not in row.remedy
 
 
 @pytest.mark.parametrize("asked", [2 * MiB, 20 * MiB])
 def test_a_shared_segment_was_asked_for_on_behalf_of_less(asked):
     assert read_oom(oom_error(asked, GiB, MiB, 900 * MiB, 2 * MiB)).can_be_fragmented
-    assert not read_oom(oom_error(asked, GiB, MiB, 900 * MiB, MiB)).can_be_fragmented
+    assert not read_oom(oom_error(asked, GiB, 0, 900 * MiB, MiB)).can_be_fragmented
     assert "for a request of" in explain_oom(oom_error(asked, GiB, MiB, 900 * MiB, MiB))[0].meaning
 
 

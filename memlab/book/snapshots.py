@@ -56,7 +56,7 @@ def recorded_snapshots(folder: str | Path = FOLDER) -> tuple[dict[str, Snapshot]
 
 
 def recorded_decisions(folder: str | Path = FOLDER) -> Table:
-    """For each recorded snapshot: how many of the GPU's decisions the model takes too, and the two peaks of reserved."""
+    """For each recorded snapshot: how many of the GPU's decisions the model takes too, and both peaks of reserved."""
     snapshots, damaged = recorded_snapshots(folder)
     rows = []
     for name, snapshot in snapshots.items():

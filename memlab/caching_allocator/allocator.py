@@ -186,23 +186,23 @@ class CachingAllocator:
 
     # ---- what it says when it cannot
 
-    _cure = "which expandable segments avoid"
+    _cure = "which expandable segments may avoid"
 
     def _explain(self, pool: Pool, size: int) -> str:
         unallocated = self.reserved_bytes - self.allocated_bytes
         capacity = self.reserved_bytes if self.capacity_bytes is None else self.capacity_bytes
         free = sum(size for size, _, _ in pool.free)
-        if free >= size:
-            advice = f"enough, but in pieces of at most {exact(pool.free[-1][0])}: fragmentation, {self._cure}."
+        if free and free + capacity - self.reserved_bytes >= size:
+            advice = f"in pieces of at most {exact(pool.free[-1][0])}: fragmentation, {self._cure}."
         else:
-            advice = "too little: free tensors, or ask for less at a time."
+            advice = "too little, with all that is free: free tensors, or ask for less at a time."
         return (
             # CUDA's own words first, by which people and tools know the error.
             f"CUDA out of memory. Tried to allocate {exact(segment_bytes(size))}. GPU 0 has a total capacity of "
             f"{exact(capacity)} of which {exact(capacity - self.reserved_bytes)} is free. Of the allocated memory "
             f"{exact(self.allocated_bytes)} is allocated by PyTorch, and {exact(unallocated)} is reserved by PyTorch "
             f"but unallocated. The request was for {exact(size)}, from the {pool.name} pool, which has {exact(free)} "
-            f"of the unallocated bytes: {advice}"
+            f"of the unallocated bytes, {advice}"
         )
 
     def _no_request(self, nbytes: int) -> None:

@@ -6,8 +6,8 @@
 
 Three sums explain it. *Reserved* = allocated + unallocated, all that PyTorch took from the driver. What the process has
 besides is the driver's own: the context, kernels, other libraries. And what is neither free nor this process's belongs
-to somebody else. Then one comparison decides: with at least as much unallocated as was asked for, the bytes are there,
-but not in one piece, and the allocator's settings can help; with less, nothing but fewer bytes will do.
+to somebody else. Then one comparison decides: where free and unallocated are at least what was asked for, the bytes are
+there, but not in one piece, and the allocator's settings can help; with less, nothing but fewer bytes will do.
 
 The bytes "tried to allocate" are those of a *segment*: 20 MiB for a tensor of 2. PyTorch emptied its cache before it
 gave up, so `torch.cuda.empty_cache()` after the error gives back nothing that would have helped.
@@ -89,12 +89,14 @@ class OomMessage:
 
     @property
     def can_be_fragmented(self) -> bool:
-        """Whether what is unallocated may do for the request, were it in one piece.
+        """Whether what is unallocated and what the card (or the limit) still gives may do together for the request.
 
         A segment of 2 MiB or 20 MiB is asked for on behalf of less, any other for up to 2 MiB less.
         """
         shared = self.asked in (PAGE_BYTES, SHARED_SEGMENT_BYTES)
-        return self.unallocated >= (PAGE_BYTES if shared else self.asked - PAGE_BYTES)
+        left = max(self.allowed - self.reserved, 0) if self.over_its_limit else self.free or 0
+        wanted = PAGE_BYTES if shared else self.asked - PAGE_BYTES
+        return min(left, self.asked) + self.unallocated >= wanted and self.unallocated > 0
 
     @property
     def over_its_limit(self) -> bool:
@@ -213,8 +215,8 @@ def _on_allowed(oom: OomMessage) -> str:
 
 def _unallocated(oom: OomMessage) -> str:
     if oom.can_be_fragmented:
-        return "free in segments that are partly in use; enough for this request, but in pieces: fragmentation"
-    return "free in segments that are partly in use; too little for this request even in one piece"
+        return "free in segments that are partly in use; enough with what is free, but in pieces: fragmentation"
+    return "free in segments that are partly in use; too little for this request, with all that is free"
 
 
 def _on_unallocated(oom: OomMessage) -> str:
