@@ -314,6 +314,11 @@ def doubling(pair):
     return b"".join(bytes([*b"h", i, *b"h", i]).join(pair) for i in range(60))
 
 
+def broad(levels):
+    """Lists of a hundred lists, one and the same, and so on: 100 ** levels for whoever walks them."""
+    return b"(]\x94" + b"".join(b"]\x94(" + bytes([*b"h", i]) * 100 + b"e" for i in range(levels)) + b"t"
+
+
 def declared(opcode, kind, length):
     return inside(opcode + struct.pack(kind, length) + b"abc")
 
@@ -326,6 +331,7 @@ BOMBS = {
     "a list changed after its end": (inside(b"(]\x94]h\x00ah\x00K\x01at"), "finished, so none holds itself"),
     "doubling lists": (inside(b"(]\x94" + doubling((b"]\x94(", b"e")) + b"t"), "counted as seen"),
     "doubling tuples": (inside(b"()\x94" + doubling((b"", b"\x86\x94")) + b"t"), "counted as seen"),
+    "broad lists": (inside(broad(6)), "more than 10,000,000 values"),
     "deep lists": (inside(b"]" * 2000 + b"a" * 1999), "deeper than 32"),
     "empty lists without end": (inside(b"]" * 500_000), "too many values"),
     "marks without end": (inside(b"(" * 500_000), "too many values"),
