@@ -18,6 +18,7 @@ from memlab.units import GiB
 from tests import (
     exercises_gradient_accumulation,
     exercises_memory_arithmetic,
+    exercises_memory_hierarchy,
     exercises_memory_timeline,
     exercises_mixed_precision,
 )
@@ -25,6 +26,7 @@ from tests import (
 ANSWERS = {
     "memory_timeline": exercises_memory_timeline,
     "memory_arithmetic": exercises_memory_arithmetic,
+    "memory_hierarchy": exercises_memory_hierarchy,
     "mixed_precision": exercises_mixed_precision,
     "gradient_accumulation": exercises_gradient_accumulation,
 }
