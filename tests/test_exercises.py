@@ -16,6 +16,7 @@ from memlab.book.exercises import COURSE, sources
 from memlab.book.notebooks import problems
 from memlab.units import GiB
 from tests import (
+    exercises_caching_allocator,
     exercises_gradient_accumulation,
     exercises_memory_arithmetic,
     exercises_memory_hierarchy,
@@ -27,6 +28,7 @@ ANSWERS = {
     "memory_timeline": exercises_memory_timeline,
     "memory_arithmetic": exercises_memory_arithmetic,
     "memory_hierarchy": exercises_memory_hierarchy,
+    "caching_allocator": exercises_caching_allocator,
     "mixed_precision": exercises_mixed_precision,
     "gradient_accumulation": exercises_gradient_accumulation,
 }

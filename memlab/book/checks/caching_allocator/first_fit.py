@@ -32,8 +32,8 @@ def _shown(holes: Holes) -> str:
     return f"[{', '.join(map(str, holes[:6]))}{', …' if len(holes) > 6 else ''}]"
 
 
-def _same(found: object, right: Holes, where: str) -> None:
-    """Raise Wrong unless the list of holes has become what it should."""
+def _same(found: object, right: Holes, before: Holes, where: str) -> None:
+    """Raise Wrong unless the list of holes, as it was before, has become what it should."""
     if not isinstance(found, list) or not all(isinstance(hole, (tuple, list)) and len(hole) == 2 for hole in found):
         raise Wrong(f"{where}: holes is no list of pairs (start, stop) any more.")
     holes = [tuple(hole) for hole in found]
@@ -42,6 +42,8 @@ def _same(found: object, right: Holes, where: str) -> None:
     if holes == right:
         return
     look = f" Expected {_shown(right)}, found {_shown(holes)}."
+    if holes == before:
+        raise Wrong(f"{where}: the list is as it was; change it in place, as `holes[i] = …` does.{look}")
     more = sum(stop - start for start, stop in holes) - sum(stop - start for start, stop in right)
     if any(start >= stop for start, stop in holes):
         raise Wrong(f"{where}: a hole of no bytes is no hole; the list would grow for ever.{look}")
@@ -100,7 +102,13 @@ def malloc(answer: object) -> str:
 def _gives(function: Callable, holes: Holes, nbytes: int) -> None:
     where = f"holes {_shown(holes)}, malloc(holes, {nbytes:,})"
     given, right = list(holes), list(holes)
-    found, address = function(given, nbytes), _first(right, nbytes)
+    address = _first(right, nbytes)
+    try:
+        found = function(given, nbytes)
+    except MemoryError as error:
+        if not str(error):
+            raise
+        raise Wrong(f"{where}: expected {address}; you raise MemoryError: {error}") from None
     if found is not None and type(found) is not int:
         raise Wrong(f"{where}: expected an address (int) or None, found {type(found).__name__}.")
     if found != address:
@@ -110,15 +118,20 @@ def _gives(function: Callable, holes: Holes, nbytes: int) -> None:
         if found is None:
             exact = " It fits exactly." if fits[0][0] == nbytes else ""
             raise Wrong(f"{where}: expected {address:,}, found None.{exact}")
+        small = [stop - start for start, stop in holes if start == found and stop - start < nbytes]
         look = ""
-        if found == min(fits)[1]:
+        if small:
+            look = f" The hole there has {small[0]:,} B only."
+        elif fits[0][0] == nbytes:
+            look = " The first of them that will do fits exactly."
+        elif found == min(fits)[1]:
             look = " That is best fit, the smallest hole. First fit takes the one at the lowest address."
         elif found == max(fits)[1]:
             look = " That is the largest hole. First fit takes the one at the lowest address."
         elif found == fits[0][2] - nbytes:
             look = " That is the high end of the hole; take the low one."
         raise Wrong(f"{where}: expected {address:,}, found {found:,}.{look}")
-    _same(given, right, f"{where} gives {found if found is None else format(found, ',')}; after it")
+    _same(given, right, holes, f"{where} gives {found if found is None else format(found, ',')}; after it")
 
 
 @exercise
@@ -158,7 +171,7 @@ def _takes(function: Callable, holes: Holes, address: int, nbytes: int) -> None:
     except ValueError as error:
         raise Wrong(f"{where}: these bytes are in use, also where they touch a hole. You raise: {error}") from None
     _joined(right, address, nbytes)
-    _same(given, right, where)
+    _same(given, right, holes, where)
 
 
 def _refuses(function: Callable, holes: Holes, address: int, nbytes: int) -> None:
@@ -167,7 +180,7 @@ def _refuses(function: Callable, holes: Holes, address: int, nbytes: int) -> Non
     try:
         function(given, address, nbytes)
     except ValueError:
-        _same(given, holes, f"{where} raises; after it")
+        _same(given, holes, [], f"{where} raises; after it")
     else:
         raise Wrong(
             f"{where}: some of these bytes are free already. Expected a ValueError: a program that frees twice "

@@ -38,7 +38,7 @@ def _snapshots(kind: Callable[[], CachingAllocator]) -> dict[str, tuple[list[dic
     """A card's segments, and what its empty_cache() then gave back."""
     programs: dict[str, Trace] = {
         "an empty card": [],
-        "three tensors of 30 MiB, the middle one freed": _tower((30, 30, 30), (1,)),
+        "tensors of 31, 71 and 31 MiB, the middle one freed": _tower((31, 71, 31), (1,)),
         "ten tensors of 5 MiB, all but the last freed": _tower((5,) * 10, tuple(range(9))),
         "tensors of 3 and 50 MiB in turn, the large ones freed": _tower((3, 50) * 5, (1, 3, 5, 7, 9)),
     }
@@ -55,14 +55,19 @@ def _snapshots(kind: Callable[[], CachingAllocator]) -> dict[str, tuple[list[dic
     return found
 
 
-def _counted(answer: object, name: str, kind: Callable, known: Callable[[list[dict]], dict[int, str]]) -> None:
-    """Raise Wrong unless the answer says of each of these cards what empty_cache() gave back."""
+def _counted(
+    answer: object, name: str, kind: Callable, known: Callable[[list[dict]], dict[int, str]], hint: str
+) -> None:
+    """Raise Wrong unless the answer says of each of these cards what empty_cache() gave back.
+
+    known: from a card's segments, what is to be said of well-known wrong figures; hint: of all others.
+    """
     function = a_function(answer, f"{name}(segments)")
     for card, (segments, right) in _snapshots(kind).items():
         given = copy.deepcopy(segments)
         found = function(given)
         where = f"{card}: {name}(segments)"
-        same_bytes(found, right, where, known(segments).get(found, "") if type(found) is int else "")
+        same_bytes(found, right, where, known(segments).get(found, hint) if type(found) is int else "")
         if given != segments:
             raise Wrong(f"{where}: your function has changed the snapshot that it was given.")
 
@@ -92,7 +97,8 @@ def given_back(answer: object) -> str:
             sum(segment["allocated_size"] for segment in segments): "That is what is in use, and stays.",
         }
 
-    _counted(answer, "given_back", CachingAllocator, known)
+    hint = "Those segments go back in which no block is in use, and no others."
+    _counted(answer, "given_back", CachingAllocator, known, hint)
     return "What is cached beside a block in use stays, however large."
 
 
@@ -114,21 +120,22 @@ def pages_given_back(answer: object) -> str:
 
     def known(segments: list[dict]) -> dict[int, str]:
         absolute = pages(segments, lambda base, start, stop, page: inside(0, base + start, base + stop, page))
-        return {
-            sum(s["total_size"] for s in segments if not s["active_size"]): "Those are the segments that are free as a "
-            "whole. These ones go back page by page.",
-            pages(segments, lambda base, start, stop, page: stop - start): "Those are all the free bytes. A page "
-            "goes back as a whole, or not at all.",
-            pages(segments, lambda base, start, stop, page: (stop - start) // page * page): "So many pages would fit "
-            "into the free blocks, but a block begins where it likes: what counts are pages that lie in it whole.",
+        return {  # the last of equals counts
+            absolute: "Pages are counted from their segment's first address, which need not be a multiple of 20 MiB.",
+            pages(segments, inside, 20 * MiB): "Pages of the small pool have 2 MiB.",
+            pages(segments, inside, 2 * MiB): "Pages of the large pool have 20 MiB.",
             pages(segments, lambda base, start, stop, page: (stop // page - -(-start // page)) * page): "A free "
             "block within one page has no whole page, and takes none from the others either: at least 0.",
             pages(segments, lambda base, start, stop, page: (-(-stop // page) - start // page) * page): "Those are "
             "all pages that a free block touches. Other blocks are in some of them.",
-            absolute: "Pages are counted from their segment's first address, which need not be a multiple of 20 MiB.",
-            pages(segments, inside, 2 * MiB): "Pages of the large pool have 20 MiB.",
-            pages(segments, inside, 20 * MiB): "Pages of the small pool have 2 MiB.",
+            pages(segments, lambda base, start, stop, page: (stop - start) // page * page): "So many pages would fit "
+            "into the free blocks, but a block begins where it likes: what counts are pages that lie in it whole.",
+            sum(s["total_size"] for s in segments if not s["active_size"]): "Those are the segments that are free as a "
+            "whole. These ones go back page by page.",
+            pages(segments, lambda base, start, stop, page: stop - start): "Those are all the free bytes. A page "
+            "goes back as a whole, or not at all.",
         }
 
-    _counted(answer, "pages_given_back", lambda: ExpandableAllocator("80 GB"), known)
+    hint = "Of each free block: from the first beginning of a page in it to the last."
+    _counted(answer, "pages_given_back", lambda: ExpandableAllocator("80 GB"), known, hint)
     return "A block in use keeps its own pages, and no others."

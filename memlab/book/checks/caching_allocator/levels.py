@@ -40,16 +40,19 @@ def reserved_bytes(answer: object) -> str:
             name = f"reserved_bytes({nbytes:,}, {count:,})"
             with NoTensors():
                 found = whole_bytes(function(nbytes, count), name)
-            apart = {
-                count * segment: "That is a segment for each tensor. Several share one, if they fit.",
+            known = {  # the last of equals counts
+                count // held * segment: "The last segment is reserved as well, however few of its blocks are in use.",
+                -(-count * nbytes // segment) * segment: f"Each request is rounded up first: a block of {block:,} B.",
                 -(-count * block // segment) * segment: f"A segment holds {held:,} whole blocks of {block:,} B: no "
                 "block lies across two segments.",
+                count * segment: "That is a segment for each tensor. Several share one, if they fit.",
                 count * block: "Those are the blocks, *allocated*. Reserved are whole segments.",
                 count * nbytes: "That is *requested*. Reserved are whole segments, in which there are whole blocks.",
-                count // held * segment: "The last segment is reserved as well, however few of its blocks are in use.",
             }
-            where = f"from the {'small' if block <= MiB else 'large'} pool" if held > 1 else "with a segment of its own"
-            look = apart.get(found, f"It is a block of {block:,} B, {where}.")
+            pool = (
+                f"is from the {'small' if block <= MiB else 'large'} pool" if held > 1 else "has a segment of its own"
+            )
+            look = known.get(found, f"A block of {block:,} B {pool}.") if count else "Without a tensor, no segment."
             same_bytes(found, -(-count // held) * segment, name, look)
     return "Whole blocks in whole segments: seven tensors of 7 MiB hold 49 MiB and reserve 80."
 

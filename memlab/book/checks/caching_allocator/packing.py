@@ -66,7 +66,7 @@ def offsets(answer: object) -> str:
     for name, asked, peak in over:
         bound = _bound(asked)
         if peak > _ABOVE * bound:
-            look = ""
+            look = " Which requests should be placed first? And is every gap used, also one that fits exactly?"
             if peak == sum(nbytes for *_, nbytes in asked):
                 look = " Every request has bytes of its own. Those that are never alive together may share."
             elif name == "one after the other":
@@ -109,8 +109,8 @@ def _valid(function: Callable, asked: list[Request], where: str) -> int:
             if found[i] < found[j] + asked[j][2] and found[j] < found[i] + nbytes:
                 raise Wrong(
                     f"{where}: requests {min(i, j)} and {max(i, j)} overlap: (start, stop, nbytes) {asked[min(i, j)]} "
-                    f"at {found[min(i, j)]:,}, and {asked[max(i, j)]} at {found[max(i, j)]:,}. Are your offsets in "
-                    "the order of the requests?"
+                    f"at {found[min(i, j)]:,}, and {asked[max(i, j)]} at {found[max(i, j)]:,}. Both are alive "
+                    f"at event {start}. (Offsets are in the order of the requests.)"
                 )
         alive.append(i)
     return max((offset + nbytes for offset, (*_, nbytes) in zip(found, asked, strict=True)), default=0)
