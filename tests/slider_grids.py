@@ -2,7 +2,17 @@
 
 import re
 
-SLIDERS = re.compile(r"\b(Interactive|what_if|explore_number|gradient_histogram|explore_batches)\(")
+MAKERS = (
+    "Interactive",
+    "what_if",
+    "explore_blocks",
+    "explore_roofline",
+    "explore_tiles",
+    "explore_number",
+    "gradient_histogram",
+    "explore_batches",
+)
+SLIDERS = re.compile(rf"\b({'|'.join(MAKERS)})\(")
 MOST_PICTURES = 500
 
 

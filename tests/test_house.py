@@ -37,6 +37,8 @@ DRIVERS = tuple(
         "numbers",
         "curves",
         "batches",
+        "block_map",
+        "hierarchy",
     )
 )
 

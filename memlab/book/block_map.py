@@ -70,8 +70,8 @@ def draw_blocks(history: History, event: int, title: str = "") -> Picture:
         values = [nbytes / scale for nbytes in getattr(done, level)]
         below.step(events, values, where="post", color=colour, linestyle=style, linewidth=1.2, label=level)
     below.axvline(event, color="black", linewidth=1)
-    below.set_xlim(0, len(events) - 1)
-    below.set_ylim(0, done.peak_reserved_bytes / scale * 1.15)
+    below.set_xlim(0, max(len(events) - 1, 1))
+    below.set_ylim(0, max(done.peak_reserved_bytes / scale * 1.15, 1e-9))
     finish(below, "event (a malloc or a free)", f"bytes ({unit})")
     below.legend(loc="lower right", ncols=3, fontsize=SMALL_SIZE, framealpha=0.85)
     now = {level: getattr(done, level)[event] for level in LEVELS}

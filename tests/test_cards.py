@@ -1,0 +1,32 @@
+"""The smallest card on which a trace runs: it runs there, and on none that is smaller."""
+
+import pytest
+
+from memlab.book.cards import ALLOCATORS, STEP, smallest_card
+from memlab.caching_allocator import FREE, CachingAllocator, OutOfMemory, replay
+from memlab.units import MiB
+
+LONGER = [event for n in range(1, 20) for event in ((n, 11 * n * MiB), (n, FREE))]
+PINNED = [(n, 5 * MiB) for n in range(8)] + [(n, FREE) for n in range(0, 8, 2)] + [(9, 16 * MiB)]
+
+
+@pytest.mark.parametrize("trace", [LONGER, PINNED, [(0, 1)]], ids=["longer and longer", "pinned", "one byte"])
+@pytest.mark.parametrize("name", ALLOCATORS)
+def test_it_runs_on_the_smallest_card_and_on_none_that_is_one_step_smaller(trace, name):
+    card = smallest_card(trace, make=ALLOCATORS[name])
+    replay(ALLOCATORS[name](capacity_bytes=card), trace)
+    if card > STEP:
+        with pytest.raises(OutOfMemory):
+            replay(ALLOCATORS[name](capacity_bytes=card - STEP), trace)
+
+
+def test_a_tensor_that_grows_needs_no_more_than_itself_since_a_full_card_empties_the_cache():
+    assert smallest_card(LONGER) == 11 * 19 * MiB + 1 * MiB
+    assert replay(CachingAllocator(), LONGER).peak_reserved_bytes > 5 * smallest_card(LONGER)
+
+
+def test_the_cache_is_emptied_where_it_is_asked_to_be():
+    trace = [(0, 5 * MiB), (0, FREE), (1, 18 * MiB), (2, 5 * MiB)]
+    assert smallest_card(trace) == 20 * MiB + 20 * MiB  # 18 MiB out of the cached 20: then there is no room for 5 more
+    assert smallest_card(trace, [2]) == 18 * MiB + 20 * MiB
+    assert smallest_card(trace, [1, 3]) == smallest_card(trace)
