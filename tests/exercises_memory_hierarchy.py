@@ -526,6 +526,9 @@ WRONG: dict[str, dict[str, str]] = {
             BEGIN="out, tokens = torch.empty_like(q), q.shape[-2]; torch.empty(tokens, tokens, dtype=torch.bool)",
             TILE="256",
         ),
+        "room for half of the scores": window(
+            BEGIN="out, tokens = torch.empty_like(q), q.shape[-2]; room = torch.empty(tokens * tokens // 2)"
+        ),
         "all earlier keys, masked": window(FROM="0"),
         "all keys, masked": window(FROM="0")
         .replace("k[..., first:end, :]", "k")
