@@ -162,6 +162,7 @@ class FirstFit(Manager):
 
     @property
     def largest_free_bytes(self) -> int:
+        """The largest hole below the end of the heap."""
         return self._holes.largest
 
 

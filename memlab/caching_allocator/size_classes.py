@@ -139,5 +139,6 @@ class Slab(Manager):
 
     @property
     def largest_free_bytes(self) -> int:
+        """The largest free slot; of an empty page half, the largest that it can be cut into."""
         slots = [size for size, pages in self._partial.items() if pages]
         return max([*slots, self.PAGE // 2 if self._empty else 0], default=0)

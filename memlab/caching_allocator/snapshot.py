@@ -83,10 +83,12 @@ class DeviceRecord(NamedTuple):
 
     @property
     def reserved_bytes(self) -> int:
+        """Of all segments at the end of the recording."""
         return sum(segment.size for segment in self.segments)
 
     @property
     def allocated_bytes(self) -> int:
+        """Of all blocks in use at the end of the recording."""
         blocks = (block for segment in self.segments for block in segment.blocks)
         return sum(block.size for block in blocks if block.state == "active_allocated")
 

@@ -209,4 +209,5 @@ def _lay(allocator: CachingAllocator, address: int, nbytes: int, kind: str, piec
 
 
 def rounded(nbytes: int) -> int:
+    """The size of the block that serves a request, before it takes a rest that is not split off."""
     return max(-(-nbytes // BLOCK_BYTES), 1) * BLOCK_BYTES

@@ -75,16 +75,19 @@ class Plan:
 
     @property
     def peak_bytes(self) -> int:
+        """The arena's size: where the highest request ends."""
         return max(
             (offset + aligned(r.nbytes) for r, offset in zip(self.requests, self.offsets, strict=True)), default=0
         )
 
     @property
     def lower_bound_bytes(self) -> int:
+        """The most that the program had requested at one moment."""
         return most_alive(self.requests)
 
     @property
     def aligned_bound_bytes(self) -> int:
+        """The same with every request rounded up to 512 B."""
         return most_alive(self.requests, aligned)
 
 
@@ -182,6 +185,7 @@ class PlannedArena(Manager):
         self._due = {event: i for i, r in enumerate(plan.requests) for event in (r.start, r.stop)}  # event → request
 
     def malloc(self, nbytes: int) -> Block | None:
+        """The block at the planned address. Raises ValueError for another request than the planned one."""
         i = self._due.get(self._event)
         if i != len(self._blocks) or nbytes != self.plan.requests[i].nbytes:
             raise ValueError(self._other(f"a request of {nbytes!r} B"))
@@ -191,6 +195,7 @@ class PlannedArena(Manager):
         return block
 
     def free(self, block: Block | None) -> None:
+        """Give the planned block back. Raises ValueError for another one."""
         if self._event < self._end:
             i = self._due[self._event]
             if i == len(self._blocks) or self._blocks[i] is not block:
@@ -218,4 +223,5 @@ class PlannedArena(Manager):
 
     @property
     def largest_free_bytes(self) -> int:
+        """The largest part of the arena that nothing lies in."""
         return self._holes.largest
