@@ -20,9 +20,10 @@ from torch.cuda import _memory_viz
 from memlab.book.snapshots import recorded_snapshots
 from memlab.caching_allocator.allocator import CachingAllocator
 from memlab.caching_allocator.compare import compare
+from memlab.caching_allocator.device import Device
 from memlab.caching_allocator.expandable_segments import ExpandableAllocator
 from memlab.caching_allocator.snapshot import Event, Snapshot, read_snapshot, record_snapshot
-from memlab.caching_allocator.start import segments_at_start
+from memlab.caching_allocator.start import resume, segments_at_start
 from memlab.units import GiB, KiB, MiB
 
 FRAMES = [{"filename": "/home/someone/secret/train.py", "line": 3, "name": "step"}]
@@ -346,6 +347,7 @@ BOMBS = {
     "a memo entry that is not there": (inside(b"h\x07"), "never put there"),
     "a mark that is not there": (HEAD + b"]e.", "never put there"),
     "more values than a mark allows": (inside(b"(]](K\x01\x87t"), "never put there"),
+    "values from beyond a mark": (inside(b"(K\x01K\x02(K\x03\x87K\x05K\x06tt"), "never put there"),
     "a key without a value": (inside(b"}(\x8c\x01au"), "a key that has no value"),
     "a list as a key": (inside(b"}(]]u"), "a key that is no text"),
     "a key twice": (inside(b"}(\x8c\x01aN\x8c\x01aNu"), "there already"),
@@ -697,6 +699,60 @@ def live_blocks(segment):
     return found
 
 
+def test_where_a_request_is_served_shows_where_the_block_before_it_ends():
+    def first_block(behind):
+        gpu = NaiveGPU()
+        first, second = gpu.malloc(3 * MiB + 512 * KiB), gpu.malloc(4 * MiB)
+        gpu.free(first)
+        first = gpu.malloc(3 * MiB)  # 512 KiB stay with it, and are nowhere in the history
+        gpu.free(second)
+        gpu.forget()
+        if behind:
+            gpu.malloc(2 * MiB)
+        gpu.free(first)
+        return segments_at_start(Snapshot.of(gpu.dump()).devices[0])[0].blocks[0]
+
+    assert first_block(behind=True)[:2] == (3 * MiB + 512 * KiB, 3 * MiB)
+    assert first_block(behind=False)[:2] == (3 * MiB, 3 * MiB)
+
+
+def test_an_oversize_block_was_its_whole_segment():
+    gpu = NaiveGPU(max_split=24 * MiB)
+    gpu.free(gpu.malloc(60 * MiB))
+    block = gpu.malloc(45 * MiB)
+    gpu.forget()
+    gpu.free(block)
+    snapshot = Snapshot.of(gpu.dump())
+    assert segments_at_start(snapshot.devices[0], 24 * MiB)[0].blocks[0][:2] == (60 * MiB, 45 * MiB)
+    assert compare(snapshot).model_peak_bytes == 60 * MiB
+
+
+class AnyDevice(Device):
+    """One that takes back what it never gave."""
+
+    def release(self, address, nbytes):
+        pass
+
+
+@pytest.mark.parametrize("gpu", [NaiveGPU(), "expandable"])
+def test_an_allocator_resumes_where_a_snapshot_ended(gpu):
+    gpu = Recorder() if gpu == "expandable" else gpu
+    work(gpu, 300, 5)
+    dump = gpu.dump()
+    record = Snapshot.of(dump).devices[0]
+    model = (ExpandableAllocator if isinstance(gpu, Recorder) else CachingAllocator)(device=AnyDevice())
+    live = resume(model, list(record.segments))
+    names = "address", "total_size", "segment_type", "requested_size", "allocated_size", "is_expandable"
+    for mine, theirs in zip(model.segments(), dump["segments"], strict=True):
+        assert [mine[name] for name in names] == [theirs[name] for name in names]
+        assert [block["state"] for block in mine["blocks"]] == [block["state"] for block in theirs["blocks"]]
+    assert (model.reserved_bytes, model.allocated_bytes) == (record.reserved_bytes, record.allocated_bytes)
+    for block in live.values():
+        model.free(block)
+    model.empty_cache()
+    assert model.reserved_bytes == model.allocated_bytes == model.requested_bytes == 0
+
+
 def test_a_state_before_that_does_not_lead_to_the_end_is_not_believed():
     dump, before = in_the_middle(NaiveGPU(), 3)
     wrong = replace(Snapshot.of(dump), devices=(Snapshot.of(dump, before=dump).devices[0],))
@@ -719,10 +775,10 @@ def test_streams_are_kept_apart_and_emptied_together(seed):
 
 
 @pytest.mark.parametrize("seed", range(20))
-@pytest.mark.parametrize("capacity", [None, 300 * MiB])
-def test_oversize_blocks_are_released_first(seed, capacity):
+@pytest.mark.parametrize(("capacity", "streams"), [(None, (0,)), (300 * MiB, (0,)), (400 * MiB, (0, 9))])
+def test_oversize_blocks_are_released_first(seed, capacity, streams):
     gpu = NaiveGPU(capacity=capacity, max_split=24 * MiB, seed=seed)
-    dump, before = in_the_middle(gpu, seed, largest=80 * MiB)
+    dump, before = in_the_middle(gpu, seed, largest=80 * MiB, streams=streams)
     all_equal(compare(Snapshot.of(dump, before=before)))
 
 
@@ -834,6 +890,14 @@ def test_a_model_of_other_rules_is_found_out_too():
     found = compare(two_requests(second_segment=False), TooEager)
     assert found.segments == 2 and found.segments_equal == 1
     assert "needed no segment; the model took 20.0 MiB" in str(found.differences[0])
+
+    class Generous(CachingAllocator):
+        def _from_device(self, pool, size):
+            return super()._from_device(pool, 2 * max(size, 20 * MiB))
+
+    found = compare(two_requests(second_segment=False), Generous)
+    assert (found.segments, found.segments_equal, found.model_peak_bytes) == (2, 0, 40 * MiB)
+    assert "took 20.0 MiB at 0x400000000000; the model took 40.0 MiB" in str(found.differences[0])
 
     class Stingy(CachingAllocator):
         def _from_device(self, pool, size):

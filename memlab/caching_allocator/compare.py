@@ -270,8 +270,8 @@ class _Replay:
         if not recorded and not model_did and refused == model_refused:
             self.comparison.decisions_equal += 1
             return True
-        real_did = [event[:3] for event in recorded]
-        real, model = Counter(map(_compared, real_did)), Counter(map(_compared, model_did))
+        real_did = [tuple(event[:3]) for event in recorded]
+        real, model = Counter(real_did), Counter(model_did)
         same = real == model and refused == model_refused
         self.comparison.decisions_equal += same
         self.comparison.segments += sum((real | model).values())
@@ -284,12 +284,6 @@ class _Replay:
         if len(self.comparison.differences) < MOST_DIFFERENCES:
             question = "the cache was emptied" if asked is None else f"a request of {format_bytes(asked.size)}"
             self.comparison.differences.append(Difference(number, question, real, model))
-
-
-def _compared(did: tuple[str, int, int]) -> tuple:
-    """Where a new segment lies is the GPU's decision; which one is given back, and which pages, the allocator's."""
-    action, address, size = did
-    return (action, size) if action == "segment_alloc" else did
 
 
 def _told(did: list[tuple[str, int, int]], refused: bool) -> str:
