@@ -148,7 +148,7 @@ def test_a_shared_segment_was_asked_for_on_behalf_of_less(asked):
 def test_emptying_the_cache_is_never_a_remedy():
     for unallocated in (GiB, 30 * GiB):
         rows = explain_oom(oom_error(2 * GiB, 80 * GiB, GiB, 40 * GiB, unallocated))
-        assert "empty_cache() is none" in rows[-1].remedy
+        assert "empty_cache() is no help" in rows[-1].remedy
         assert not any("empty_cache" in row.remedy for row in rows[:-1])
 
 
@@ -215,3 +215,16 @@ def test_foreign_text_is_refused_with_what_was_expected(text):
 def test_what_is_neither_text_nor_error_is_refused(thing):
     with pytest.raises(TypeError, match="expected an error or its text"):
         explain_oom(thing)
+
+
+def test_messages_of_older_versions_are_read_where_only_a_word_was_misspelt_and_named_where_they_are_others():
+    text = message(2 * GiB, 80 * GiB, GiB, 60 * GiB, GiB)
+    assert read_oom(text.replace("capacity", "capacty")).total == 80 * GiB
+    older = (
+        "CUDA out of memory. Tried to allocate 2.00 GiB (GPU 0; 15.78 GiB total capacity; 14.20 GiB already allocated; "
+        "323.75 MiB free; 14.41 GiB reserved in total by PyTorch)"
+    )
+    with pytest.raises(ValueError, match="PyTorch 2.1 or newer, found an older one"):
+        read_oom(older)
+    with pytest.raises(ValueError, match="expected PyTorch's message"):
+        read_oom("CUDA out of memory. Tried to allocate " + "9" * 6000 + " GiB.")

@@ -65,7 +65,16 @@ def published() -> Table:
         sizes = (registers, shared, card.l2, card.memory)
         links = [f"{speed / 1e9:,.0f}" if speed else "–" for speed in (card.memory_bandwidth, card.nvlink, card.pcie)]
         rows.append((name, *(format_bytes(size) for size in sizes), *links, round(ridge(name))))
-    columns = ["GPU", "registers", "shared memory, L1", "L2", "memory", "its GB/s", "NVLink, GB/s", "PCIe, GB/s"]
+    columns = [
+        "GPU",
+        "registers",
+        "shared memory, L1",
+        "L2",
+        "memory",
+        "its GB/s",
+        "NVLink, both ways, GB/s",
+        "PCIe, both ways, GB/s",
+    ]
     return Table([*columns, "ridge, FLOPs a byte"], rows)
 
 
@@ -91,6 +100,7 @@ GROUPS = {
 @functools.lru_cache(maxsize=32)
 def counted(batch: int, attention: str = "fused") -> tuple[Op, ...]:
     """The ops of one training step of a GPT in BF16, on an imagined H100: 1,024 tokens a text, fused AdamW."""
+    before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
         with imagine("H100-80GB"):
@@ -103,7 +113,7 @@ def counted(batch: int, attention: str = "fused") -> tuple[Op, ...]:
                     optimizer.step()
                 optimizer.zero_grad()
     finally:
-        torch.set_default_dtype(torch.float32)
+        torch.set_default_dtype(before)
     return tuple(counter.ops)
 
 
@@ -182,7 +192,7 @@ TOKENS = (512, 1024, 2048, 4096, 8192, 16384)
 
 
 def attention_traffic(tokens: int, head_dim: int, tile: int | None = None) -> int:
-    """Bytes that attention's forward moves to and from a GPU's memory, for one head in 16 bits.
+    """Bytes that attention's forward moves into and out of a GPU's multiprocessors, for one head in 16 bits.
 
     tile None: by hand, q kᵀ, softmax and the product with v one after the other; each reads and writes T×T. Else one
     kernel: q and the result once, k and v once for each tile of queries. Dao et al. 2022, section 3.2.
@@ -222,7 +232,7 @@ def draw_tiles(tokens: int = 4096, tile: int = 64, head_dim: int = 64) -> Pictur
     title = (
         f"one head of {head_dim}, {tokens:,} tokens; an H100's SM has {card.shared_memory // KiB} KiB of shared memory"
     )
-    finish(axes, "moved to and from the GPU's memory (MiB)", "", title)
+    finish(axes, "moved into and out of multiprocessors (MiB)", "", title)
     moved = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in rows.items())
     return Picture(figure, f"Bars of the bytes that attention's forward moves, for {tokens:,} tokens: {moved}.")
 

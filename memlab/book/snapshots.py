@@ -56,17 +56,21 @@ def recorded_snapshots(folder: str | Path = FOLDER) -> tuple[dict[str, Snapshot]
 
 
 def recorded_decisions(folder: str | Path = FOLDER) -> Table:
-    """For each recorded snapshot: how many of the GPU's decisions the model takes too, and both peaks of reserved."""
+    """For each recorded snapshot: how many of the GPU's segment decisions the model takes too, and the peaks."""
     snapshots, damaged = recorded_snapshots(folder)
     rows = []
     for name, snapshot in snapshots.items():
-        found = compare(snapshot)
+        try:
+            found = compare(snapshot)
+        except ValueError as error:
+            rows.append((name, f"cannot be compared: {error}", "–", "–", "–"))
+            continue
         peaks = (format_bytes(nbytes, 2) for nbytes in (found.real_peak_bytes, found.model_peak_bytes))
-        equal = f"{found.decisions_equal:,} of {found.decisions:,}"
+        equal = f"{found.segments_equal:,} of {found.segments:,}"
         rows.append((name, equal, *peaks, f"{snapshot.device}, torch {snapshot.torch}"))
     rows += [(path.name, "damaged: record it anew", "–", "–", "–") for path in damaged]
     rows = rows or [("no program", "not recorded yet", "–", "–", "–")]
-    return Table(["program", "decisions equal", "reserved at the peak, GPU", "the model", "recorded on"], rows)
+    return Table(["program", "segment decisions equal", "reserved at the peak, GPU", "the model", "recorded on"], rows)
 
 
 def main() -> None:

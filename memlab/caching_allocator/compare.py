@@ -324,6 +324,10 @@ def _notes(snapshot: Snapshot, record: DeviceRecord) -> list[str]:
         notes.append("recorded with roundup_power2_divisions, which the model does not have: other sizes are expected")
     if settings.get("garbage_collection_threshold", 0) not in (0, 0.0):
         notes.append("recorded with garbage_collection_threshold, which the model does not have")
+    conf = str(settings.get("PYTORCH_ALLOC_CONF") or settings.get("PYTORCH_CUDA_ALLOC_CONF") or "")
+    for name in ("large_segment_size_mb", "max_non_split_rounding_mb"):
+        if name in conf:
+            notes.append(f"recorded with {name}, for which the model has 20 MiB: other segments are expected")
     if _is_expandable(snapshot, record) and _oversize_bytes(snapshot):
         notes.append("recorded with expandable segments and max_split_size; the model has the first alone")
     if any(event.pool for event in record.events):

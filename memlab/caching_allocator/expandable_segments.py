@@ -1,7 +1,7 @@
 """Expandable segments: one segment per pool that grows at its end, page by page, instead of many that never meet.
 
 Free blocks of different segments cannot join, however many there are. With
-`PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True` a pool reserves *addresses* for more than the whole card, which costs
+`PYTORCH_ALLOC_CONF=expandable_segments:True` a pool reserves *addresses* for more than the whole card, which costs
 nothing, and has bytes mapped behind them as it needs them. All its blocks are neighbours then:
 
     segment     9/8 of the card in addresses, in pages of 2 MiB (small pool) or 20 MiB (large pool)

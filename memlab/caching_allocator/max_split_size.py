@@ -1,7 +1,7 @@
 """max_split_size: blocks too large to be cut up, so that a large request finds a large block again.
 
 A 200 MiB block that gives 2 MiB to a small tensor is no 200 MiB block until that tensor dies. With
-`PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:M` blocks of M and more are *oversize*, and three rules change:
+`PYTORCH_ALLOC_CONF=max_split_size_mb:M` blocks of M and more are *oversize*, and three rules change:
 
     best fit    a request below M takes no oversize block; one of M or more takes none that is 20 MiB or more too large
     split       no block is split for a request of M or more: the rest stays unused in the request's block

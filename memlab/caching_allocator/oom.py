@@ -24,11 +24,11 @@ from typing import NamedTuple
 
 from memlab.units import MiB, format_bytes, parse_bytes
 
-SIZE = r"(\d[\d,]*(?:\.\d+)? (?:bytes|B|KiB|MiB|GiB|TiB))"
+SIZE = r"(\d[\d,]{0,20}(?:\.\d{1,4})? (?:bytes|B|KiB|MiB|GiB|TiB))"
 START = "out of memory. Tried to allocate"
 PHRASES = {
     "asked": rf"Tried to allocate {SIZE}\.",
-    "total": rf"has a total capacity of {SIZE}",
+    "total": rf"has a total capaci?ty of {SIZE}",
     "free": rf"of which {SIZE} is free\.",
     "process": rf"this process has {SIZE} memory in use\.",
     "allowed": rf"{SIZE} allowed;",
@@ -119,6 +119,11 @@ def read_oom(message: str | BaseException) -> OomMessage:
     text = text[max(start, 0) : end if end > 0 else None]
     found = {name: match for name, phrase in PHRASES.items() if (match := re.search(phrase, text))}
     lacking = [name for name in ("asked", "total", "allocated", "unallocated") if name not in found]
+    if start >= 0 and "already allocated" in text:
+        raise ValueError(
+            "expected the message of PyTorch 2.1 or newer, found an older one, '(GPU 0; … already allocated; …)': "
+            "there, what is unallocated is 'reserved in total by PyTorch' less 'already allocated'"
+        )
     if start < 0 or lacking:
         raise ValueError(
             f"expected PyTorch's message with '{START} … GPU 0 has a total capacity of … Of the allocated memory …', "
@@ -220,7 +225,7 @@ def _unallocated(oom: OomMessage) -> str:
 
 
 def _on_unallocated(oom: OomMessage) -> str:
-    useless = "empty_cache() is none: PyTorch did that before it gave up"
+    useless = "empty_cache() is no help: PyTorch did that before it gave up"
     if oom.can_be_fragmented:
         return f"set PYTORCH_ALLOC_CONF=expandable_segments:True before the program starts; {useless}"
     return f"no setting will do, only fewer bytes; {useless}"

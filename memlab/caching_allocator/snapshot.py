@@ -37,6 +37,8 @@ PASSED_OVER = ("user_defined",)  # a program's own remarks between the events
 STATES = ("active_allocated", "active_pending_free", "inactive")
 POOLS = ("small", "large")
 MOST_DEVICES = 64
+MOST_STREAMS = 1000  # and pools: each has a model of its own
+MOST_SETTINGS, MOST_CHARACTERS = 100, 1000
 MOST_BYTES = 2**48  # of any size in a snapshot; addresses have 64 bits
 
 
@@ -320,7 +322,7 @@ def _check(snapshot: Snapshot) -> None:
                 raise ValueError(f"an unknown action {str(event.action)[:60]!r}")
             _natural(event.address, 2**64)
             _natural(event.size, MOST_BYTES)
-            _natural(event.stream), _natural(event.pool)
+            _natural(event.stream, MOST_STREAMS), _natural(event.pool, MOST_STREAMS)
         for segments in (record.segments, record.before or ()):
             _check_segments(segments)
 
@@ -360,5 +362,8 @@ def _natural(number: int, most: int = 2**31) -> int:
 
 def _is_setting(value: object) -> bool:
     if type(value) is dict:
-        return all(type(name) is str and type(number) is int for name, number in value.items())
-    return type(value) in (int, bool, str) or (type(value) is float and value - value == 0)
+        numbers = all(type(name) is str and type(n) is int and abs(n) < 2**64 for name, n in value.items())
+        return len(value) <= MOST_SETTINGS and numbers
+    if type(value) is str:
+        return len(value) <= MOST_CHARACTERS
+    return type(value) is bool or (type(value) in (int, float) and abs(value) < 2**64)

@@ -39,7 +39,7 @@ def online_softmax(scores_in_pieces: Iterable[Tensor], values_in_pieces: Iterabl
     """softmax(scores) @ values and the log-sum-exp of the scores, with no more than one piece in hand.
 
     scores_in_pieces: each (..., rows, keys of this piece); values_in_pieces: each (..., keys of this piece, width).
-    Returns (..., rows, width) and (..., rows, 1), in the dtype of the pieces.
+    Returns (..., rows, width) and (..., rows, 1), in the dtype of the pieces; NaN for a row whose scores are all −∞.
 
     >>> online_softmax([torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0]])], [torch.eye(2, 3), torch.eye(3)[2:]])[0]
     tensor([[0.0900, 0.2447, 0.6652]])

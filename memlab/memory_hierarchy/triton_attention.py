@@ -10,6 +10,7 @@ before that, slowly on a CPU. Sources: Dao et al. 2022 (FlashAttention, algorith
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import os
@@ -63,15 +64,16 @@ def triton_attention(
     q, k, v = (x.contiguous() for x in (q, k, v))
     out, lse = torch.empty_like(q), q.new_empty(batch, heads, queries, dtype=torch.float32)
     if out.numel():
-        kernel[(-(-queries // tile_queries), batch * heads)](
-            *(q, k, v, out, lse, queries, keys),
-            width**-0.5 if scale is None else scale,
-            WIDTH=width,
-            PADDED=max(16, 2 ** math.ceil(math.log2(width))),  # what tl.dot takes
-            TILE_QUERIES=tile_queries,
-            TILE_KEYS=tile_keys,
-            CAUSAL=causal,
-        )
+        with torch.cuda.device(q.device) if q.is_cuda else contextlib.nullcontext():  # where Triton launches
+            kernel[(batch * heads, -(-queries // tile_queries))](
+                *(q, k, v, out, lse, queries, keys),
+                width**-0.5 if scale is None else scale,
+                WIDTH=width,
+                PADDED=max(16, 2 ** math.ceil(math.log2(width))),  # what tl.dot takes
+                TILE_QUERIES=tile_queries,
+                TILE_KEYS=tile_keys,
+                CAUSAL=causal,
+            )
     return out, lse
 
 
@@ -94,8 +96,8 @@ def forward(
 
     Features are padded to a power of two, PADDED, as are rows and keys to whole tiles: what lies outside reads as 0.
     """
-    head = tl.program_id(1).to(tl.int64)
-    rows = tl.program_id(0) * TILE_QUERIES + tl.arange(0, TILE_QUERIES)
+    head = tl.program_id(0).to(tl.int64)
+    rows = tl.program_id(1) * TILE_QUERIES + tl.arange(0, TILE_QUERIES)
     features = tl.arange(0, PADDED)
     of_queries = (head * queries + rows[:, None]) * WIDTH + features[None, :]
     inside = (rows[:, None] < queries) & (features[None, :] < WIDTH)
@@ -106,7 +108,7 @@ def forward(
     a = tl.zeros([TILE_QUERIES, PADDED], tl.float32)
     visible = keys
     if CAUSAL:
-        visible = tl.minimum(keys, (tl.program_id(0) + 1) * TILE_QUERIES)
+        visible = tl.minimum(keys, (tl.program_id(1) + 1) * TILE_QUERIES)
     for start in range(0, visible, TILE_KEYS):
         columns = start + tl.arange(0, TILE_KEYS)
         of_keys = (head * keys + columns[:, None]) * WIDTH + features[None, :]
