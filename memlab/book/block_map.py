@@ -87,12 +87,18 @@ def draw_blocks(history: History, event: int, title: str = "") -> Picture:
     )
 
 
-def explore_blocks(allocators: Mapping[str, Callable[[], CachingAllocator]], trace: Trace) -> Interactive:
-    """The block map of a trace with a slider for the event, and buttons for the allocator where there are several."""
+def explore_blocks(
+    allocators: Mapping[str, Callable[[], CachingAllocator]], trace: Trace, start: int | None = None
+) -> Interactive:
+    """The block map of a trace with a slider for the event, and buttons for the allocator where there are several.
+
+    start: the event to begin at, or the nearest that is shown; None: in the middle.
+    """
     histories = {name: history(make(), trace) for name, make in allocators.items()}
     events = sorted(set.intersection(*(set(one.segments) for one in histories.values())) or {0})
     first = next(iter(histories))
-    start = events[len(events) // 2]
+    middle = len(trace) // 2 if start is None else start
+    start = min(events, key=lambda event: abs(event - middle))
 
     def draw(allocator: str = first, event: int = start) -> Picture:
         return draw_blocks(histories[allocator], event, allocator)

@@ -54,7 +54,7 @@ def staircase(curves: Mapping[str, Sequence[tuple[int, float]]], levels: Sequenc
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     finish(axes, "working set", "GB/s (10⁹ bytes a second)", title)
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), frameon=False, fontsize=LABEL_SIZE, ncols=3)
-    return Picture(figure, f"Bandwidth over the size of the working set falls in steps: {', '.join(words)}.")
+    return Picture(figure, f"Bandwidth by the size of the working set: {', '.join(words)}.")
 
 
 def published() -> Table:
@@ -207,6 +207,12 @@ def fast_bytes(head_dim: int, tile: int) -> tuple[int, int]:
     return 2 * 3 * tile * head_dim, 4 * (tile * head_dim + tile * tile)
 
 
+def fits(head_dim: int, tile: int, card: str = "H100-80GB") -> bool:
+    """Whether one multiprocessor of a card has room for such a tile."""
+    shared, registers = fast_bytes(head_dim, tile)
+    return shared <= PUBLISHED[card].shared_memory and registers <= PUBLISHED[card].registers
+
+
 def draw_tiles(tokens: int = 4096, tile: int = 64, head_dim: int = 64) -> Picture:
     """What attention's forward moves by the size of its tiles, and whether one such tile fits a multiprocessor."""
     card = PUBLISHED["H100-80GB"]
@@ -218,14 +224,13 @@ def draw_tiles(tokens: int = 4096, tile: int = 64, head_dim: int = 64) -> Pictur
         chosen = name == f"tiles of {tile}"
         colour = COLOURS["gradient"] if y == 0 else COLOURS["parameter"] if chosen else COLOURS["input"]
         axes.barh(y, nbytes / 2**20, color=colour, edgecolor="black", linewidth=0.4)
-        fits = ""
+        needs = ""
         if y:
             shared, registers = fast_bytes(head_dim, TILES[y - 1])
-            fits = f"   needs {shared // KiB:,} KiB shared, {registers // KiB:,} KiB of registers"
-            if shared > card.shared_memory or registers > card.registers:
-                fits += ": too large"
+            needs = f"   needs {shared // KiB:,} KiB shared, {registers // KiB:,} KiB of registers"
+            needs += "" if fits(head_dim, TILES[y - 1]) else ": too large"
         bold = {"fontweight": "bold"} if chosen else {}
-        axes.text(nbytes / 2**20, y, f"  {format_bytes(nbytes)}{fits}", va="center", fontsize=SMALL_SIZE, **bold)
+        axes.text(nbytes / 2**20, y, f"  {format_bytes(nbytes)}{needs}", va="center", fontsize=SMALL_SIZE, **bold)
     axes.set_yticks(range(len(rows)), list(rows), fontsize=SMALL_SIZE)
     axes.invert_yaxis()
     axes.set_xlim(0, max(rows.values()) / 2**20 * 1.9)
@@ -234,7 +239,13 @@ def draw_tiles(tokens: int = 4096, tile: int = 64, head_dim: int = 64) -> Pictur
     )
     finish(axes, "moved into and out of multiprocessors (MiB)", "", title)
     moved = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in rows.items())
-    return Picture(figure, f"Bars of the bytes that attention's forward moves, for {tokens:,} tokens: {moved}.")
+    fitting = [t for t in TILES if fits(head_dim, t)]
+    largest = f"the largest tile that fits an H100's multiprocessor is {fitting[-1]}" if fitting else "no tile fits"
+    return Picture(
+        figure,
+        f"Bars of the bytes that attention's forward moves, for {tokens:,} tokens and a head of {head_dim}: {moved}; "
+        f"{largest}.",
+    )
 
 
 def explore_tiles() -> Interactive:
