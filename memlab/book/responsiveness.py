@@ -78,6 +78,20 @@ def response_times(steps: Sequence[Timeline], many: Timeline, rounds: int) -> di
             return measure(page, len(steps) - 1, rounds)
 
 
+def slide_times(cell: str, slides: int) -> list[float]:
+    """Milliseconds from a key to new pixels, of the slider that a cell makes; each picture for the first time.
+
+    Raises RuntimeError where there is no Chromium or no Playwright.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        notebook = new_notebook(cells=[new_code_cell(cell)], metadata={"kernelspec": KERNEL})
+        nbformat.write(notebook, Path(folder, "timed.ipynb"))
+        with jupyterlab(folder) as address, browser() as opened:
+            page = Page(opened, address, "timed.ipynb")
+            page.run_all()
+            return slid(page, slides)
+
+
 def _prepare(folder: str, steps: Sequence[Timeline], many: Timeline) -> str:
     """Write the notebook to be timed, and its timelines, into a folder; the notebook's name."""
     for name, timeline in {**dict(enumerate(steps)), "many": many}.items():
@@ -87,6 +101,11 @@ def _prepare(folder: str, steps: Sequence[Timeline], many: Timeline) -> str:
     return "timed.ipynb"
 
 
+def slid(page: Page, slides: int) -> list[float]:
+    """Milliseconds of each of so many moves of the first slider, with a look at the picture between."""
+    return [page.page.evaluate(SLIDE) for _ in range(slides) if not page.page.wait_for_timeout(LOOK)]
+
+
 def measure(page: Page, slides: int, rounds: int) -> dict[str, list[float]]:
     """Move the first slider of a notebook that has run, hover over its explorer, and open that again and again.
 
@@ -94,7 +113,7 @@ def measure(page: Page, slides: int, rounds: int) -> dict[str, list[float]]:
     """
     time = page.page.evaluate
     return {
-        "slide": [time(SLIDE) for _ in range(slides) if not page.page.wait_for_timeout(LOOK)],
+        "slide": slid(page, slides),
         "hover": [time(HOVER, 80 + 7 * n) for n in range(4 * rounds)],
         "open": [time(OPEN) for _ in range(max(2, rounds // 5))],
     }

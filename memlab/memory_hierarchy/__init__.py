@@ -6,7 +6,7 @@ for memory), `attention` (the forward without T×T), and `triton_attention` (the
 
 from memlab.memory_hierarchy.attention import live_bytes, online_softmax, tiled_attention
 from memlab.memory_hierarchy.bandwidth import disk_bandwidth, measure_bandwidth, transfer_bandwidth
-from memlab.memory_hierarchy.levels import PUBLISHED, Level, fit_levels, levels
+from memlab.memory_hierarchy.levels import PUBLISHED, Level, fit_levels
 from memlab.memory_hierarchy.roofline import Op, OpCounter, bound_by, least_seconds, measure_peak_flops, roof
 
 __all__ = [
@@ -18,7 +18,6 @@ __all__ = [
     "disk_bandwidth",
     "fit_levels",
     "least_seconds",
-    "levels",
     "live_bytes",
     "measure_bandwidth",
     "measure_peak_flops",
