@@ -66,14 +66,18 @@ def draw_blocks(history: History, event: int, title: str = "") -> Picture:
     _draw_segments(above, segments)
     unit, scale = byte_unit(max(done.peak_reserved_bytes, 1))
     events = range(len(done.reserved))
-    for level, colour, style in zip(LEVELS, LINE_COLOURS, LINE_STYLES, strict=False):
+    for number, (level, colour, style) in enumerate(zip(LEVELS, LINE_COLOURS, LINE_STYLES, strict=False)):
         values = [nbytes / scale for nbytes in getattr(done, level)]
-        below.step(events, values, where="post", color=colour, linestyle=style, linewidth=1.2, label=level)
+        look = {"color": colour, "linestyle": style, "linewidth": 1.2}
+        below.step(events, values, where="post", **look)
+        # A legend of matplotlib's takes as long as all the rest of this panel, and a slider draws it again each time.
+        left, at = 0.55 + 0.15 * number, {"transform": below.transAxes}
+        below.plot([left, left + 0.04], [1.05, 1.05], clip_on=False, **look, **at)
+        below.text(left + 0.045, 1.05, level, va="center", fontsize=SMALL_SIZE, **at)
     below.axvline(event, color="black", linewidth=1)
     below.set_xlim(0, max(len(events) - 1, 1))
     below.set_ylim(0, max(done.peak_reserved_bytes / scale * 1.15, 1e-9))
     finish(below, "event (a malloc or a free)", f"bytes ({unit})")
-    below.legend(loc="lower right", ncols=3, fontsize=SMALL_SIZE, framealpha=0.85)
     now = {level: getattr(done, level)[event] for level in LEVELS}
     words = f"{len(segments)} segments; " + ", ".join(f"{format_bytes(n)} {level}" for level, n in now.items())
     free = done.largest_free[event]
@@ -135,13 +139,13 @@ def _draw_segments(axes, segments: Sequence[dict]) -> None:
     axes.add_collection(PolyCollection(boxes, facecolor="none", edgecolor="black", linewidth=0.8))
     axes.set_xlim(-gap, width * 1.12)
     axes.set_ylim(max(line, 4), 0)
-    axes.set_yticks([at + 0.45 for at, _ in names], [name for _, name in names], fontsize=SMALL_SIZE)
-    axes.set_xticks([])
-    axes.spines[["top", "right", "bottom", "left"]].set_visible(False)
+    axes.set_axis_off()
+    for at, name in names:
+        axes.text(-2 * gap, at + 0.45, name, ha="right", va="center", fontsize=SMALL_SIZE)
     note = (
         f"a line is {format_bytes(round(width))} long · box: segment · filled: in use · orange: rounding · empty: free"
     )
-    axes.set_title(note, fontsize=SMALL_SIZE, loc="left", pad=4)
+    axes.text(0, -0.2, note, fontsize=SMALL_SIZE)
 
 
 def _in_use(block: Mapping) -> bool:

@@ -21,7 +21,7 @@ import numpy as np
 from memlab.book.style import Picture, caption
 
 AHEAD_AFTER = 0.05  # seconds of quiet before the next picture is drawn ahead
-AHEAD_AT_MOST = 0.3  # seconds: a picture that takes longer is not drawn ahead; it would keep the kernel from its reader
+AHEAD_AT_MOST = 0.5  # seconds: a picture that takes longer is not drawn ahead; it would keep the kernel from its reader
 
 
 class Interactive:
