@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
+from itertools import compress
 
 import torch
 
@@ -135,11 +136,9 @@ def grouped(ops: Sequence[Op], card: str) -> dict[str, list]:
 def waiting(ops: Sequence[Op], card: str) -> tuple[float, float]:
     """Of all FLOPs, and of the least time of a step on a card: the share in ops that wait for memory."""
     machine = PUBLISHED[card].half_flops_per_second, PUBLISHED[card].memory_bandwidth
-    waits = [op for op in ops if bound_by(op, *machine) == "memory"]
-    seconds = sum(least_seconds(op, *machine) for op in ops)
-    return sum(op.flops for op in waits) / sum(op.flops for op in ops), sum(
-        least_seconds(op, *machine) for op in waits
-    ) / seconds
+    flops, seconds = [op.flops for op in ops], [least_seconds(op, *machine) for op in ops]
+    waits = [bound_by(op, *machine) == "memory" for op in ops]
+    return sum(compress(flops, waits)) / sum(flops), sum(compress(seconds, waits)) / sum(seconds)
 
 
 def draw_roofline(card: str = "H100-80GB", batch: int = 8, attention: str = "fused") -> Picture:

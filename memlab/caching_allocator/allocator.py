@@ -193,8 +193,7 @@ class CachingAllocator:
         capacity = self.reserved_bytes if self.capacity_bytes is None else self.capacity_bytes
         free = sum(size for size, _, _ in pool.free)
         if unallocated and unallocated + capacity - self.reserved_bytes >= size:
-            largest = pool.free[-1][0] if free else 0
-            advice = f"in pieces of at most {exact(largest)}: fragmentation, {self._cure}."
+            advice = f"in pieces of at most {exact(self.largest_free_bytes)}: fragmentation, {self._cure}."
         else:
             advice = "too little, with all that is free: free tensors, or ask for less at a time."
         return (
