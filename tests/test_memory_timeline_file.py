@@ -1,6 +1,7 @@
 """Saved timelines: what comes back is what was written, and nothing else is ever let in."""
 
 import copy
+import io
 import json
 import pickle
 
@@ -232,9 +233,15 @@ def test_saving_is_all_or_nothing(saved, tmp_path, monkeypatch):
     def full(*_, **__):
         raise OSError("no space left on device")
 
-    for place in ("json.dump", "os.replace"):
+    def full_disk(scratch, *_, **__):
+        scratch.touch()
+        file = io.StringIO()
+        file.write = full
+        return file
+
+    for place, broken in (("open", full_disk), ("os.replace", full)):
         with monkeypatch.context() as patch:
-            patch.setattr(f"memlab.memory_timeline.timeline.{place}", full)
+            patch.setattr(f"memlab.memory_timeline.documents.{place}", broken, raising=False)
             with pytest.raises(OSError, match="no space"):
                 saved[1].save(path)
         assert path.read_bytes() == before

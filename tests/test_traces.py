@@ -16,7 +16,6 @@ from memlab.book.traces import (
     growing_cache,
     leak,
     stepped,
-    table,
     times,
     token_budget,
     train_and_eval,
@@ -131,16 +130,6 @@ def test_a_static_plan_is_within_two_percent_of_the_lower_bound(name):
     planned = plan(TRACES[name]())
     assert planned.lower_bound_bytes <= planned.aligned_bound_bytes <= planned.peak_bytes
     assert planned.peak_bytes <= 1.02 * planned.lower_bound_bytes
-
-
-def test_the_table_has_a_row_for_every_workload_and_manager_and_its_figures_are_replays():
-    traces = {"short": lambda: [(0, 1000), (1, 3000), (0, FREE), (2, 2000)]}
-    rows = table(traces, MANAGERS).rows
-    assert [row[1] for row in rows] == list(MANAGERS)
-    first_fit, *_, planned = rows
-    assert first_fit == ["short", "first fit", "4.9 KiB", "6.0 KiB", "1.229", "120 B", "0.00", 3]
-    assert planned[:5] == ["short", "static plan", "4.9 KiB", "5.0 KiB", "1.024"]
-    assert planned[-1] == 1
 
 
 def test_calls_to_the_device_are_the_changes_of_what_is_reserved():

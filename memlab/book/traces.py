@@ -3,7 +3,7 @@
 Each function meters a program and gives its requests (see memlab/caching_allocator/trace.py). Sizes come from shapes
 and from the committed list of lengths alone, never from a text.
 
-    table(TRACES, MANAGERS)      what every manager reserves for every workload
+    TRACES["steps of one shape"]()  the requests of one; MANAGERS has the allocators to replay them with
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from memlab.caching_allocator.static_plan import PlannedArena, plan
 from memlab.caching_allocator.trace import Allocator, Replay, Trace, replay, requests
 from memlab.gradient_accumulation.token_batches import token_batches
 from memlab.memory_timeline import Meter, imagine
-from memlab.units import format_bytes
 
 CARD = "H100-80GB"
 SIZES = {"layers": 2, "width": 512, "heads": 8, "context": 4096}
@@ -182,34 +181,6 @@ MANAGERS: Managers = {
 def device_calls(done: Replay) -> int:
     """How often bytes were taken from the device, or given back: cudaMalloc and cudaFree, which wait for the GPU."""
     return sum(before != after for before, after in pairwise(done.reserved))
-
-
-def table(traces: Workloads, managers: Managers) -> Table:
-    """What every manager reserves for every workload, and where it goes. Exact: the same on every machine.
-
-    Internal fragmentation is in bytes of blocks in use, external as the part of the unused bytes outside the largest
-    free block; both at the first moment at which the most bytes were reserved.
-    """
-    rows = []
-    for workload, trace in traces.items():
-        requested = trace()
-        for name, manager in managers.items():
-            done = replay(manager(requested), requested)
-            at = done.peak_event
-            rows.append(
-                [
-                    workload,
-                    name,
-                    format_bytes(done.peak_requested_bytes),
-                    format_bytes(done.peak_reserved_bytes),
-                    f"{done.overhead:.3f}",
-                    format_bytes(done.internal_bytes(at)),
-                    f"{done.external_fragmentation(at):.2f}",
-                    device_calls(done),
-                ]
-            )
-    columns = ["workload", "manager", "peak requested", "peak reserved", "reserved / requested"]
-    return Table([*columns, "internal", "external", "calls to the device"], rows)
 
 
 def times(traces: Workloads, managers: Managers) -> Table:

@@ -16,9 +16,6 @@ Source: the docstring of `torch.cuda.memory._snapshot`, PyTorch 2.11 to 2.13.
 
 from __future__ import annotations
 
-import json
-import os
-import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,10 +24,11 @@ from typing import NamedTuple
 import torch
 
 from memlab.caching_allocator.pickles import read_snapshot
+from memlab.memory_timeline.documents import Kind, typed
 
 __all__ = ["Block", "DeviceRecord", "Event", "Segment", "Snapshot", "read_snapshot", "record_snapshot"]
 
-FORMAT, VERSION = "memlab-snapshot", 1
+FILE = Kind("a snapshot", "memlab-snapshot", version=1)
 ACTIONS = ("alloc", "free_requested", "free_completed", "segment_alloc", "segment_free", "segment_map")
 ACTIONS += ("segment_unmap", "oom", "snapshot")
 PASSED_OVER = ("user_defined",)  # a program's own remarks between the events
@@ -146,8 +144,6 @@ class Snapshot:
         """Write it as JSON. The file appears whole or not at all. Raises ValueError for what `load` would refuse."""
         _check(self)
         document = {
-            "format": FORMAT,
-            "version": VERSION,
             "torch": self.torch,
             "device": self.device,
             "capacity_bytes": self.capacity_bytes,
@@ -162,44 +158,25 @@ class Snapshot:
                 for record in self.devices
             ],
         }
-        text = json.dumps(document, separators=(",", ":"), allow_nan=False)
-        path = Path(path)
-        scratch = path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")
-        try:
-            with open(scratch, "x", encoding="utf-8") as file:
-                file.write(text + "\n")
-            os.replace(scratch, path)
-        except BaseException:
-            scratch.unlink(missing_ok=True)
-            raise
+        FILE.save(document, path)
 
     @classmethod
     def load(cls, path: str | Path) -> Snapshot:
         """Read a saved snapshot. Raises ValueError, in one sentence, for anything this version did not write."""
-        try:
-            document = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (ValueError, RecursionError) as error:
-            raise ValueError(
-                f"{path}: expected a snapshot saved by memlab, found a truncated or foreign file ({error})"
-            ) from None
-        if type(document) is not dict or document.get("format") != FORMAT:
-            raise ValueError(f"{path}: expected a snapshot saved by memlab (format {FORMAT!r}), found something else")
-        version = document.get("version")
-        if type(version) is not int or not 1 <= version <= VERSION:
-            raise ValueError(f"{path}: expected format version {VERSION} or older, found {version!r}; update memlab")
-        try:
-            actions = _row((str,) * len(document["actions"]), document["actions"])
-            devices = []
-            for record in _a(list, document["devices"], "devices"):
-                rows = [_row((int, int, int, int, int), row) for row in _a(list, record["events"], "events")]
-                events = [Event(actions[_natural(action)], *more) for action, *more in rows]
-                before = None if record["before"] is None else _segments_from(record["before"])
-                devices.append(DeviceRecord(tuple(events), _segments_from(record["segments"]), before))
-            known = [document[name] for name in ("settings", "torch", "device", "capacity_bytes")]
-            snapshot = cls(tuple(devices), *known)
-            _check(snapshot)
-        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-            raise ValueError(f"{path}: expected a complete snapshot, found one that is damaged ({error!r})") from None
+        return FILE.load(path, cls._from)
+
+    @classmethod
+    def _from(cls, document: dict) -> Snapshot:
+        actions = typed((str,) * len(document["actions"]), document["actions"])
+        devices = []
+        for record in _a(list, document["devices"], "devices"):
+            rows = [typed((int, int, int, int, int), row) for row in _a(list, record["events"], "events")]
+            events = [Event(actions[_natural(action)], *more) for action, *more in rows]
+            before = None if record["before"] is None else _segments_from(record["before"])
+            devices.append(DeviceRecord(tuple(events), _segments_from(record["segments"]), before))
+        known = [document[name] for name in ("settings", "torch", "device", "capacity_bytes")]
+        snapshot = cls(tuple(devices), *known)
+        _check(snapshot)
         return snapshot
 
     def __repr__(self) -> str:
@@ -299,8 +276,8 @@ def _rows_of(segments: tuple[Segment, ...]) -> list[list]:
 def _segments_from(rows: list[list]) -> tuple[Segment, ...]:
     segments = []
     for row in _a(list, rows, "segments"):
-        *fields, blocks = _row((int, int, int, int, str, bool, list), row)
-        blocks = [_row((int, int, int), block) for block in blocks]
+        *fields, blocks = typed((int, int, int, int, str, bool, list), row)
+        blocks = [typed((int, int, int), block) for block in blocks]
         blocks = [Block(size, requested, STATES[_natural(state)]) for size, requested, state in blocks]
         segments.append(Segment(*fields, tuple(blocks)))
     return tuple(segments)
@@ -310,7 +287,7 @@ def _segments_from(rows: list[list]) -> tuple[Segment, ...]:
 
 
 def _check(snapshot: Snapshot) -> None:
-    _row((str, str), [snapshot.torch, snapshot.device])
+    typed((str, str), [snapshot.torch, snapshot.device])
     if snapshot.capacity_bytes is not None:
         _natural(snapshot.capacity_bytes, MOST_BYTES)
     for name, value in _a(dict, snapshot.settings, "settings").items():
@@ -345,13 +322,6 @@ def _a(kind: type, value: object, what: str):
     if type(value) is not kind:
         raise TypeError(f"{what} as {type(value).__name__}, expected {kind.__name__}")
     return value
-
-
-def _row(kinds: tuple[type, ...], row: list) -> list:
-    """The row, when its values are of exactly these types; a bool is no int here."""
-    if type(row) is not list or tuple(map(type, row)) != kinds:
-        raise TypeError(f"expected {', '.join(kind.__name__ for kind in kinds)}, found {str(row)[:60]}")
-    return row
 
 
 def _natural(number: int, most: int = 2**31) -> int:

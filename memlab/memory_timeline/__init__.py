@@ -6,10 +6,11 @@
         optimizer.step()
     meter.timeline.peak_bytes
 
-Read the pages in this order: `timeline` (the record), `meter` (how it is taken), `lines` (whose line it was),
-`ownership` (what existed before, and what a storage became), `accumulation` (the observer's own footprint, and how it
-is undone), `workspace` (what kernels allocate for themselves, from the allocator's log), and `imagine` (hardware that
-isn't there) with `gpu_ops` and `gpu_autocast` (where it works unlike a CPU) and `budget` (when it is full).
+Read the pages in this order: `timeline` (the record) and `documents` (how it is saved), `meter` (how it is taken),
+`lines` (whose line it was), `ownership` (what existed before, and what a storage became), `accumulation` (the
+observer's own footprint, and how it is undone), `workspace` (what kernels allocate for themselves, from the
+allocator's log), and `imagine` (hardware that isn't there) with `gpu_ops` and `gpu_autocast` (where it works unlike a
+CPU) and `budget` (when it is full).
 """
 
 from memlab.memory_timeline.budget import OutOfMemory

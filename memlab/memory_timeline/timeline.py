@@ -11,18 +11,17 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
-import os
-import secrets
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from dataclasses import fields as dataclass_fields
 from pathlib import Path
 from typing import NamedTuple
 
+from memlab.memory_timeline.documents import Kind, typed
+
 CATEGORIES = ("parameter", "buffer", "input", "gradient", "optimizer_state", "activation", "temporary", "workspace")
 PHASES = ("before", "forward", "backward", "recompute", "optimizer")
-FORMAT, VERSION = "memlab-timeline", 1
+FILE = Kind("a timeline", "memlab-timeline", version=1)
 
 
 class Line(NamedTuple):
@@ -231,8 +230,6 @@ class Timeline:
         lines: dict[Line, int] = {}
         number = lambda line: lines.setdefault(line, len(lines))  # noqa: E731
         document = {
-            "format": FORMAT,
-            "version": VERSION,
             "workspace": self.workspace,
             "device": self.device,
             "levels": self.levels,
@@ -241,65 +238,38 @@ class Timeline:
             "lines": [],
         }
         document["lines"] = [list(line) for line in lines]
-        path = Path(path)
-        scratch = path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")
-        try:
-            with open(scratch, "x", encoding="utf-8") as file:
-                json.dump(document, file)
-            os.replace(scratch, path)
-        except BaseException:
-            scratch.unlink(missing_ok=True)
-            raise
+        FILE.save(document, path)
 
     @classmethod
     def load(cls, path: str | Path) -> Timeline:
         """Read a saved timeline. Raises ValueError, in one sentence, for anything this version did not write."""
-        try:
-            document = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (ValueError, RecursionError) as error:
-            raise ValueError(
-                f"{path}: expected a timeline saved by memlab, found a truncated or foreign file ({error})"
-            ) from None
-        if not isinstance(document, dict) or document.get("format") != FORMAT:
-            raise ValueError(f"{path}: expected a timeline saved by memlab (format {FORMAT!r}), found something else")
-        version = document.get("version")
-        if type(version) is not int or not 1 <= version <= VERSION:
-            raise ValueError(f"{path}: expected format version {VERSION} or older, found {version!r}; update memlab")
-        try:
-            lines = [Line(*_typed((str, str), row)) for row in _rows(document["lines"])]
-            storages = [_storage(row, lines) for row in _rows(document["storages"])]
-            events = []
-            for row in _rows(document["events"]):
-                storage, delta, op, phase, line = _typed((int, int, str, str, int), row)
-                events.append(Event(storage, delta, op, phase, lines[_at_least_0(line)]))
-            device, workspace, levels = _typed(
-                (str, bool, dict), [document[k] for k in ("device", "workspace", "levels")]
-            )
-            for level in _typed((dict,) * len(levels), list(levels.values())):
-                for figure in _typed((int,) * len(level), list(level.values())):
-                    _at_least_0(figure)
-            _check(storages, events)
-            timeline = cls(storages, events, device=device, workspace=workspace, levels=levels)
-            if device not in timeline.devices:
-                raise ValueError(f"no storage is on {device!r}")
-            return timeline
-        except (KeyError, TypeError, ValueError, IndexError) as error:
-            raise ValueError(f"{path}: expected a complete timeline, found one that is damaged ({error!r})") from None
+        return FILE.load(path, cls._from)
+
+    @classmethod
+    def _from(cls, document: dict) -> Timeline:
+        lines = [Line(*typed((str, str), row)) for row in _rows(document["lines"])]
+        storages = [_storage(row, lines) for row in _rows(document["storages"])]
+        events = []
+        for row in _rows(document["events"]):
+            storage, delta, op, phase, line = typed((int, int, str, str, int), row)
+            events.append(Event(storage, delta, op, phase, lines[_at_least_0(line)]))
+        device, workspace, levels = typed((str, bool, dict), [document[k] for k in ("device", "workspace", "levels")])
+        for level in typed((dict,) * len(levels), list(levels.values())):
+            for figure in typed((int,) * len(level), list(level.values())):
+                _at_least_0(figure)
+        _check(storages, events)
+        timeline = cls(storages, events, device=device, workspace=workspace, levels=levels)
+        if device not in timeline.devices:
+            raise ValueError(f"no storage is on {device!r}")
+        return timeline
 
 
 def _peak(deltas: Iterable[int]) -> int:
     return max(itertools.accumulate(deltas), default=0)
 
 
-def _typed(kinds: tuple[type, ...], row: list) -> list:
-    """The row, when its values are of exactly these types; a bool is no int here."""
-    if type(row) is not list or tuple(map(type, row)) != kinds:
-        raise TypeError(f"expected {', '.join(kind.__name__ for kind in kinds)}, found {str(row)[:60]}")
-    return row
-
-
 def _rows(table: list) -> list:
-    return _typed((list,), [table])[0]
+    return typed((list,), [table])[0]
 
 
 def _at_least_0(number: int) -> int:
@@ -313,8 +283,8 @@ def _storage(row: dict, lines: list[Line]) -> Storage:
     fields = {field.name: kinds.get(field.name, str) for field in dataclass_fields(Storage)}
     if type(row) is not dict or row.keys() != fields.keys():
         raise TypeError(f"expected a storage with {', '.join(fields)}, found {str(row)[:60]}")
-    _typed(tuple(fields.values()), [row[name] for name in fields])
-    shape = _typed((int,) * len(row["shape"]), row["shape"])
+    typed(tuple(fields.values()), [row[name] for name in fields])
+    shape = typed((int,) * len(row["shape"]), row["shape"])
     for number in (row["nbytes"], row["line"], *shape):
         _at_least_0(number)
     return Storage(**row | {"shape": tuple(shape), "line": lines[row["line"]]})

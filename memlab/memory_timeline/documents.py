@@ -1,0 +1,75 @@
+"""Records on disk: JSON that appears whole or not at all, and is checked, never unpickled, when it comes back.
+
+A pickle is a program, so a file from somebody else is parsed as plain values instead, and each value is held to the
+exact type that was written. Whatever is wrong with a file ends in one ValueError that says what was expected.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+Record = TypeVar("Record")
+
+
+class Kind(NamedTuple):
+    """What a file of this kind holds ("a timeline"), the format's name in it, and the newest version of that format."""
+
+    what: str
+    format: str
+    version: int
+
+    def save(self, content: dict, path: str | Path) -> None:
+        """Write the content, after the format's name and version. The file appears whole or not at all.
+
+        Raises ValueError for a number that is none, which JSON cannot hold.
+        """
+        document = {"format": self.format, "version": self.version, **content}
+        text = json.dumps(document, separators=(",", ":"), allow_nan=False)
+        path = Path(path)
+        scratch = path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")
+        try:
+            with open(scratch, "x", encoding="utf-8") as file:
+                file.write(text + "\n")
+            os.replace(scratch, path)
+        except BaseException:
+            scratch.unlink(missing_ok=True)
+            raise
+
+    def load(self, path: str | Path, build: Callable[[dict], Record]) -> Record:
+        """What `build` makes of a saved file's document. Raises ValueError, in one sentence, for any other file.
+
+        A document that lacks something, or of which `build` raises TypeError, ValueError or the like, is damaged.
+        """
+        expected = f"{path}: expected {self.what} saved by memlab"
+        try:
+            document = json.loads(Path(path).read_text(encoding="utf-8"))
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{expected}, found a truncated or foreign file ({error})") from None
+        if type(document) is not dict or document.get("format") != self.format:
+            raise ValueError(f"{expected} (format {self.format!r}), found something else")
+        version = document.get("version")
+        if type(version) is not int or not 1 <= version <= self.version:
+            raise ValueError(
+                f"{path}: expected format version {self.version} or older, found {version!r}; update memlab"
+            )
+        try:
+            return build(document)
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+            what = self.what.partition(" ")[2]
+            raise ValueError(f"{path}: expected a complete {what}, found one that is damaged ({error!r})") from None
+
+
+def typed(kinds: tuple[type, ...], row: list) -> list:
+    """The row, when its values are of exactly these types; a bool is no int here. Raises TypeError.
+
+    >>> typed((int, str), [3, "add"])
+    [3, 'add']
+    """
+    if type(row) is not list or tuple(map(type, row)) != kinds:
+        raise TypeError(f"expected {', '.join(kind.__name__ for kind in kinds)}, found {str(row)[:60]}")
+    return row
