@@ -11,6 +11,7 @@ MAKERS = (
     "explore_number",
     "gradient_histogram",
     "explore_batches",
+    "explore_tradeoff",
 )
 SLIDERS = re.compile(rf"\b({'|'.join(MAKERS)})\(")
 MOST_PICTURES = 500

@@ -36,6 +36,7 @@ DRIVERS = tuple(
         "predictions",
         "numbers",
         "curves",
+        "tradeoff",
         "batches",
         "block_map",
         "hierarchy",
