@@ -45,6 +45,24 @@ def added(sizes: list[str]) -> str:
     return " + ".join("·".join(([str(times)] if times > 1 else []) + list(factors)) for factors, times in ordered)
 
 
+def balanced(layers: int, segments: int) -> list[tuple[int, int]]:
+    """Contiguous segments of so many layers, as (first, one after last); sizes differ by one at most, the larger first.
+
+    Raises TypeError for what is no int, ValueError for segments below 1 or more than there are layers.
+
+    >>> balanced(10, 4)
+    [(0, 3), (3, 6), (6, 8), (8, 10)]
+    """
+    positive("segments", segments)
+    if segments > layers:
+        raise ValueError(
+            f"expected at most as many segments as layers ({layers}), found {segments}; pick 1 to {layers}"
+        )
+    size, longer = divmod(layers, segments)
+    starts = [i * size + min(i, longer) for i in range(segments + 1)]
+    return list(zip(starts, starts[1:], strict=False))
+
+
 @dataclass(frozen=True)
 class Transformer:
     """The sizes of a decoder-only transformer, of one of two families.
