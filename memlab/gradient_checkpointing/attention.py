@@ -1,0 +1,214 @@
+"""Attention's own checkpointing: softmax(q kᵀ · scale) is not kept for backward but made again, a tile at a time.
+
+What attention keeps is a square: a weight for every query and key. It is also what is cheap to make again. One number
+a query, the log-sum-exp that the forward ends with anyway, stands for the sums over all keys, and with it each weight
+depends on its own query and key only. With S = q kᵀ · scale, P = softmax(S), out = P v, and dX for a gradient by X:
+
+    P  = exp(S − lse)                   lse = log Σ exp(S) over the keys
+    dv = Pᵀ dout        dP = dout vᵀ    out is a product, and so are its derivatives
+    dS = P ∘ (dP − D)                   the softmax's derivative, D = Σ P ∘ dP over the keys
+    D  = Σ (P v) ∘ dout = Σ out ∘ dout  over the width of a value: the keys are summed up in `out`, so no row is needed
+    dq = dS k · scale   dk = dSᵀ q · scale
+
+Each line holds for a tile of queries and keys, and tiles of one row or column add up. So the forward is chapter 03's
+`tiled_attention`; of all the weights backward holds one tile, makes it, uses it and overwrites it. The price is one
+product more, S again: seven for forward and backward, where plain attention has six.
+
+`checkpoint` around plain attention would make the same product again, but for all tokens at once: the squares are gone
+between forward and backward, and all back at its peak. That is why attention has a recomputation of its own.
+
+Sources: Dao et al. 2022 (FlashAttention, appendix B.2: this backward, and D); Rabe and Staats 2021 (recomputed tiles).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from memlab.memory_hierarchy.attention import TILE_KEYS, TILE_QUERIES, WIDE, _part, tiled_attention
+
+
+def checkpointed_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    tile_queries: int = TILE_QUERIES,
+    tile_keys: int = TILE_KEYS,
+) -> Tensor:
+    """softmax(q kᵀ · scale) v, differentiable by q, k and v, with no more than a tile of it in memory at any time.
+
+    q: (batch, heads, queries, head_dim); k: (batch, kv_heads, keys, head_dim); v: (batch, kv_heads, keys, value_dim).
+    Their dtypes, grouped queries, `causal`, `scale` and the tiles are those of `tiled_attention`, whose result this is
+    to the last bit. Under autocast q, k and v are cast to its dtype, as by F.scaled_dot_product_attention.
+
+    Saves for backward q, k, v, out, and lse in the dtype of the sums:
+
+        batch · (heads · queries · (head_dim + value_dim + 1) + kv_heads · keys · (head_dim + value_dim)) elements,
+
+    for plain self-attention 4·B·H·T·d + B·H·T. What backward holds beyond that: `backward_live_bytes`. Gradients are
+    contiguous, in q's dtype, summed as `tiled_attention` sums, and the same bits on each run. A query that sees
+    no key has none, and gives none to keys and values.
+
+    There is no dropout: backward would need the same random numbers for each tile in another order, which takes a
+    generator that can be asked for any of them (a kernel's), or a stored square. Use F.scaled_dot_product_attention.
+
+    Raises what `tiled_attention` raises for bad shapes, dtypes and tiles; TypeError for a scale that is a tensor; and
+    RuntimeError from a second differentiation, which would need backward's tiles kept.
+    """
+    if isinstance(scale, Tensor):
+        raise TypeError(
+            "expected scale as a number or None, found a tensor, which would get no gradient; multiply q by it"
+        )
+    if torch.is_autocast_enabled(q.device.type):
+        narrow = torch.get_autocast_dtype(q.device.type)
+        q, k, v = (x.to(narrow) if x.dtype in WIDE and x.dtype != torch.float64 else x for x in (q, k, v))
+    return _Attention.apply(q, k, v, causal, scale, tile_queries, tile_keys)
+
+
+def backward_live_bytes(
+    q: tuple[int, int, int, int],
+    k: tuple[int, int, int, int],
+    v: tuple[int, int, int, int],
+    dtype: torch.dtype = torch.float32,
+    *,
+    causal: bool = False,
+    tile_queries: int = TILE_QUERIES,
+    tile_keys: int = TILE_KEYS,
+) -> int:
+    """Bytes that the backward of `checkpointed_attention` holds at its fullest moment beyond what was saved and dout.
+
+    For gradients by all three. With H heads, G key-value heads, tiles of t queries and u keys, and w bytes for a sum:
+
+        dq, dk, dv    the bytes of q, k and v
+        sums          batch · w · G · keys · (head_dim + value_dim), for 16-bit inputs; else dk and dv are their sums
+        fast memory   batch · w · (H·t·(2·head_dim + 2·value_dim + 2·u + 2) + G·u·(head_dim + value_dim))
+
+    >>> shape = (1, 8, 2048, 64)
+    >>> backward_live_bytes(shape, shape, shape), 8 * 2048 * 2048 * 4  # the second: a single matrix of weights
+    (16785408, 134217728)
+    """
+    (batch, heads, queries, head_dim), (_, kv_heads, keys, value_dim) = q, v
+    w = WIDE[dtype].itemsize
+    results = (math.prod(q) + math.prod(k) + math.prod(v)) * dtype.itemsize
+    sums = (math.prod(k) + math.prod(v)) * w if dtype.itemsize < w else 0
+    t, u = min(tile_queries, queries), min(tile_keys, keys, queries if causal else keys)
+    of_queries = heads * t * (2 * head_dim + 2 * value_dim + 2 * u + 2)
+    of_keys = kv_heads * u * (head_dim + value_dim)
+    return results + sums + batch * w * (of_queries + of_keys)
+
+
+class _Attention(torch.autograd.Function):
+    """`tiled_attention`, with a backward."""
+
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, *options) -> Tensor:
+        ctx.options = causal, scale, tile_queries, tile_keys = options
+        tiles = {"tile_queries": tile_queries, "tile_keys": tile_keys}
+        out, lse = tiled_attention(q, k, v, causal=causal, scale=scale, **tiles, return_lse=True)
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx, dout: Tensor) -> tuple[Tensor | None, ...]:
+        return *_Gradients.apply(dout, *ctx.saved_tensors, ctx.needs_input_grad, *ctx.options), None, None, None, None
+
+
+class _Gradients(torch.autograd.Function):
+    """The backward as an op of its own: only when someone differentiates *it* there is something to refuse."""
+
+    @staticmethod
+    def forward(ctx, *args) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        return _gradients(*args)
+
+    @staticmethod
+    def backward(ctx, *_):
+        raise RuntimeError(
+            "expected checkpointed_attention to be differentiated once, found a second time (of a gradient made with "
+            "create_graph=True); its tiles are gone. For second derivatives use F.scaled_dot_product_attention under "
+            "torch.nn.attention.sdpa_kernel(SDPBackend.MATH), which keeps the whole matrix of weights"
+        )
+
+
+def _gradients(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    needed: tuple[bool, ...],
+    causal: bool,
+    scale: float | None,
+    tile_queries: int,
+    tile_keys: int,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """dq, dk and dv, each None where it is not needed. dout, out: (batch, heads, queries, value_dim)."""
+    need_q, need_k, need_v, *_ = needed
+    (batch, heads, queries, head_dim), (kv_heads, all_keys, value_dim) = q.shape, v.shape[1:]
+    keys = min(all_keys, queries) if causal else all_keys
+    folded, group = batch * kv_heads, heads // kv_heads
+    scale = head_dim**-0.5 if scale is None else scale
+    dq = q.new_empty(q.shape) if need_q else None
+    sum_k = lse.new_zeros(folded, all_keys, head_dim) if need_k else None
+    sum_v = lse.new_zeros(folded, all_keys, value_dim) if need_v else None
+    # A group's heads stand under each other, as in the forward: their shares of dk and dv are summed by the products.
+    q, dout, out, lse = (x.unflatten(1, (kv_heads, group)) for x in (q, dout, out, lse.unsqueeze(-1)))
+    grouped_dq = dq.view(q.shape) if need_q else None
+
+    r, c = group * min(tile_queries, queries), min(tile_keys, keys)
+    q_store, dq_store, dout_store, out_store, lse_store, d_store = (
+        lse.new_empty(folded * r * width) for width in (head_dim, head_dim, value_dim, value_dim, 1, 1)
+    )
+    k_store, v_store = (lse.new_empty(folded * c * width) for width in (head_dim, value_dim))
+    p_store, ds_store = (lse.new_empty(folded * r * c) for _ in range(2))
+
+    for i in range(0, queries, tile_queries):
+        i_end = min(i + tile_queries, queries)
+        n, r = i_end - i, group * (i_end - i)
+        q_tile = _finite(_tile(q_store, q, i, i_end).mul_(scale))
+        dout_tile = _tile(dout_store, dout, i, i_end)
+        d = _tile(out_store, out, i, i_end).mul_(dout_tile)
+        d = torch.sum(d, -1, keepdim=True, out=_part(d_store, folded, r, 1))
+        # Where no key was seen lse is −∞; with ∞ in its place every weight is 0, as in the forward.
+        lse_tile = _tile(lse_store, lse, i, i_end).nan_to_num_(nan=math.nan, posinf=math.inf, neginf=math.inf)
+        dq_tile = _part(dq_store, folded, r, head_dim).zero_()
+        visible = min(keys, i_end) if causal else keys
+        for j in range(0, visible, tile_keys):
+            j_end = min(j + tile_keys, visible)
+            c = j_end - j
+            k_tile = _finite(_tile(k_store, k, j, j_end))
+            p = torch.bmm(q_tile, k_tile.mT, out=_part(p_store, folded, r, c))
+            p.sub_(lse_tile).exp_()
+            if causal and j_end > i + 1:  # the diagonal runs through this tile
+                p.view(folded, group, n, c).tril_(i - j)
+            if need_v:
+                sum_v[:, j:j_end].baddbmm_(p.mT, dout_tile)
+            if need_q or need_k:
+                v_tile = _tile(v_store, v, j, j_end)
+                ds = torch.bmm(dout_tile, v_tile.mT, out=_part(ds_store, folded, r, c))
+                ds.sub_(d).mul_(p)
+            if need_q:
+                dq_tile.baddbmm_(ds, k_tile, alpha=scale)
+            if need_k:
+                sum_k[:, j:j_end].baddbmm_(ds.mT, q_tile)  # q's tile was scaled already
+        if need_q:
+            grouped_dq[..., i:i_end, :] = dq_tile.view(batch, kv_heads, group, n, head_dim)
+    dk = sum_k.view(k.shape).to(k.dtype) if need_k else None
+    dv = sum_v.view(v.shape).to(v.dtype) if need_v else None
+    return dq, dk, dv
+
+
+def _tile(store: Tensor, x: Tensor, start: int, stop: int) -> Tensor:
+    """Tokens start … stop of x, copied to a store as (batch · kv_heads, rows, width)."""
+    x = x[..., start:stop, :]
+    return _part(store, *x.shape).copy_(x).view(x.shape[0] * x.shape[1], math.prod(x.shape[2:-1]), x.shape[-1])
+
+
+def _finite(x: Tensor) -> Tensor:
+    """x with the largest finite numbers for ±∞. A score of −∞ still has weight 0, and 0 times x is 0 and not NaN."""
+    return x.nan_to_num_(nan=math.nan)
