@@ -1,0 +1,103 @@
+"""Checkpointing by module: every k-th block, all modules of a kind, or those that a function picks.
+
+A model need not be rewritten to be checkpointed. In a `with` block, a chosen module's `forward` is replaced by one that
+runs the old one under `checkpoint`; parameters, names and hooks stay where they are, and at its end nothing is left.
+
+Of every k blocks one may be enough. What is saved grows with the number of checkpointed blocks, and so does the work:
+
+    bytes after the forward of L blocks, n of them checkpointed: (L − n) · saved per block + n · bytes of a block's input
+
+but a checkpointed block that is recomputed first, while all others still wait, adds its own activations on top.
+So the last block, whose activations backward wants at once, is best left alone: to drop them frees nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+from torch.nn import Module
+
+from memlab.gradient_checkpointing.hooks import checkpoint
+from memlab.gradient_checkpointing.selective import selective_checkpoint
+
+Which = Iterable[Module] | type[Module] | tuple[type[Module], ...] | Callable[[str, Module], bool]
+
+
+def every(blocks: Iterable[Module], k: int) -> list[Module]:
+    """The first of every k blocks: numbers 0, k, 2k … of them. k = 1 is all; with k > 1 the last is seldom among them.
+
+    Raises TypeError if k is no int, ValueError if k < 1.
+
+    >>> every("abcdefgh", 3)
+    ['a', 'd', 'g']
+    """
+    if not isinstance(k, int) or isinstance(k, bool):
+        raise TypeError(f"expected k to be an int, found {k!r}")
+    if k < 1:
+        raise ValueError(f"expected k >= 1 (1: all blocks), found {k}")
+    return list(blocks)[::k]
+
+
+@contextmanager
+def checkpointed(model: Module, which: Which, *, preserve_rng_state: bool = True, keep=None) -> Iterator[list[Module]]:
+    """In the block, calls of the chosen modules of `model` are checkpointed: `with checkpointed(model, Block): …`
+
+        with checkpointed(model, every(model.blocks, 2)):
+            model(x, y).backward()
+
+    which: modules of the model, such as `every(model.blocks, 2)`; a class of modules, or a tuple of classes; or a
+      function (name, module) → bool, which is given `model.named_modules()`.
+    preserve_rng_state, keep: as of `checkpoint` and, where `keep` is not None, of `selective_checkpoint`.
+
+    Backward may run after the block. A chosen module inside another is checkpointed twice: recomputed once more, when
+    the outer one has been. Hooks on a chosen module run once, around the checkpoint; those on modules inside it run
+    again in the recomputation. Outside grad mode (evaluation under `no_grad`) a module runs as it always does.
+
+    Gives the list of the chosen. Don't copy or pickle the model in the block.
+
+    Raises TypeError for what is no model or no choice; ValueError if nothing is chosen, or a module that is no part of
+    the model; RuntimeError for one that is checkpointed already.
+    """
+    if not isinstance(model, Module):
+        raise TypeError(f"expected a model (torch.nn.Module), found {type(model).__name__}")
+    chosen = _choose(model, which)
+    run = checkpoint if keep is None else functools.partial(selective_checkpoint, keep=keep)
+    with ExitStack() as undo:
+        for name, module in chosen:
+            own = vars(module).get("forward")
+            if isinstance(own, _Checkpointed):
+                raise RuntimeError(f"expected modules that are not checkpointed yet, found {name!r}; enter a block once")
+            undo.callback(_put_back, module, own)
+            module.forward = _Checkpointed(functools.partial(run, module.forward, preserve_rng_state=preserve_rng_state))
+        yield [module for _, module in chosen]
+
+
+class _Checkpointed:
+    """Stands for a module's forward. """
+
+    def __init__(self, forward: Callable):
+        self.forward = forward
+
+    def __call__(self, *args, **kwargs):
+        return self.forward(*args, **kwargs)
+
+
+def _put_back(module: Module, own: Callable | None) -> None:
+    if own is None:
+        vars(module).pop("forward", None)
+    else:
+        module.forward = own
+
+
+def _choose(model: Module, which: Which) -> list[tuple[str, Module]]:
+    """Names and modules, each module once."""
+    named = dict(model.named_modules())
+    if isinstance(which, Module):
+        raise TypeError(f"expected modules, a class or a function, found one module; pass [{type(which).__name__}]")
+    if isinstance(which, type) or (isinstance(which, tuple) and all(isinstance(one, type) for one in which)):
+        chosen = [(name, module) for name, module in named.items() if isinstance(module, which)]
+    elif callable(which):
+        chosen = [(name, module) for name, module in named.items() if which(name, module)]
+    ...
