@@ -14,7 +14,7 @@ So the last block, whose activations backward wants at once, is best left alone:
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 
 from torch.nn import Module
@@ -62,42 +62,53 @@ def checkpointed(model: Module, which: Which, *, preserve_rng_state: bool = True
     """
     if not isinstance(model, Module):
         raise TypeError(f"expected a model (torch.nn.Module), found {type(model).__name__}")
-    chosen = _choose(model, which)
     run = checkpoint if keep is None else functools.partial(selective_checkpoint, keep=keep)
+    chosen = _choose(model, which)
     with ExitStack() as undo:
-        for name, module in chosen:
+        for module in chosen:
             own = vars(module).get("forward")
             if isinstance(own, _Checkpointed):
-                raise RuntimeError(f"expected modules that are not checkpointed yet, found {name!r}; enter a block once")
+                raise RuntimeError(
+                    f"expected modules that are not checkpointed, found a {type(module).__name__} that is; leave the "
+                    "block that it is in first"
+                )
             undo.callback(_put_back, module, own)
-            module.forward = _Checkpointed(functools.partial(run, module.forward, preserve_rng_state=preserve_rng_state))
-        yield [module for _, module in chosen]
+            module.forward = _Checkpointed(run, module.forward, preserve_rng_state=preserve_rng_state)
+        yield chosen
 
 
-class _Checkpointed:
-    """Stands for a module's forward. """
-
-    def __init__(self, forward: Callable):
-        self.forward = forward
-
-    def __call__(self, *args, **kwargs):
-        return self.forward(*args, **kwargs)
+class _Checkpointed(functools.partial):
+    """Stands in for a module's forward."""
 
 
 def _put_back(module: Module, own: Callable | None) -> None:
     if own is None:
-        vars(module).pop("forward", None)
+        del module.forward
     else:
         module.forward = own
 
 
-def _choose(model: Module, which: Which) -> list[tuple[str, Module]]:
-    """Names and modules, each module once."""
-    named = dict(model.named_modules())
-    if isinstance(which, Module):
-        raise TypeError(f"expected modules, a class or a function, found one module; pass [{type(which).__name__}]")
+def _choose(model: Module, which: Which) -> list[Module]:
+    """Each module once, in the order of `model.named_modules()`."""
+    named = list(model.named_modules())
     if isinstance(which, type) or (isinstance(which, tuple) and all(isinstance(one, type) for one in which)):
-        chosen = [(name, module) for name, module in named.items() if isinstance(module, which)]
-    elif callable(which):
-        chosen = [(name, module) for name, module in named.items() if which(name, module)]
-    ...
+        chosen = [module for _, module in named if isinstance(module, which)]
+    elif isinstance(which, Iterable):  # a ModuleList can be called as well
+        given = list(which)
+        if strange := [one for one in given if not isinstance(one, Module)]:
+            raise TypeError(f"expected modules, found {strange[0]!r}")
+        if strange := [one for one in given if all(one is not module for _, module in named)]:
+            raise ValueError(
+                f"expected modules of the model, found a {type(strange[0]).__name__} that is no part of it"
+            )
+        chosen = [module for _, module in named if any(module is one for one in given)]
+    elif callable(which) and not isinstance(which, Module):
+        chosen = [module for name, module in named if which(name, module)]
+    else:
+        raise TypeError(
+            "expected modules, a class of modules or a function (name, module) -> bool to choose by, found "
+            f"{type(which).__name__}; a single module goes into a list"
+        )
+    if not chosen:
+        raise ValueError(f"expected at least one module of the {type(model).__name__} to be chosen, found none")
+    return chosen

@@ -108,7 +108,7 @@ def _policy(keep) -> Callable[[Any, tuple, dict, Any], bool]:
 
 
 @functools.cache
-def _makes(op) -> bool:
+def makes(op) -> bool:
     """Whether the op's results are its own: neither views of its arguments nor these, written to."""
     return (
         isinstance(op, torch._ops.OpOverload)
@@ -119,26 +119,26 @@ def _makes(op) -> bool:
 
 @functools.cache
 def _keepable(op) -> bool:
-    return _makes(op) and op.overloadpacket not in COPIES
+    return makes(op) and op.overloadpacket not in COPIES
 
 
-def _tensors(value) -> list[Tensor]:
+def tensors_in(value) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def _nbytes(result) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in _tensors(result))
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(result))
 
 
 def _shapes(args: tuple, kwargs: dict) -> list[torch.Size]:
-    return [tensor.shape for tensor in _tensors((args, kwargs))]
+    return [tensor.shape for tensor in tensors_in((args, kwargs))]
 
 
 def _written(op, args: tuple, kwargs: dict) -> list[Tensor]:
     """The tensors that an op writes to."""
     given = dict(zip((argument.name for argument in op._schema.arguments), args, strict=False)) | kwargs
     marked = (a.name for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write)
-    return _tensors([given.get(name) for name in marked])
+    return tensors_in([given.get(name) for name in marked])
 
 
 def _address(tensor: Tensor) -> int | None:
@@ -152,7 +152,7 @@ def _can_be_saved(tensor: Tensor) -> bool:
 
 def _random_device(args: tuple, kwargs: dict) -> torch.device:
     """Whose generator a random op draws from."""
-    return next((tensor.device for tensor in _tensors((args, kwargs))), torch.device(kwargs.get("device") or "cpu"))
+    return next((tensor.device for tensor in tensors_in((args, kwargs))), torch.device(kwargs.get("device") or "cpu"))
 
 
 def _random_state(device: torch.device) -> Tensor:
@@ -193,7 +193,7 @@ class _Kept:
         self.random_state: tuple[Tensor, torch.device] | None = None  # after the op, if it drew
 
     def seal(self, anchor: Tensor) -> None:
-        self.saved = _Saved.apply(anchor, *(t.detach() for t in [*_tensors(self.leaves), *self.twins])).grad_fn
+        self.saved = _Saved.apply(anchor, *(t.detach() for t in [*tensors_in(self.leaves), *self.twins])).grad_fn
         self.leaves = [_Saved if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
         self.twins = []
 
@@ -232,7 +232,7 @@ class _Keep(TorchDispatchMode):
         if self.preserve_rng_state and torch.Tag.nondeterministic_seeded in op.tags:
             before = _random_state(device := _random_device(args, kwargs))
         result = op(*args, **kwargs)
-        tensors = _tensors(result)
+        tensors = tensors_in(result)
         for tensor in tensors:
             for twin in self.at.get(_address(tensor), ()):
                 self.kept[twin].twins.append(tensor)
