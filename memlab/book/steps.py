@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor, nn
 
 from memlab.book.workloads import GPT, GPTConfig, Llama, LlamaConfig
 from memlab.gradient_accumulation import accumulate
+from memlab.gradient_checkpointing.hooks import checkpoint
+from memlab.gradient_checkpointing.segments import segment_bounds
 from memlab.memory_arithmetic import Transformer
 from memlab.memory_arithmetic.optimizers import CHUNK_BYTES
 from memlab.memory_arithmetic.shapes import one_of, positive
@@ -45,6 +48,28 @@ def build(model: Transformer, **options) -> GPT | Llama:
     return GPT(GPTConfig(**sizes, **options))
 
 
+class Segment(nn.Module):
+    """Blocks in one checkpoint. stream: (batch, tokens, width) → the same; tables: for every block."""
+
+    def __init__(self, blocks):
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def run(self, stream: Tensor, *tables: Tensor) -> Tensor:
+        for block in self.blocks:
+            stream = block(stream, *tables)
+        return stream
+
+    def forward(self, stream: Tensor, *tables: Tensor) -> Tensor:
+        return checkpoint(self.run, stream, *tables)
+
+
+def checkpoint_blocks(network: GPT | Llama, segments: int) -> None:
+    """Put so many Segments in place of the model's blocks. Its parameters and their order stay, their names change."""
+    blocks = list(network.blocks)
+    network.blocks = nn.ModuleList(Segment(blocks[a:b]) for a, b in segment_bounds(len(blocks), segments))
+
+
 def metered_step(
     model: Transformer,
     batch: int,
@@ -56,6 +81,7 @@ def metered_step(
     first_step: bool = False,
     chunk_bytes: int = CHUNK_BYTES,
     micro_batches: int = 1,
+    segments: int | None = None,
     device: str = "cpu",
     **options,
 ) -> Timeline:
@@ -64,6 +90,8 @@ def metered_step(
     The same words as `training_step`, which predicts it, and refused as there: ValueError for a word that is none of
     them or for chunk_bytes or micro_batches below 1, TypeError for one that is no int. Every micro-batch has x and y of
     its own, and all are held from the start.
+
+    segments: into how many equal segments the blocks are cut, each in a `checkpoint`; None, nothing is checkpointed.
     """
     one_of("precision", precision, PRECISIONS)
     one_of("optimizer", optimizer, tuple(OPTIMIZERS))
@@ -74,6 +102,8 @@ def metered_step(
     torch.set_default_dtype(torch.bfloat16 if precision in ("bf16", "mixed") else torch.float32)
     try:
         network = build(model, **options).to(device)
+        if segments is not None:
+            checkpoint_blocks(network, segments)
     finally:
         torch.set_default_dtype(usual)
     algorithm = made(network.parameters(), optimizer, implementation, precision, chunk_bytes)

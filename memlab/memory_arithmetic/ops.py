@@ -19,7 +19,8 @@ PASSED_ON = "a gradient on its way to the op before"
 class Setting:
     """How the ops run. `compute`: bytes of what a matrix product gives; `stream`: bytes of the residual stream.
 
-    accumulating: every parameter has a gradient already, from the micro-batches before.
+    accumulating: every parameter has a gradient already, from the micro-batches before. recomputed: what backward reads
+    was computed again by a checkpoint, and goes with the formula that reads it, not with its op.
     """
 
     compute: int
@@ -31,6 +32,7 @@ class Setting:
     batch: int
     heads: int
     accumulating: bool = False
+    recomputed: bool = False
 
 
 def kept(name: str, size: str, itemsize: int, source: str) -> Piece:
@@ -208,7 +210,8 @@ def linear(
     biases = [grad(c, f"{name}.bias", bias)] if bias else []
     freed = [of(y.name)] if frees_dy else []
     if not c.autocast:
-        backward = [weight, passing(dx, x_size, c.compute, PASSED_ON), *biases, *freed, *([x] if frees_x else [])]
+        by_formula, saved = [weight, passing(dx, x_size, c.compute, PASSED_ON)], [x] if frees_x else []
+        backward = [*by_formula, *saved, *biases, *freed] if c.recomputed else [*by_formula, *biases, *freed, *saved]
         return Op(name, (y,), (*backward, *after_dx, *accumulated(c, *([] if d_weight else [weight]), *biases)))
     source = f"{name}: autocast computes in BF16 and saves what it computed with"
     forward = [passing(f"BF16 copy of {name}.bias", bias, 2, "autocast's cache, emptied at its end")] if bias else []

@@ -12,32 +12,30 @@ a straight line still.
 
 from __future__ import annotations
 
-from memlab.memory_arithmetic import gpt, llama
+from memlab.memory_arithmetic import gpt, llama, segments
 from memlab.memory_arithmetic.head import SHARE, share_of_the_mean
-from memlab.memory_arithmetic.ledger import Ledger, Op, Piece, net
+from memlab.memory_arithmetic.ledger import Ledger, Piece, net
 from memlab.memory_arithmetic.ops import Setting, of
-from memlab.memory_arithmetic.shapes import FAMILIES, Transformer, added
+from memlab.memory_arithmetic.segments import gradients_of_a_block, run_backward
+from memlab.memory_arithmetic.shapes import FAMILIES, Transformer, balanced
 
 FORWARD, LOSS, OPTIMIZER = "forward", "loss", "optimizer step"
 LAST, FIRST, EMBEDDINGS = "backward of the last block", "backward of the first block", "backward of the embeddings"
 
 
-def play(ledger: Ledger, c: Setting, model: Transformer) -> dict[Piece, int]:
-    """Forward and backward. The middle blocks, all alike, are not played but multiplied. Returns the activations."""
-    family, layers = (gpt, llama)[FAMILIES.index(model.family)], model.layers
+def play(ledger: Ledger, c: Setting, model: Transformer, checkpointed: int | None = None) -> dict[Piece, int]:
+    """Forward and backward. checkpointed: in how many segments the blocks are. Returns the activations in between."""
+    family = (gpt, llama)[FAMILIES.index(model.family)]
     start, end = family.embeddings(c, model.tied), family.after(c, model.tied)
-    block, last, first = family.block(c), family.block(c, last=True), family.block(c, first=True, last=layers == 1)
     share = [share_of_the_mean(c)] if c.accumulating else []
-    left_by_block = net(row for op in block for row in op.forward)
-    size = added(list(model.block.values()))
-    block_gradients = Piece("gradients of a block", size, c.stream, "gradient", "AccumulateGrad keeps them")
+    bounds = None if checkpointed is None else balanced(model.layers, checkpointed)
 
     for op in start:
         ledger.play(FORWARD, op.name, op.forward)
-    for piece, count in left_by_block.items():
-        ledger.make(piece, count * (layers - 1))
-    for op in last:
-        ledger.play(FORWARD, f"{op.name}, block {layers}", op.forward)
+    if bounds is None:
+        forward_of_blocks(ledger, c, model, family)
+    else:
+        segments.forward(ledger, c, family, bounds)
     for op in end:
         ledger.play(LOSS, op.name, op.forward)
     for name in ledger.named("temporary"):
@@ -47,32 +45,46 @@ def play(ledger: Ledger, c: Setting, model: Transformer) -> dict[Piece, int]:
         ledger.play(LOSS, op.name, op.forward)
     activations = {ledger.pieces[name]: ledger.held[name] for name in ledger.named("activation")}
 
-    blocks = [(FIRST, first, 1)]
-    if model.family == "llama" and layers > 2:
-        blocks.insert(0, (FIRST, block, 2))  # the first lets the rotary tables go, so it may be less full than this one
-    if layers > 1:
-        blocks.insert(0, (LAST, last, layers))
-    middle = layers - len(blocks)
     run_backward(ledger, LOSS, end + share)
-    for moment, ops, number in blocks:
-        run_backward(ledger, moment, ops, f", block {number}")
-        if not c.accumulating:
-            for name in model.block:
-                ledger.free(of(name))
-            ledger.make(block_gradients)
-        if moment == LAST:
-            for piece, count in left_by_block.items():
-                if piece.category == "activation":
-                    ledger.free(piece.name, count * middle)
-            if not c.accumulating:
-                ledger.make(block_gradients, middle)
+    if bounds is None:
+        backward_of_blocks(ledger, c, model, family)
+    else:
+        segments.backward(ledger, c, model, family, bounds)
     run_backward(ledger, EMBEDDINGS, start)
     for name in (of(SHARE), SHARE) if c.accumulating else (of("loss"),):
         ledger.free(name)
     return activations
 
 
-def run_backward(ledger: Ledger, moment: str, ops: list[Op], where: str = "") -> None:
-    """The backward of ops, from the last to the first."""
-    for op in reversed(ops):
-        ledger.play(moment, f"backward of {op.name}{where}", op.backward)
+def left_by_a_block(c: Setting, family) -> dict[Piece, int]:
+    """What a block's forward keeps, and what of it variables hold."""
+    return net(row for op in family.block(c) for row in op.forward)
+
+
+def forward_of_blocks(ledger: Ledger, c: Setting, model: Transformer, family) -> None:
+    """The middle blocks, all alike, are not played but multiplied."""
+    for piece, count in left_by_a_block(c, family).items():
+        ledger.make(piece, count * (model.layers - 1))
+    for op in family.block(c, last=True):
+        ledger.play(FORWARD, f"{op.name}, block {model.layers}", op.forward)
+
+
+def backward_of_blocks(ledger: Ledger, c: Setting, model: Transformer, family) -> None:
+    """The last block, and the first; what lies between them is let go at once."""
+    layers = model.layers
+    blocks = [(FIRST, family.block(c, first=True, last=layers == 1), 1)]
+    if (
+        model.family == "llama" and layers > 2
+    ):  # the first lets the rotary tables go, so it may be less full than this one
+        blocks.insert(0, (FIRST, family.block(c), 2))
+    if layers > 1:
+        blocks.insert(0, (LAST, family.block(c, last=True), layers))
+    middle = layers - len(blocks)
+    for moment, ops, number in blocks:
+        run_backward(ledger, moment, ops, f", block {number}")
+        gradients_of_a_block(ledger, c, model)
+        if moment == LAST:
+            for piece, count in left_by_a_block(c, family).items():
+                if piece.category == "activation":
+                    ledger.free(piece.name, count * middle)
+            gradients_of_a_block(ledger, c, model, made_by_ops=False, count=middle)

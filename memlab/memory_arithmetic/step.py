@@ -23,7 +23,7 @@ from memlab.memory_arithmetic.optimizers import (
     states,
 )
 from memlab.memory_arithmetic.passes import LOSS, OPTIMIZER, play
-from memlab.memory_arithmetic.shapes import Transformer, added, one_of, positive
+from memlab.memory_arithmetic.shapes import Transformer, added, balanced, one_of, positive
 
 PRECISIONS = ("fp32", "bf16", "mixed", "autocast")
 ATTENTIONS = ("fused", "by hand")
@@ -91,6 +91,7 @@ def training_step(
     first_step: bool = False,
     chunk_bytes: int = CHUNK_BYTES,
     micro_batches: int = 1,
+    segments: int | None = None,
 ) -> TrainingStep:
     """The memory of forward, backward and optimizer step on (batch, tokens) of int64, gradients freed before it.
 
@@ -107,8 +108,11 @@ def training_step(
     micro_batches: how many of (batch, tokens) accumulate gradients before the optimizer's step. From 2 on, the moments
       are those of any micro-batch but the first, and their bytes are the same for every number, except for the inputs:
       x and y of all micro-batches are held from the start. Of the losses a running sum is kept, in FP32.
+    segments: into how many equal segments the blocks are cut, each checkpointed; embeddings, head and loss are not.
+      None: nothing is. `model.layers`: every block.
 
-    Raises TypeError or ValueError for sizes below 1, more tokens than the context, and options that do not exist.
+    Raises TypeError or ValueError for sizes below 1, more tokens than the context, more segments than blocks, and
+    options that do not exist.
     """
     implementation = implementation or ("foreach" if hardware == "gpu" else "for-loop")
     refuse_sizes(model, batch, tokens)
@@ -121,6 +125,8 @@ def training_step(
     positive("micro_batches", micro_batches)
     refuse_dropout(dropout)
     refuse_attention(model, precision, attention, dropout, hardware)
+    if segments is not None:
+        balanced(model.layers, segments)
     setting = Setting(
         compute=4 if precision == "fp32" else 2,
         stream=4 if precision in ("fp32", "autocast") else 2,
@@ -163,7 +169,7 @@ def training_step(
     held = [*gradients, sum_of_losses()] if setting.accumulating else []
     for piece in [*([] if first_step else on_device), *held]:
         ledger.make(piece)
-    activations = play(ledger, setting, model)
+    activations = play(ledger, setting, model, segments)
     for name in ledger.named("gradient"):
         ledger.free(name, ledger.held[name])
     for piece in gradients:

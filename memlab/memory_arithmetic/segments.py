@@ -1,0 +1,100 @@
+"""Forward and backward of blocks that are checkpointed in segments: kept are the inputs, and the rest is made twice.
+
+In forward a segment keeps its input, and what its blocks read besides: a Llama's tables of positions. When backward
+comes to it, it is run again, and now all is saved; but no further than to the last op that saves anything, the Linear
+or the dropout at the end of its last block. Backward then goes through it as through any blocks, with one difference:
+what was computed again is held by the op alone that reads it, and is gone when the op's formula is, before a bias's
+gradient is summed. Chen et al. 2016, section 4.
+
+The forward of the blocks is not played: what is there then is there again when the last segment is run again, and more.
+No block stands for others here, since each holds other bytes than the one before it.
+
+Not counted is the state of the random numbers that a checkpoint notes, 5,056 bytes of main memory for the CPU's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from memlab.memory_arithmetic.ledger import Ledger, Op, Piece, Row, net
+from memlab.memory_arithmetic.ops import STREAM, Setting, kept, of
+from memlab.memory_arithmetic.shapes import Transformer, added
+
+RECOMPUTATION, SEGMENTS = "recomputation of a segment", "backward of a segment"
+STREAM_IN, STREAM_OUT = "input of norm1", "input of norm"
+
+
+def input_of_a_segment(c: Setting) -> Piece:
+    """The residual stream where a segment begins."""
+    return kept("input of a segment", STREAM, c.stream, "a checkpoint keeps its arguments")
+
+
+def forward(ledger: Ledger, c: Setting, family, bounds: list[tuple[int, int]]) -> None:
+    """What the blocks leave behind: inputs, the first of which the embeddings have made, and their own output."""
+    ledger.free(STREAM_IN)
+    ledger.make(input_of_a_segment(c), len(bounds))
+    made = net(row for op in family.block(c, last=True) for row in op.forward)
+    ledger.make(next(piece for piece in made if piece.name == STREAM_OUT))
+
+
+def backward(ledger: Ledger, c: Setting, model: Transformer, family, bounds: list[tuple[int, int]]) -> None:
+    """Segment by segment from the last: run again, then backward, block by block."""
+    c = replace(c, recomputed=True)
+    block = family.block(c)
+    saved = {piece.name for piece in net(row for op in block for row in op.forward) if is_kept(piece)}
+    ends = next(i for i in reversed(range(len(block))) if saved & set(block[i].backward))  # the last op that saves
+    tables = [name for name in ("cos", "sin") if name in ledger.held]
+    for start, stop in reversed(bounds):
+        run_backward(ledger, SEGMENTS, block[ends + 1 :], f", block {stop}")
+        ledger.play(RECOMPUTATION, f"blocks {start + 1} to {stop}", run_again(block, stop - start, ends))
+        for number in range(stop, start, -1):
+            ops = block[: ends + 1] if number == stop else block
+            if number == start + 1:
+                freed = [input_of_a_segment(c).name, *(tables if start == 0 else [])]
+                ops = [replace(op, backward=input_freed(op.backward, freed)) for op in ops]
+            run_backward(ledger, SEGMENTS, ops, f", block {number}")
+            gradients_of_a_block(ledger, c, model)
+
+
+def run_again(block: list[Op], blocks: int, ends: int) -> list[Row]:
+    """The forward of so many blocks, up to the last thing saved; then functions are left, and their variables go."""
+    whole = [row for op in block for row in op.forward]
+    rows = [row for op in block[: ends + 1] for row in op.forward]
+    while not (isinstance(rows[-1], Piece) and is_kept(rows[-1])):
+        rows.pop()
+    if blocks > 1:
+        rows = [*(row for row in whole if row != STREAM_IN), *whole * (blocks - 2), *rows]
+    return [*rows, *(piece.name for piece, count in net(rows).items() if not is_kept(piece) for _ in range(count))]
+
+
+def is_kept(piece: Piece) -> bool:
+    """Whether it is there until its backward, and not for a few ops."""
+    return piece.category == "activation"
+
+
+def input_freed(rows: Iterable[Row], freed: list[str]) -> tuple[Row, ...]:
+    """A backward's rows where the first norm's input is the checkpoint's: when nothing needs it, all arguments go."""
+    found: list[Row] = []
+    for row in rows:
+        found += freed if row == STREAM_IN else [row, *freed] if row == f"FP32 copy of {STREAM_IN}" else [row]
+    return tuple(found)
+
+
+def run_backward(ledger: Ledger, moment: str, ops: list[Op], where: str = "") -> None:
+    """The backward of ops, from the last to the first."""
+    for op in reversed(ops):
+        ledger.play(moment, f"backward of {op.name}{where}", op.backward)
+
+
+def gradients_of_a_block(
+    ledger: Ledger, c: Setting, model: Transformer, *, made_by_ops: bool = True, count: int = 1
+) -> None:
+    """A block's gradients as one piece, in place of those that its ops have made."""
+    if c.accumulating:
+        return
+    if made_by_ops:
+        for name in model.block:
+            ledger.free(of(name))
+    size = added(list(model.block.values()))
+    ledger.make(Piece("gradients of a block", size, c.stream, "gradient", "AccumulateGrad keeps them"), count)
