@@ -61,6 +61,7 @@ class Stage:
     backward_bytes: peak of backward: tape, saved output, gradients. Up to the first look at the tape, but without it:
       waiting_bytes at the peak, arriving_bytes at that look (0 if there is no tape); from there on: working_bytes.
       The last stage's output and its gradient, which the caller holds, are not in here but in result_bytes.
+    own_backward_bytes, own_working_bytes: the same with its input, which nobody else holds, until that is let go.
     cost, again_cost: of a forward, and of one that ends with the last tensor saved: FLOPs or seconds.
     """
 
@@ -77,6 +78,8 @@ class Stage:
     waiting_bytes: int
     arriving_bytes: int
     working_bytes: int
+    own_backward_bytes: int
+    own_working_bytes: int
     cost: float
     again_cost: float
     saves: int = 1
@@ -148,13 +151,13 @@ def measure_chain(layers: Sequence[Callable], x: Tensor, *, cost: str = "flops")
             bench = _Bench(meter, undo)
             start = meter.event_count
             inputs = _inputs(layers, x)
-            gradient = [torch.ones_like(inputs.pop())]
-            result_bytes = 2 * _nbytes(gradient[0])
-            notes = []
+            result = inputs.pop()
+            gradient, notes = [torch.ones_like(result)], []
+            result_bytes = _nbytes(result) + _nbytes(gradient[0])
+            del result
             for i in reversed(range(len(layers))):
                 notes.append(bench.measure(i, layers[i], inputs[i], gradient, last=i == len(layers) - 1))
-            gradient.clear()
-            del inputs[1:]
+            del inputs[1:], gradient
             end = meter.event_count
         held, resident = _levels(meter.timeline)
         stages = [note.stage(held) for note in reversed(notes)]
@@ -193,15 +196,12 @@ class _Bench:
         self.parameters: set[Tensor] = set()
 
     def measure(self, i: int, layer: Callable, x: Tensor, gradient: list[Tensor], *, last: bool) -> _Notes:
-        """`gradient` holds that of the stage's output, and in the end that of its input, if that wants one."""
+        """Stage i alone. `gradient` holds that of its output, and afterwards that of its input, if it wants one."""
         mark = lambda: self.meter.event_count  # noqa: E731
-        source = (lambda: _Source.apply(x, gradient)) if i and x.requires_grad else (lambda: x)
-        gradient_bytes = _nbytes(gradient[0]) if gradient else 0
-
         begin = mark()
         with _dropping():
-            out = layer(source())
-        ran, node, place = mark(), out.grad_fn, _place(out)
+            out = layer(_source(x, []) if i else x)
+        ran, node = mark(), out.grad_fn
         del out
         dropped = mark()
         del node
@@ -210,40 +210,38 @@ class _Bench:
                 f"expected stage {i} to keep for backward only what autograd saves, found more; a checkpoint cannot "
                 "drop it: a custom Function should use ctx.save_for_backward"
             )
+        own = self._step(i, layer, x, [_replica(g) for g in gradient], last=last, own=bool(i))
+        held = self._step(i, layer, x, gradient, last=last, own=False)
+        again = mark()
+        with OpCounter() as counter:
+            _run_again(layer, _source(x, []) if i else x, held.saves)
+        return _Notes(begin, ran, dropped, held, own, again, mark(), _flops(counter), last)
 
-        saved, looks = [], []
-        tape = mark()
-        with OpCounter() as whole, _saving(saved, looks, mark):
-            out = layer(source())
-        taped, root = mark(), out
-        new = self._set_aside(out, boundary=x if i else None)
-        if not last and out.requires_grad:
-            root = _Sink.apply(out, gradient)
-        places = set(saved)
-        saves_output, view = _place(out) in places, _place(out) == _place(x)
-        out = out if last else None
+    def _step(self, i: int, layer: Callable, x: Tensor, gradient: list[Tensor], *, last: bool, own: bool) -> _Step:
+        """Forward and backward. own: on a copy of the input that nobody else holds."""
+        mark = lambda: self.meter.event_count  # noqa: E731
+        gradient_bytes, sent, saved, looks = sum(map(_nbytes, gradient)), [], [], []
+        begin, place = mark(), [_place(x)]
+        with OpCounter() as counter, _saving(saved, looks, mark):
+            out = layer(_given(x, sent, place, own) if i else x)
+        forward, out_place = mark(), _place(out)
+        new = self._set_aside(out)
+        if not last:
+            out = _Sink.apply(out, gradient) if out.requires_grad else None
         backward = mark()
-        if root.requires_grad:
-            torch.autograd.backward(root, gradient[0] if last else torch.empty(0, device=root.device))
+        if out is not None:
+            torch.autograd.backward(out, gradient[0] if last else torch.empty(0, device=out.device))
         done = mark()
-        if last:
-            gradient.pop(0)
         grads = {s._cdata: s.nbytes() for p in new if p.grad is not None for s in storages_of(p.grad)}
         for parameter in self.parameters:
             parameter.grad = None
-        del root, out, place
-
-        again, counted = mark(), OpCounter()
-        with counted:
-            _run_again(layer, source(), len(saved))
-        stopped = mark()
-        return _Notes(
-            begin, ran, dropped, tape, taped, backward, looks[0] if looks else None, done, again, stopped,
-            gradient_bytes, sum(grads.values()), view, _place(x) in places, saves_output, last, len(saved),
-            _flops(whole), _flops(counted),
+        gradient[:] = sent
+        return _Step(
+            begin, forward, backward, looks[0] if looks else None, done, gradient_bytes, sum(grads.values()),
+            out_place == place[0], place[0] in saved, out_place in saved, len(saved), _flops(counter),
         )  # fmt: skip
 
-    def _set_aside(self, out: Tensor, boundary: Tensor | None) -> list[Tensor]:
+    def _set_aside(self, out: Tensor) -> list[Tensor]:
         """Parameters that out's gradient will reach for the first time; gradients they have come back in the end."""
         new, seen, nodes = [], set(), [out.grad_fn]
         while nodes:
@@ -253,7 +251,7 @@ class _Bench:
             seen.add(node)
             nodes += [following for following, _ in node.next_functions]
             leaf = getattr(node, "variable", None)
-            if leaf is not None and leaf is not boundary and leaf not in self.parameters:
+            if leaf is not None and leaf.numel() and leaf not in self.parameters:
                 self.parameters.add(leaf)
                 self.undo.callback(setattr, leaf, "grad", leaf.grad)
                 leaf.grad = None
@@ -261,58 +259,66 @@ class _Bench:
         return new
 
 
-class _Notes(NamedTuple):
-    """Of one stage: marks in the meter's record, and what was seen besides."""
+class _Step(NamedTuple):
+    """One forward and backward: marks in the meter's record, and what was seen besides."""
 
     begin: int
-    ran: int
-    dropped: int
-    tape: int
-    taped: int
+    forward: int
     backward: int
     look: int | None
     done: int
-    again: int
-    stopped: int
-    gradient: int
+    gradient_bytes: int
     grads: int
     view: bool
     saves_input: bool
     saves_output: bool
-    last: bool
     saves: int
     flops: int
-    again_flops: int
 
-    def stage(self, held: list[int]) -> Stage:
-        """held: bytes after each event, less those that are always there."""
+
+class _Notes(NamedTuple):
+    """Of one stage. held, own: with its input held by somebody else, and by nobody else."""
+
+    begin: int
+    ran: int
+    dropped: int
+    held: _Step
+    own: _Step
+    again: int
+    stopped: int
+    again_flops: int
+    last: bool
+
+    def stage(self, levels: list[int]) -> Stage:
+        """levels: bytes after each event, less those that are always there."""
 
         def peak(start: int, end: int) -> int:
-            return max(held[start : end + 1])
+            return max(levels[start : end + 1])
 
-        output = held[self.ran] - held[self.dropped]
-        kept = held[self.backward] - held[self.tape]  # the tape and, if it is saved or the loss, the output
-        base = held[self.tape] - self.gradient
-        if self.last:  # the caller holds the output and its gradient, from beginning to end
-            base, kept = held[self.tape] + output, kept - output
-        look = self.look if self.saves else self.done
+        step, output = self.held, levels[self.ran] - levels[self.dropped]
+        # The caller holds the last output and its gradient from beginning to end; the others die on the way.
+        base, own_base = (levels[s.begin] + (output if self.last else -s.gradient_bytes) for s in (self.held, self.own))
+        kept = levels[step.backward] - levels[step.begin] - (output if self.last else 0)
+        look, own_look = (s.look if s.saves else s.done for s in (self.held, self.own))
         return Stage(
             output_bytes=output,
-            view=self.view,
-            tape_bytes=kept - (output if self.saves_output and not self.last else 0),
-            saves_input=self.saves_input,
-            saves_output=self.saves_output and not self.view,
-            gradient_bytes=self.grads,
-            forward_bytes=peak(self.begin, self.ran) - held[self.begin],
-            taped_bytes=peak(self.tape, self.taped) - held[self.tape],
-            again_bytes=peak(self.again, self.stopped) - held[self.again],
-            backward_bytes=peak(self.backward, self.done) - base,
-            waiting_bytes=peak(self.backward, look) - base - kept,
-            arriving_bytes=held[look] - base - kept if self.saves else 0,
-            working_bytes=peak(look, self.done) - base,
-            cost=self.flops,
-            again_cost=self.again_flops if self.saves else 0,
-            saves=self.saves,
+            view=step.view,
+            tape_bytes=kept - (output if step.saves_output and not self.last else 0),
+            saves_input=step.saves_input,
+            saves_output=step.saves_output and not step.view,
+            gradient_bytes=self.own.grads,  # it ran first, and met its parameters
+            forward_bytes=peak(self.begin, self.ran) - levels[self.begin],
+            taped_bytes=peak(step.begin, step.forward) - levels[step.begin],
+            again_bytes=peak(self.again, self.stopped) - levels[self.again],
+            backward_bytes=peak(step.backward, step.done) - base,
+            waiting_bytes=peak(step.backward, look) - base - kept,
+            arriving_bytes=levels[look] - base - kept if step.saves else 0,
+            working_bytes=peak(look, step.done) - base,
+            own_backward_bytes=peak(self.own.backward, self.own.done) - own_base,
+            own_working_bytes=peak(own_look, self.own.done) - own_base,
+            cost=step.flops,
+            again_cost=self.again_flops if step.saves else 0,
+            saves=step.saves,
         )
 
 
@@ -343,21 +349,38 @@ def _timed(layers: list[Callable], stages: list[Stage], x: Tensor) -> list[Stage
 
 
 class _Source(torch.autograd.Function):
-    """The stage's input: hands over the gradient that arrives."""
+    """The stage's input: hands over the gradient that arrives. Autograd would hold a leaf, so it is not one."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, gradient: list[Tensor]) -> Tensor:
-        ctx.gradient = gradient
-        return x.view_as(x)
+    def forward(ctx, anchor: Tensor, x: Tensor, sent: list[Tensor]) -> Tensor:
+        ctx.sent = sent
+        return x.detach()
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        ctx.gradient.append(grad)
-        return None, None
+        ctx.sent.append(grad)
+        return None, None, None
+
+
+def _source(x: Tensor, sent: list[Tensor]) -> Tensor:
+    """x as a stage finds it: a result of the stage before, if that wants a gradient."""
+    return _Source.apply(torch.empty(0, requires_grad=True), x.detach(), sent) if x.requires_grad else x
+
+
+def _given(x: Tensor, sent: list[Tensor], place: list[int], own: bool) -> Tensor:
+    given = _source(_replica(x).requires_grad_(x.requires_grad), sent) if own else _source(x, sent)
+    place[0] = _place(given)
+    return given
+
+
+def _replica(tensor: Tensor) -> Tensor:
+    """Other bytes in the same layout."""
+    whole = tensor.detach().as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
+    return whole.clone().as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 class _Sink(torch.autograd.Function):
-    """Follows the stage's output: its backward sends the gradient, and keeps nothing of it."""
+    """Follows the stage's output: its backward sends the gradient, of which the engine is then the only owner."""
 
     @staticmethod
     def forward(ctx, out: Tensor, gradient: list[Tensor]) -> Tensor:

@@ -60,6 +60,7 @@ class Plan:
         stages = list(_flat(self.steps))
         if stages != list(range(len(self.chain))):
             raise ValueError(f"expected steps through stages 0 to {len(self.chain) - 1} in order, found {stages}")
+        object.__setattr__(self, "steps", _useful(self.chain, self.steps))
 
     def run(self, layers: Sequence[Callable], x: Tensor) -> Tensor:
         """The result of the last layer; its backward gives the same gradients, bit for bit, as without a plan.
@@ -72,7 +73,9 @@ class Plan:
     @cached_property
     def peak_bytes(self) -> int:
         """Of forward and backward, as the Meter counts: storages, with parameters, input and gradients."""
-        return self.chain.resident_bytes + _Model(self.chain).peak(self.steps, 0, len(self.chain), held=True, again=False)
+        return self.chain.resident_bytes + _Model(self.chain).peak(
+            self.steps, 0, len(self.chain), held=True, again=False
+        )
 
     @cached_property
     def recomputed(self) -> float:
@@ -150,13 +153,13 @@ class _Model:
     def keep(self, i: int, j: int, held: bool, again: bool) -> tuple[int, int, bool]:
         """Stage i's own peak; bytes remembered through what follows; and whether stage i + 1 finds its input held."""
         stage, size = self.stages[i], 0 if held else self.inputs[i]
-        forward, backward = stage.taped_bytes, stage.backward_bytes
+        forward, backward = stage.taped_bytes, stage.backward_bytes if held else stage.own_backward_bytes
         if again and i == self.last(j, again):
-            forward, backward = stage.again_bytes, stage.working_bytes
+            forward, backward = stage.again_bytes, stage.working_bytes if held else stage.own_working_bytes
             if i == self.n - 1 and stage.saves_output:  # a second one: the caller holds the first
                 backward += stage.output_bytes
         mine = size if stage.saves_input else 0
-        peak = max(self.in_flight(j, again) + size + forward, mine + self.later[i + 1] + backward)
+        peak = max(self.in_flight(j, again) + size + forward, self.later[i + 1] + backward)
         remembered = mine + stage.tape_bytes + (stage.output_bytes if stage.saves_output else 0)
         return peak, remembered, stage.saves_output or (stage.view and (held or stage.saves_input))
 
@@ -183,14 +186,11 @@ class _Model:
         return self.costs[last] - self.costs[i] + self.stages[last].again_cost
 
     def spans(self, steps: Steps, i: int) -> list[tuple[int, int, Steps | None]]:
-        """Each step as (first stage, the one after its last, inner steps), from stage i on; tapeless checkpoints keep."""
+        """Each step as (first stage, the one after its last, inner steps), from stage i on."""
         spans = []
         for step in steps:
             s = i + (1 if isinstance(step, int) else sum(1 for _ in _flat(step)))
-            if isinstance(step, int) or self.taped[s] >= i:
-                spans.append((i, s, None if isinstance(step, int) else step))
-            else:
-                spans += [(k, k + 1, None) for k in range(i, s)]
+            spans.append((i, s, None if isinstance(step, int) else step))
             i = s
         return spans
 
@@ -277,8 +277,9 @@ def _both(own: int, remembered: int, work: float, inner: list[Point], rest: list
         following = [front[k + 1][0] for front, k in ((inner, a), (rest, b)) if k + 1 < len(front)]
         if not following:
             return points
-        a, b = a + (a + 1 < len(inner) and inner[a + 1][0] == min(following)), b + (
-            b + 1 < len(rest) and rest[b + 1][0] == min(following)
+        a, b = (
+            a + (a + 1 < len(inner) and inner[a + 1][0] == min(following)),
+            b + (b + 1 < len(rest) and rest[b + 1][0] == min(following)),
         )
 
 
@@ -307,6 +308,18 @@ def _flat(steps: Steps):
             yield step
         else:
             yield from _flat(step)
+
+
+def _useful(chain: Chain, steps: Steps) -> Steps:
+    """Without checkpoints around stages that save nothing: there is nothing to forget."""
+    useful = ()
+    for step in steps:
+        if isinstance(step, int):
+            useful += (step,)
+        else:
+            inner = _useful(chain, step)
+            useful += (inner,) if any(chain.stages[k].saves for k in _flat(step)) else inner
+    return useful
 
 
 def _drawn(steps: Steps) -> str:
