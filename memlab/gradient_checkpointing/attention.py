@@ -46,13 +46,17 @@ def checkpointed_attention(
     Their dtypes, grouped queries, `causal`, `scale` and the tiles are those of `tiled_attention`, whose result this is
     to the last bit. Under autocast q, k and v are cast to its dtype, as by F.scaled_dot_product_attention.
 
+    Returns out, (batch, heads, queries, value_dim), which lies in memory as q does. Where q is a view with the tokens
+    before the heads, as in a GPT, out.transpose(1, 2).reshape(batch, queries, -1) is then the same memory, and a layer
+    that saves it saves nothing more.
+
     Saves for backward q, k, v, out, and lse in the dtype of the sums:
 
         batch · (heads · queries · (head_dim + value_dim + 1) + kv_heads · keys · (head_dim + value_dim)) elements,
 
     for plain self-attention 4·B·H·T·d + B·H·T. What backward holds beyond that: `backward_live_bytes`. Gradients are
-    contiguous, in q's dtype, summed as `tiled_attention` sums, and the same bits on each run. A query that sees
-    no key has none, and gives none to keys and values.
+    contiguous, in their inputs' dtype, and the same bits on each run. A query that sees no key has a gradient of zeros
+    and adds nothing to those of keys and values.
 
     There is no dropout: backward would need the same random numbers for each tile in another order, which takes a
     generator that can be asked for any of them (a kernel's), or a stored square. Use F.scaled_dot_product_attention.
@@ -64,8 +68,9 @@ def checkpointed_attention(
         raise TypeError(
             "expected scale as a number or None, found a tensor, which would get no gradient; multiply q by it"
         )
-    if torch.is_autocast_enabled(q.device.type):
-        narrow = torch.get_autocast_dtype(q.device.type)
+    kind = q.device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        narrow = torch.get_autocast_dtype(kind)
         q, k, v = (x.to(narrow) if x.dtype in WIDE and x.dtype != torch.float64 else x for x in (q, k, v))
     return _Attention.apply(q, k, v, causal, scale, tile_queries, tile_keys)
 
@@ -110,6 +115,8 @@ class _Attention(torch.autograd.Function):
         ctx.options = causal, scale, tile_queries, tile_keys = options
         tiles = {"tile_queries": tile_queries, "tile_keys": tile_keys}
         out, lse = tiled_attention(q, k, v, causal=causal, scale=scale, **tiles, return_lse=True)
+        if q.stride(1) < q.stride(2):
+            out = torch.empty_permuted(out.shape, (0, 2, 1, 3), dtype=out.dtype, device=out.device).copy_(out)
         ctx.save_for_backward(q, k, v, out, lse)
         return out
 
@@ -211,4 +218,4 @@ def _tile(store: Tensor, x: Tensor, start: int, stop: int) -> Tensor:
 
 def _finite(x: Tensor) -> Tensor:
     """x with the largest finite numbers for ±∞. A score of −∞ still has weight 0, and 0 times x is 0 and not NaN."""
-    return x.nan_to_num_(nan=math.nan)
+    return x.clamp_(torch.finfo(x.dtype).min, torch.finfo(x.dtype).max)
