@@ -38,6 +38,10 @@ class Ops(TorchDispatchMode):
         super().__init__()
         self.names = []
 
+    @classmethod
+    def _should_skip_dynamo(cls):  # spares importing the compiler
+        return False
+
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         self.names.append(op.overloadpacket.__name__)
         return op(*args, **(kwargs or {}))
@@ -104,23 +108,22 @@ def test_what_is_kept_is_not_computed_again_and_what_is_not_is():
     a, b, c = (torch.randn(4, 4) for _ in range(3))
 
     def function(a, b, c):
-        return ((a @ b).sin() @ c).exp().cos()
+        return ((a @ b).tanh() @ c).exp().atan()
 
     def backward_ops(keep):
         result = selective_checkpoint(function, a.requires_grad_(), b.requires_grad_(), c.requires_grad_(), keep=keep)
         with Ops() as ops:
             result.sum().backward()
-        return [name for name in ops.names if name in ("mm", "sin", "exp")]
+        return [name for name in ops.names if name in ("mm", "tanh", "exp")]
 
     gradients_alone = 4  # two for each product
     assert backward_ops([]).count("mm") == gradients_alone + 2
     assert backward_ops([aten.mm]).count("mm") == gradients_alone
     assert backward_ops([aten.mm.default]).count("mm") == gradients_alone
     assert backward_ops(aten.mm).count("mm") == gradients_alone
-    assert "sin" in backward_ops([aten.mm])
-    assert "exp" in backward_ops([aten.mm])
+    assert {"tanh", "exp"} <= set(backward_ops([aten.mm]))
     assert "exp" not in backward_ops([aten.exp])
-    assert not {"exp", "sin"} & set(backward_ops(lambda op, *args: op in (aten.sin.default, aten.exp.default)))
+    assert set(backward_ops(lambda op, *args: op in (aten.tanh.default, aten.exp.default))) == {"mm"}
 
 
 # ---- bytes and FLOPs, by closed form
@@ -544,24 +547,23 @@ def test_a_kept_op_called_with_other_shapes_the_second_time_is_named():
     sizes = [3, 2]
 
     def function(x):
-        n = sizes.pop(0)
-        return (x[:n] @ x.T).exp().sum() * x.sin()
+        return ((x[: sizes.pop(0)] + 1).sum() * x).sin()
 
-    result = selective_checkpoint(function, torch.randn(3, 4, requires_grad=True), keep=[aten.mm])
-    with pytest.raises(RuntimeError, match=r"call 1 of aten.mm.default to be given \(3, 4\), \(4, 3\).*found \(2, 4\)"):
+    result = selective_checkpoint(function, torch.randn(3, 4, requires_grad=True), keep=[aten.add])
+    with pytest.raises(RuntimeError, match=r"call 1 of aten.add.Tensor to be given \(3, 4\),.*found \(2, 4\)"):
         result.sum().backward()
 
 
 def test_a_kept_op_called_once_more_the_second_time_is_named():
-    more = [False, True]
+    more = [1, 2]
 
     def function(x):
-        if more.pop(0):
-            x = (x @ x.T) @ x
-        return (x @ x.T).exp().sum() * x.sin()
+        for _ in range(more.pop(0)):
+            x = x + 1
+        return x.sin()
 
-    result = selective_checkpoint(function, torch.randn(4, 4, requires_grad=True), keep=[aten.mm])
-    with pytest.raises(RuntimeError, match="aten.mm.default"):
+    result = selective_checkpoint(function, torch.randn(3, 4, requires_grad=True), keep=[aten.add])
+    with pytest.raises(RuntimeError, match="expected 1 calls of aten.add.Tensor, as in the forward, found more"):
         result.sum().backward()
 
 

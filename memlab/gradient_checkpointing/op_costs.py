@@ -74,6 +74,10 @@ class _Watch(TorchDispatchMode):
         super().__init__()
         self.calls: list[tuple] = []
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:  # spares importing the compiler
+        return False
+
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         result = op(*args, **kwargs)

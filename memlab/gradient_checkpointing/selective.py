@@ -21,8 +21,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import torch
@@ -43,7 +42,8 @@ LINEARS = MATMULS - {op for op in MATMULS if "attention" in str(op)} - {aten.bmm
 """Products with weights: linear layers and convolutions. Batched products, and so attention by hand, are not in it."""
 
 # Autocast copies a weight when its cache has none, so one pass may copy what the other doesn't; and copies are cheap.
-COPIES = {aten._to_copy, aten.clone, aten.lift_fresh, aten.detach}
+COPIES = {aten._to_copy, aten.clone}
+VIEW = aten._unsafe_view.default  # doesn't say that it is one, and what is written to it isn't counted as written
 
 Policy = Callable[..., bool]
 
@@ -80,13 +80,10 @@ def selective_checkpoint(
         return function(*args, **kwargs)
     forward = _Keep(_policy(keep), preserve_rng_state)
 
-    @functools.wraps(function, updated=())
-    def noted(*args, **kwargs):
-        with forward.note_saving():
-            return function(*args, **kwargs)
-
+    noting = _Noting(function)
+    noting.keep = forward
     return checkpoint_within(
-        lambda: (forward, _HandBack(forward)), noted, args, kwargs, preserve_rng_state=preserve_rng_state
+        lambda: (forward, _HandBack(forward)), noting, args, kwargs, preserve_rng_state=preserve_rng_state
     )
 
 
@@ -112,6 +109,7 @@ def makes(op) -> bool:
     """Whether the op's results are its own: neither views of its arguments nor these, written to."""
     return (
         isinstance(op, torch._ops.OpOverload)
+        and op is not VIEW
         and not op._schema.is_mutable
         and all(result.alias_info is None for result in op._schema.returns)
     )
@@ -222,10 +220,14 @@ class _Keep(TorchDispatchMode):
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if not _keepable(op):
-            if isinstance(op, torch._ops.OpOverload) and op._schema.is_mutable:
+            result = op(*args, **kwargs)
+            if op is VIEW:
+                for key in self.at.get(_address(result), ()):
+                    self.kept[key].twins.append(result)
+            elif isinstance(op, torch._ops.OpOverload) and op._schema.is_mutable:
                 for tensor in _written(op, args, kwargs):
                     self.forget(tensor)
-            return op(*args, **kwargs)
+            return result
         key = op, self.calls[op]
         self.calls[op] += 1
         before = None
@@ -233,9 +235,6 @@ class _Keep(TorchDispatchMode):
             before = _random_state(device := _random_device(args, kwargs))
         result = op(*args, **kwargs)
         tensors = tensors_in(result)
-        for tensor in tensors:
-            for twin in self.at.get(_address(tensor), ()):
-                self.kept[twin].twins.append(tensor)
         if self.policy(op, args, kwargs, result) and all(map(_can_be_saved, tensors)):
             self.kept[key] = kept = _Kept(self.made, result, _shapes(args, kwargs))
             self.made += 1
@@ -250,29 +249,33 @@ class _Keep(TorchDispatchMode):
         for key in self.at.pop(_address(tensor), ()):
             self.kept.pop(key, None)
 
-    @contextmanager
-    def note_saving(self) -> Iterator[None]:
-        """In the block, note with each tensor that is saved for backward that all kept so far is needed to make it."""
-        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        if hooks is None:
-            yield
-            return
-        pack, unpack = hooks
-
-        def note(tensor: Tensor):
-            self.needed = self.made
-            return pack(tensor)
-
-        with saved_tensors_hooks(note, unpack):
-            yield
-
     def __exit__(self, *error) -> None:
         super().__exit__(*error)
         self.kept = {key: kept for key, kept in self.kept.items() if kept.number < self.needed and not error[0]}
+        self.chosen = {op for op, _ in self.kept}
         self.at.clear()
         anchor = torch.empty(0, requires_grad=True)
         for kept in self.kept.values():
             kept.seal(anchor)
+
+
+class _Noting(functools.partial):
+    """A function. When a tensor is saved in it for backward, all that is kept by then may be needed to make it again."""
+
+    keep: _Keep
+
+    def __call__(self, *args, **kwargs):
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        if hooks is None:
+            return super().__call__(*args, **kwargs)
+        pack, unpack = hooks
+
+        def note(tensor: Tensor):
+            self.keep.needed = self.keep.made
+            return pack(tensor)
+
+        with saved_tensors_hooks(note, unpack):
+            return super().__call__(*args, **kwargs)
 
 
 class _HandBack(TorchDispatchMode):
@@ -296,6 +299,11 @@ class _HandBack(TorchDispatchMode):
             return op(*args, **kwargs)
         number = self.calls[op]
         self.calls[op] += 1
+        if op in self.forward.chosen and number >= self.forward.calls[op]:
+            raise RuntimeError(
+                f"expected {self.forward.calls[op]} calls of {op}, as in the forward, found more when it was computed "
+                "again; what a checkpointed function does must follow from its arguments alone"
+            )
         kept = self.forward.kept.pop((op, number), None)
         if kept is None:
             return op(*args, **kwargs)
