@@ -7,7 +7,7 @@ recomputed it has others to write to. Nothing is written back afterwards, as its
 every write to a tensor that it saved, and would refuse to go on.
 
 Which layers a function calls cannot be seen from outside, as they may be inside a lambda. So they are met where they
-are called: by a hook before every module's forward, which is there while a recomputation runs, and heeds its thread only.
+are called: by a hook before every module's forward, there while a recomputation runs, and heeding its thread only.
 """
 
 from __future__ import annotations
@@ -33,8 +33,10 @@ def statistics_stand_still() -> Iterator[Callable[[Tensor], Tensor]]:
     is the layer's own, which training's backward doesn't read either, so that the lent one dies with the layer's
     forward; every other tensor stands for itself.
 
-    Layers must be called as modules, layer(x): `layer.forward(x)`, compiled and scripted code look at no hooks. Layers
-    in evaluation mode read their own buffers, as ever.
+    Layers in evaluation mode read their own buffers, as ever. Still counted twice, as without this block:
+    - layers that aren't called as modules: `layer.forward(x)`, `F.batch_norm` given buffers, compiled or scripted code;
+    - other state that a forward moves: counters of your own, observers for quantisation that average, and spectral
+      norm, whose power iteration goes on, so that the second run has other weights and gradients are not exact either.
     """
     lender = _Lender()
     hook = register_module_forward_pre_hook(lender.lend)

@@ -3,7 +3,7 @@
 Whatever an op saves for its backward passes two hooks: `pack` when it is saved, `unpack` when backward wants it. So
 here the forward packs nothing but an empty handle for each saved tensor; the first handle that backward unpacks runs
 the function once more on the same inputs, and the tensors that this second forward packs, in the same order, are what
-the handles stand for.
+the handles stand for. When the last of them is there, the second forward stops.
 
 Sources: Chen et al. 2016 (recomputation); Griewank and Walther 2000 (checkpoints).
 """
@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -37,7 +37,34 @@ def no_contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
 
 
 def checkpoint(function: Callable, *args, preserve_rng_state: bool = True, **kwargs) -> Any:
-    """function(*args, **kwargs), which saves only its inputs for backward and is run again there."""
+    """function(*args, **kwargs), which keeps its inputs instead of all that its ops save, and runs again in backward.
+
+        x = checkpoint(block, x)
+
+    Gradients are the same, bit for bit. The price is a second forward of `function`, as far as its last saved tensor.
+
+    function: any callable; a module, a lambda. It may take and return anything. Tensors among its arguments, also
+      inside lists, tuples, named tuples and dicts, are saved as an op would save them: to write to one before backward
+      is an error. All else (a tensor inside your own class, too) is handed over again as it is.
+    preserve_rng_state: give the second run the random numbers of the first, so that dropout is the same, and leave no
+      trace in the streams (those of the CPU, of the arguments' devices and of the current accelerator). False spares
+      this where nothing is random. Only torch's own streams: not Python's or NumPy's, nor a torch.Generator of yours.
+
+    The second run also finds autocast and the default device as they were, and BatchNorm's running statistics move once
+    (`batch_norm` says what else is counted twice). Everything else that the function reads must not change before
+    backward; contexts of your own, such as sdpa_kernel, belong inside it. Where gradients are off it is a plain call.
+
+    Checkpoints nest: a tensor is kept by the innermost around it, whose inputs are kept by the next. Double backward,
+    retain_graph, backward of a part and backward inside the function work; each backward runs the function once. To
+    look at a saved tensor (`y.grad_fn._saved_self`) runs it too, and keeps nothing.
+
+    Raises RuntimeError in backward, naming function and tensor, if the second run saves fewer tensors or others (by
+    shape, dtype, device; of a parameter, by whether it was written to in between), or if the function writes to a
+    tensor after an op saved it. Other values under the same shape are not noticed, nor more tensors at the end.
+
+    Not for torch.func's transforms, which forbid hooks, nor inside torch.compile. A compiled function may be
+    checkpointed, but its BatchNorms are counted twice.
+    """
     return checkpoint_within(no_contexts, function, args, kwargs, preserve_rng_state=preserve_rng_state)
 
 
@@ -57,12 +84,11 @@ def checkpoint_within(
 class _Handle:
     """Stands in the graph for one saved tensor, which is here between its recomputation and its use."""
 
-    __slots__ = ("__weakref__", "number", "tensor", "version")
+    __slots__ = ("__weakref__", "again", "number")
 
     def __init__(self, number: int):
         self.number = number
-        self.tensor: Tensor | None = None
-        self.version = 0
+        self.again: tuple[Tensor, int] | None = None  # the tensor, and how often it had been written to when saved
 
 
 class _Done(Exception):
@@ -83,7 +109,7 @@ class _Inputs(torch.autograd.Function):
 
 
 class _Region:
-    """One checkpointed call. The graph that the forward built holds it, and lets go of it when backward is done."""
+    """One checkpointed call. The graph that its forward built holds it, and lets go of it as backward passes."""
 
     def __init__(
         self, function: Callable, args: tuple, kwargs: dict, again: AbstractContextManager, preserve_rng_state: bool
@@ -91,37 +117,36 @@ class _Region:
         self.function, self.again = function, again
         leaves, self.structure = tree_flatten((args, kwargs))
         tensors = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and not leaf.is_inference()}
-        self.others = [None if i in tensors else leaf for i, leaf in enumerate(leaves)]
         self.places = list(tensors)
-        anchor = torch.empty(0, device="cpu", requires_grad=True)
-        self.inputs = _Inputs.apply(anchor, *tensors.values()).grad_fn
+        self.others = [None if i in tensors else leaf for i, leaf in enumerate(leaves)]
+        anchor = torch.empty(0, device="cpu", requires_grad=True)  # makes a node even if no input needs gradients
+        self.inputs = _Inputs.apply(anchor, *tensors.values())
         self.state = State(tensors.values(), preserve_rng_state=preserve_rng_state)
         self.handles: list[weakref.ref[_Handle]] = []
-        self.saved: list[tuple] = []
+        self.saved: list[tuple] = []  # a description for each handle
 
     def pack(self, tensor: Tensor) -> _Handle:
-        """The forward saves `tensor`: hand autograd an empty handle instead."""
+        """An op of the forward saves `tensor`: give autograd an empty handle instead."""
         handle = _Handle(len(self.handles))
         self.handles.append(weakref.ref(handle))
         self.saved.append(description(tensor))
         return handle
 
     def unpack(self, handle: _Handle) -> Tensor:
-        """Backward wants the tensor: take it out of the handle, after filling all of them if this one is empty."""
-        tensor, handle.tensor = handle.tensor, None
-        if tensor is None:
-            tensor = self.recompute(handle)
-        if tensor._version != handle.version:
+        """Backward wants the tensor. It leaves the handle at once, so that it dies when its use is over."""
+        again, handle.again = handle.again, None
+        tensor, version = again or self.recompute(handle)
+        if tensor._version != version:
             raise RuntimeError(
-                f"expected saved tensor {handle.number} of {name_of(self.function)} to stay as it was saved, found it "
-                "changed in place after that; use an out-of-place operation, or save a clone"
+                f"expected {name_of(self.function)} to leave tensor {handle.number} of the {len(self.saved)} that it "
+                "saves as it is, found it written to afterwards; use an op that is not in place, or save a clone"
             )
         return tensor
 
-    def recompute(self, wanted: _Handle) -> Tensor:
-        """Run the function again until it has saved all that is still wanted; fill the handles, and return one's."""
-        handles = [handle() for handle in self.handles]
-        if _current_task() == -1:  # someone looks at the graph: fill this handle only, since nobody would empty others
+    def recompute(self, wanted: _Handle) -> tuple[Tensor, int]:
+        """Run the function again, until all that is waited for is saved; return one handle's part, fill the others."""
+        handles = [handle() for handle in self.handles]  # None: backward has passed there
+        if _current_task() == -1:  # outside backward nobody would empty the others again
             handles = [handle if handle is wanted else None for handle in handles]
         else:
             Variable._execution_engine.queue_callback(functools.partial(empty, self.handles))
@@ -132,19 +157,18 @@ class _Region:
         def pack(tensor: Tensor) -> Tensor:
             number = len(found)
             if number == len(handles):
-                raise _Done  # again, to a function that caught the first
+                raise _Done  # once more, for a function that caught the first
             tensor = own_buffer(tensor)
             if handles[number] is not None and description(tensor) != self.saved[number]:
-                raise self.difference(number, description(tensor))
-            version = tensor._version
+                raise self.difference(number, describe(description(tensor)))
             tensor = tensor.detach()
-            found.append(None if handles[number] is None else (tensor, version))
-            if number + 1 == len(handles):
+            found.append(handles[number] and (tensor, tensor._version))
+            if len(found) == len(handles):
                 raise _Done
-            return tensor
+            return tensor  # for a backward inside the function
 
         leaves = list(self.others)
-        for i, tensor in zip(self.places, self.inputs.saved_tensors, strict=True):
+        for i, tensor in zip(self.places, self.inputs.grad_fn.saved_tensors, strict=True):
             leaves[i] = tensor
         args, kwargs = tree_unflatten(leaves, self.structure)
         with ExitStack() as stack:
@@ -153,37 +177,34 @@ class _Region:
             stack.enter_context(self.again)
             own_buffer = stack.enter_context(statistics_stand_still())
             stack.enter_context(saved_tensors_hooks(pack, lambda tensor: tensor))
-            try:
+            with suppress(_Done):
                 self.function(*args, **kwargs)
-            except _Done:
-                pass
         if len(found) < len(handles):
-            raise self.difference(len(found), None)
+            raise self.difference(len(found), "no such tensor")
         for handle, again in zip(handles, found, strict=True):
-            if handle is not None:
-                handle.tensor, handle.version = again
-        tensor, wanted.tensor = wanted.tensor, None
-        return tensor
+            if handle is not None and handle is not wanted:
+                handle.again = again
+        return found[wanted.number]
 
-    def difference(self, number: int, found: tuple | None) -> RuntimeError:
-        """What to say of a function that saved another tensor, or none, when it was run again."""
-        instead = "no such tensor" if found is None else describe(found)
+    def difference(self, number: int, instead: str) -> RuntimeError:
+        """The error of a function that did not do the same twice; raised where it saves the tensor, if it does."""
         return RuntimeError(
-            f"expected {name_of(self.function)} to save the same tensors when it is run again for backward, found a "
-            f"difference at number {number} of {len(self.saved)}: {describe(self.saved[number])} in the forward, "
-            f"{instead} now; let nothing it depends on change in between, or don't checkpoint it"
+            f"expected {name_of(self.function)} to save the same tensors again, found a difference at tensor {number} "
+            f"of {len(self.saved)}: {describe(self.saved[number])} in the forward, {instead} in the recomputation; "
+            "let what it depends on be the same in backward (its arguments, flags, weights), or don't checkpoint it"
         )
 
 
 def description(tensor: Tensor) -> tuple:
-    """What must be equal: shape, dtype, device, and, of a parameter, how often it was written to."""
-    writes = tensor._version if tensor.requires_grad and tensor.is_leaf else 0
+    """What must be the same: shape, dtype, device and, of a parameter or its view, how often it was written to."""
+    base = tensor if tensor._base is None else tensor._base
+    writes = tensor._version if base.is_leaf and base.requires_grad else None
     return tensor.shape, tensor.dtype, tensor.device, writes
 
 
-def describe(described: tuple) -> str:
-    shape, dtype, device, writes = described
-    return f"{tuple(shape)} of {dtype} on {device}" + f", written to {writes} times" * bool(writes)
+def describe(description: tuple) -> str:
+    shape, dtype, device, writes = description
+    return f"{tuple(shape)} of {dtype} on {device}" + ("" if writes is None else f", at version {writes}")
 
 
 def name_of(function: Callable) -> str:
@@ -195,7 +216,7 @@ def name_of(function: Callable) -> str:
 
 
 def empty(handles: list[weakref.ref[_Handle]]) -> None:
-    """Let go of what a backward that is over did not use."""
+    """When backward is over: let go of what it did not use, as it wanted the gradients of a part."""
     for reference in handles:
         if (handle := reference()) is not None:
-            handle.tensor = None
+            handle.again = None

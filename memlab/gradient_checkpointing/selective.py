@@ -1,17 +1,11 @@
 """Selective checkpointing by op: recompute what is large and cheap, keep what is small and dear.
 
-Checkpointing a whole block computes everything in it again, also its products of matrices, whose results are small
-beside the work in them. What an op's result is worth is one number, the FLOPs that making it again takes a byte:
+Checkpointing a whole block computes everything in it again, also its linear layers, whose results are small beside the
+work in them (`op_costs`). Two dispatch modes spare that. They stand below autograd, where everything is an op. In the
+forward, one looks at every result and remembers those that `keep` names. In the recomputation, the other hands these
+back where they were made, and their ops don't run.
 
-    product of matrices, inner dimension K:  2 · K / itemsize
-    one op an element (GELU, an add):        1 / itemsize
-
-Attention's scores q kᵀ have K = head_dim, and T results a row; a linear layer has K = width, and weights @ v has K = T.
-So the scores, the mask and the softmax, most of a block's bytes by far when T is long, are the cheapest to make again.
-
-Two dispatch modes do it, below autograd, where everything is an op. In the forward one of them looks at every result
-and remembers those that `keep` names. In the recomputation the other hands these back where they were made, and their
-ops don't run. Keeping is only ever a matter of speed: whatever was not kept, or no longer is, runs again.
+Keeping is a matter of speed and never of values: what was not kept, or can no longer be handed back, is made again.
 
 Sources: Korthikanti et al. 2022, section 5 (recompute attention's core only); Jain et al. 2020 (bytes against FLOPs).
 """
@@ -22,28 +16,23 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Collection
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from memlab.gradient_checkpointing.hooks import checkpoint_within
-from memlab.memory_hierarchy.roofline import FLOPS, flops
+from memlab.gradient_checkpointing.op_costs import VIEW, makes, nbytes, tensors_in
+from memlab.gradient_checkpointing.state import random_state, set_random_state
+from memlab.memory_hierarchy.roofline import flops
 
 aten = torch.ops.aten
 
-MATMULS = frozenset(op for op in FLOPS if isinstance(op, torch._ops.OpOverloadPacket))
-"""Every op whose FLOPs grow faster than its bytes: products of matrices, convolutions, fused attention."""
-
-LINEARS = MATMULS - {op for op in MATMULS if "attention" in str(op)} - {aten.bmm, aten.baddbmm, aten.baddbmm_}
-"""Products with weights: linear layers and convolutions. Batched products, and so attention by hand, are not in it."""
-
-# Autocast copies a weight when its cache has none, so one pass may copy what the other doesn't; and copies are cheap.
+# Autocast copies a weight when its cache has none, so one run may copy what the other does not; and copies are cheap.
 COPIES = {aten._to_copy, aten.clone}
-VIEW = aten._unsafe_view.default  # doesn't say that it is one, and what is written to it isn't counted as written
 
 Policy = Callable[..., bool]
 
@@ -61,25 +50,24 @@ def selective_checkpoint(
         selective_checkpoint(block, x, keep=50)  # what takes fewer than 50 FLOPs a byte is computed again
 
     keep: which results. A collection of ops (`torch.ops.aten.mm`, or one overload: `torch.ops.aten.mm.default`); a
-      number, the FLOPs per byte of the result from which on it is kept (0: every result; infinity: none); or a function
-      keep(op, *args, **kwargs) → bool. It is called once for every op of the forward, with what the op was given, and
-      never in the recomputation.
+      number, the FLOPs per byte from which on a result is kept (0: every one, infinity: none); or a function
+      keep(op, *args, **kwargs) → bool, which is asked once for every op of the forward, and never in backward.
+    preserve_rng_state, and what function may be, take and return: as of `checkpoint`.
 
-    Gradients are bitwise those of `checkpoint`, whatever is kept. Kept are whole results of ops that make something:
-    not views, copies and casts, nor what is made after the last tensor that backward needs, nor what the function
-    overwrites later: that is forgotten, and made again. A result is handed back once; a second backward (with
-    `retain_graph`) makes all of them again. A kept random op leaves the random numbers after it as they were.
+    Gradients are bitwise those of `checkpoint`, whatever is kept. Whole results are kept, of ops that make something:
+    no views, copies or casts; nothing that is made after the last tensor that backward needs; and nothing that the
+    function writes to later. A kept result is handed back once, so with `retain_graph` a second backward makes all of
+    them again. Random numbers that follow a kept random op are what they were.
 
     Kept tensors are saved as autograd saves any tensor: an outer checkpoint drops them, hooks that offload move them,
-    and writing to one after the call is autograd's error in backward.
+    and writing to one after the call is an error in backward.
 
-    Raises TypeError for a `keep` that is none of the three; in backward RuntimeError if the recomputation calls a kept
-    op with other shapes, or more often, than the forward did.
+    Raises TypeError for a `keep` that is none of the three; in backward RuntimeError if a kept op is called with other
+    shapes than in the forward, or more often.
     """
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     forward = _Keep(_policy(keep), preserve_rng_state)
-
     noting = _Noting(function)
     noting.keep = forward
     return checkpoint_within(
@@ -93,7 +81,7 @@ def _policy(keep) -> Callable[[Any, tuple, dict, Any], bool]:
     if isinstance(keep, ops):
         keep = (keep,)
     if isinstance(keep, (int, float)) and not isinstance(keep, bool) and not math.isnan(keep):
-        return lambda op, args, kwargs, result: flops(op, args, kwargs, result) >= keep * _nbytes(result)
+        return lambda op, args, kwargs, result: flops(op, args, kwargs, result) >= keep * nbytes(result)
     if callable(keep):
         return lambda op, args, kwargs, result: keep(op, *args, **kwargs)
     if isinstance(keep, Collection) and not isinstance(keep, str) and all(isinstance(op, ops) for op in keep):
@@ -102,79 +90,6 @@ def _policy(keep) -> Callable[[Any, tuple, dict, Any], bool]:
         "expected keep to be a collection of ops (such as torch.ops.aten.mm), a number of FLOPs per byte, or a "
         f"function keep(op, *args, **kwargs) -> bool; found {keep!r}"
     )
-
-
-@functools.cache
-def makes(op) -> bool:
-    """Whether the op's results are its own: neither views of its arguments nor these, written to."""
-    return (
-        isinstance(op, torch._ops.OpOverload)
-        and op is not VIEW
-        and not op._schema.is_mutable
-        and all(result.alias_info is None for result in op._schema.returns)
-    )
-
-
-@functools.cache
-def _keepable(op) -> bool:
-    return makes(op) and op.overloadpacket not in COPIES
-
-
-def tensors_in(value) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-
-
-def _nbytes(result) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(result))
-
-
-def _shapes(args: tuple, kwargs: dict) -> list[torch.Size]:
-    return [tensor.shape for tensor in tensors_in((args, kwargs))]
-
-
-def _written(op, args: tuple, kwargs: dict) -> list[Tensor]:
-    """The tensors that an op writes to."""
-    given = dict(zip((argument.name for argument in op._schema.arguments), args, strict=False)) | kwargs
-    marked = (a.name for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write)
-    return tensors_in([given.get(name) for name in marked])
-
-
-def _address(tensor: Tensor) -> int | None:
-    """Of its storage; None for a tensor that has none (sparse, opaque)."""
-    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else None
-
-
-def _can_be_saved(tensor: Tensor) -> bool:
-    return tensor.layout == torch.strided and not tensor.is_inference()
-
-
-def _random_device(args: tuple, kwargs: dict) -> torch.device:
-    """Whose generator a random op draws from."""
-    return next((tensor.device for tensor in tensors_in((args, kwargs))), torch.device(kwargs.get("device") or "cpu"))
-
-
-def _random_state(device: torch.device) -> Tensor:
-    return torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
-
-
-def _set_random_state(state: Tensor, device: torch.device) -> None:
-    if device.type == "cpu":
-        torch.set_rng_state(state)
-    else:
-        torch.get_device_module(device).set_rng_state(state, device)
-
-
-class _Saved(torch.autograd.Function):
-    """Saves tensors as any op would, so autograd checks that nobody writes to them and outer hooks see them."""
-
-    @staticmethod
-    def forward(ctx, anchor: Tensor, *tensors: Tensor) -> Tensor:
-        ctx.save_for_backward(*tensors)
-        return anchor.new_empty(0)
-
-    @staticmethod
-    def backward(ctx, grad):
-        raise AssertionError("the anchor is never part of a loss")
 
 
 class _Kept:
@@ -187,8 +102,8 @@ class _Kept:
     def __init__(self, number: int, result, shapes: list[torch.Size]):
         self.number, self.shapes = number, shapes
         self.leaves, self.form = tree_flatten(result)
-        self.twins: list[Tensor] = []  # the same memory, though autograd counts writes to them apart
-        self.random_state: tuple[Tensor, torch.device] | None = None  # after the op, if it drew
+        self.twins: list[Tensor] = []  # the same memory, but autograd counts what is written to it apart
+        self.random_state: tuple[torch.device, Tensor] | None = None  # after the op, if it drew
 
     def seal(self, anchor: Tensor) -> None:
         self.saved = _Saved.apply(anchor, *(t.detach() for t in [*tensors_in(self.leaves), *self.twins])).grad_fn
@@ -197,9 +112,22 @@ class _Kept:
 
     def result(self):
         if self.random_state is not None:
-            _set_random_state(*self.random_state)
+            set_random_state(*self.random_state)
         saved = iter(self.saved.saved_tensors)
         return tree_unflatten([next(saved).detach() if leaf is _Saved else leaf for leaf in self.leaves], self.form)
+
+
+class _Saved(torch.autograd.Function):
+    """Saves tensors as any op would: autograd checks that nobody writes to them, and hooks around the call see them."""
+
+    @staticmethod
+    def forward(ctx, anchor: Tensor, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        return anchor.new_empty(0)
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise AssertionError("the anchor is never part of a loss")
 
 
 class _Keep(TorchDispatchMode):
@@ -209,9 +137,9 @@ class _Keep(TorchDispatchMode):
         super().__init__()
         self.policy, self.preserve_rng_state = policy, preserve_rng_state
         self.calls: Counter = Counter()
-        self.kept: dict[tuple, _Kept] = {}  # by op and its how manieth call
-        self.at: dict[int, list[tuple]] = {}  # address of a storage → what is kept of it
-        self.made = self.needed = 0  # how many results have been kept, and how many until a tensor was last saved
+        self.kept: dict[tuple, _Kept] = {}  # by op, and which of its calls
+        self.at: dict[int, list[tuple]] = {}  # by address of a storage: what is kept there
+        self.made = self.needed = 0  # how many results have been kept; and until a tensor was last saved for backward
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:  # spares some µs an op
@@ -224,43 +152,39 @@ class _Keep(TorchDispatchMode):
             if op is VIEW:
                 for key in self.at.get(_address(result), ()):
                     self.kept[key].twins.append(result)
-            elif isinstance(op, torch._ops.OpOverload) and op._schema.is_mutable:
-                for tensor in _written(op, args, kwargs):
-                    self.forget(tensor)
+            for tensor in _written(op, args, kwargs):
+                for key in self.at.pop(_address(tensor), ()):
+                    self.kept.pop(key, None)
             return result
         key = op, self.calls[op]
         self.calls[op] += 1
         before = None
         if self.preserve_rng_state and torch.Tag.nondeterministic_seeded in op.tags:
-            before = _random_state(device := _random_device(args, kwargs))
+            device = next((t.device for t in tensors_in((args, kwargs))), torch.device(kwargs.get("device") or "cpu"))
+            before = random_state(device)
         result = op(*args, **kwargs)
-        tensors = tensors_in(result)
-        if self.policy(op, args, kwargs, result) and all(map(_can_be_saved, tensors)):
+        results = tensors_in(result)
+        if self.policy(op, args, kwargs, result) and all(map(_can_be_saved, results)):
             self.kept[key] = kept = _Kept(self.made, result, _shapes(args, kwargs))
             self.made += 1
-            if before is not None and (after := _random_state(device)).numpy().tobytes() != before.numpy().tobytes():
-                kept.random_state = after, device
-            for tensor in tensors:
+            if before is not None and bytes((after := random_state(device)).numpy()) != bytes(before.numpy()):
+                kept.random_state = device, after
+            for tensor in results:
                 self.at.setdefault(_address(tensor), []).append(key)
         return result
-
-    def forget(self, tensor: Tensor) -> None:
-        """What has been written to can't be handed back."""
-        for key in self.at.pop(_address(tensor), ()):
-            self.kept.pop(key, None)
 
     def __exit__(self, *error) -> None:
         super().__exit__(*error)
         self.kept = {key: kept for key, kept in self.kept.items() if kept.number < self.needed and not error[0]}
-        self.chosen = {op for op, _ in self.kept}
+        self.ops = {op for op, _ in self.kept}
         self.at.clear()
-        anchor = torch.empty(0, requires_grad=True)
+        anchor = torch.empty(0, device="cpu", requires_grad=True)
         for kept in self.kept.values():
             kept.seal(anchor)
 
 
 class _Noting(functools.partial):
-    """A function. When a tensor is saved in it for backward, all that is kept by then may be needed to make it again."""
+    """A function. Whenever it saves a tensor for backward, all that is kept by then may be needed to make it again."""
 
     keep: _Keep
 
@@ -299,21 +223,48 @@ class _HandBack(TorchDispatchMode):
             return op(*args, **kwargs)
         number = self.calls[op]
         self.calls[op] += 1
-        if op in self.forward.chosen and number >= self.forward.calls[op]:
-            raise RuntimeError(
-                f"expected {self.forward.calls[op]} calls of {op}, as in the forward, found more when it was computed "
-                "again; what a checkpointed function does must follow from its arguments alone"
-            )
-        kept = self.forward.kept.pop((op, number), None)
+        if op in self.forward.ops and number >= self.forward.calls[op]:
+            raise _difference(op, number, "no such call in the forward", "one when it was computed again")
+        in_backward = torch._C._current_graph_task_id() != -1  # or else someone looks at the graph
+        kept = (self.forward.kept.pop if in_backward else self.forward.kept.get)((op, number), None)
         if kept is None:
             return op(*args, **kwargs)
         if (shapes := _shapes(args, kwargs)) != kept.shapes:
-            raise RuntimeError(
-                f"expected call {number + 1} of {op} to be given {_text(kept.shapes)}, as in the forward, found "
-                f"{_text(shapes)} when it was computed again; what a checkpointed function does must follow from its "
-                "arguments alone"
-            )
+            raise _difference(op, number, f"shapes {_text(kept.shapes)} as in the forward", _text(shapes))
         return kept.result()
+
+
+def _difference(op, number: int, expected: str, found: str) -> RuntimeError:
+    return RuntimeError(
+        f"expected, for call {number + 1} of {op}, {expected}, found {found}; let what the function depends on be the "
+        "same in backward (its arguments, flags, weights), or don't checkpoint it"
+    )
+
+
+@functools.cache
+def _keepable(op) -> bool:
+    return makes(op) and op.overloadpacket not in COPIES
+
+
+def _can_be_saved(tensor: Tensor) -> bool:
+    return tensor.layout == torch.strided and not tensor.is_inference()
+
+
+def _address(tensor: Tensor) -> int | None:
+    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else None
+
+
+def _written(op, args: tuple, kwargs: dict) -> list[Tensor]:
+    """The tensors that an op writes to."""
+    if not isinstance(op, torch._ops.OpOverload) or not op._schema.is_mutable:
+        return []
+    given = dict(zip((argument.name for argument in op._schema.arguments), args, strict=False)) | kwargs
+    marked = (a.name for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write)
+    return tensors_in([given.get(name) for name in marked])
+
+
+def _shapes(args: tuple, kwargs: dict) -> list[torch.Size]:
+    return [tensor.shape for tensor in tensors_in((args, kwargs))]
 
 
 def _text(shapes: list[torch.Size]) -> str:

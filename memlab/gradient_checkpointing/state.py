@@ -25,7 +25,8 @@ class State:
     def __init__(self, tensors: Iterable[Tensor], *, preserve_rng_state: bool):
         devices = devices_in_use(tensors)
         self.random = {device: random_state(device) for device in devices} if preserve_rng_state else {}
-        self.autocast = {kind: autocast_state(kind) for kind in {device.type for device in devices}}
+        kinds = {device.type for device in devices if torch.amp.is_autocast_available(device.type)}
+        self.autocast = {kind: autocast_state(kind) for kind in kinds}
         self.default_device = torch.get_default_device()
 
     def restore(self, stack: ExitStack) -> None:
@@ -61,6 +62,6 @@ def set_random_state(device: torch.device, state: Tensor) -> None:
         torch.get_device_module(device).set_rng_state(state, device)
 
 
-def autocast_state(kind: str) -> tuple[bool, torch.dtype, bool] | None:
+def autocast_state(kind: str) -> tuple[bool, torch.dtype, bool]:
     """Whether autocast is on for this type of device, in which dtype, and whether it keeps the casts of weights."""
     return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()

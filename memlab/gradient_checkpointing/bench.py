@@ -1,0 +1,363 @@
+"""What the stages of a chain cost, each measured alone on the bench, under the Meter.
+
+The stages are measured from the last to the first, so that each receives the very gradient that the stage after it
+sends. Its backward is run twice: with its input held by somebody else, and by nobody else, since then the input's bytes
+go before the last gradients come. Running a stage again is measured too, and is less than its forward: recomputation
+stops at the last tensor that it saves, and a Linear saves its input before it multiplies.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import Module
+
+from memlab.gradient_checkpointing.chain import Chain, Signature, Stage
+from memlab.memory_arithmetic.shapes import one_of
+from memlab.memory_hierarchy.bandwidth import best_seconds
+from memlab.memory_hierarchy.roofline import OpCounter
+from memlab.memory_timeline.meter import Meter
+from memlab.memory_timeline.ownership import storages_of
+from memlab.memory_timeline.timeline import Timeline
+
+RESIDENT = ("parameter", "buffer", "input")
+
+
+def measure_chain(layers: Sequence[Callable], x: Tensor, *, cost: str = "flops") -> Chain:
+    """Run each stage alone, a few times, and note what it costs.
+
+    layers: functions of one tensor to one tensor, modules for example, in the order in which they run; the last gives
+      the loss (any tensor will do: the step measured is `out.backward(torch.ones_like(out))`, the caller holding both).
+    x: the chain's input, of the batch size and dtype to be trained with; its values matter as far as work depends on
+      them. cost: "flops" (exact, `OpCounter`'s) or "seconds" (the best of five, on this machine, at this moment).
+
+    Bytes are those that the Meter sees. The step meant begins with gradients that are None, and ends before the
+    optimizer. Measuring holds the stages' inputs, all at once, and one stage's tape. Afterwards gradients, buffers (so
+    running statistics) and the random state are as they were.
+
+    Raises TypeError for what is no function or no tensor. Raises ValueError for no stages, for a stage that returns
+    anything but one tensor, that writes into its input, or that keeps what a checkpoint cannot drop, and for a chain
+    that needs no backward.   Source: Beaumont et al. 2019, section 3 (the model of a chain).
+    """
+    one_of("cost", cost, ("flops", "seconds"))
+    layers = list(layers)
+    if not layers:
+        raise ValueError("expected a chain of at least one stage, found none")
+    for i, layer in enumerate(layers):
+        if not callable(layer):
+            raise TypeError(f"expected stage {i} as a function of one tensor, found {type(layer).__name__}")
+    if not isinstance(x, Tensor):
+        raise TypeError(f"expected x as a tensor, found {type(x).__name__}")
+
+    modules = [layer for layer in layers if isinstance(layer, Module)]
+    with ExitStack() as undo:
+        undo.enter_context(torch.random.fork_rng([x.device] if x.is_cuda else []))
+        undo.callback(_restore, [(m, n, b, b.clone()) for r in modules for m in r.modules() for n, b in _buffers(m)])
+        undo.enter_context(torch.enable_grad())
+        with Meter(modules or None, inputs=x) as meter:
+            bench = _Bench(meter, undo)
+            start = meter.event_count
+            inputs = _inputs(layers, x)
+            result = inputs.pop()
+            gradient, notes = [torch.ones_like(result)], []
+            result_bytes = _nbytes(result) + _nbytes(gradient[0])
+            del result
+            for i in reversed(range(len(layers))):
+                notes.append(bench.measure(i, layers[i], inputs[i], gradient, last=i == len(layers) - 1))
+            del inputs[1:], gradient
+            end = meter.event_count
+        held, resident = _levels(meter.timeline)
+        stages = [note.stage(held) for note in reversed(notes)]
+        if cost == "seconds":
+            stages = _timed(layers, stages, inputs[0])
+    return Chain(tuple(stages), resident + held[end] - held[start], result_bytes, Signature.of(x), cost)
+
+
+def _inputs(layers: list[Callable], x: Tensor) -> list[Tensor]:
+    """The input of each stage, and the result of the last, cut from one another."""
+    inputs = [x.detach().requires_grad_(x.requires_grad)]
+    for i, layer in enumerate(layers):
+        given = inputs[-1].clone()
+        version = given._version
+        with _dropping():
+            out = layer(given)
+        if not isinstance(out, Tensor):
+            found = f"{len(out)} values in a {type(out).__name__}" if isinstance(out, (tuple, list)) else repr(out)
+            raise ValueError(f"expected stage {i} to return one tensor, found {found}; wrap it in a function that does")
+        if given._version != version:
+            raise ValueError(
+                f"expected stages that leave their input as it is, found stage {i} writing into it, and a checkpoint "
+                f"there could not run it again; make it one stage with stage {i - 1}, or not in place"
+            )
+        inputs.append(out.detach().requires_grad_(out.requires_grad))
+    if not out.requires_grad:
+        raise ValueError("expected a chain whose result requires a gradient, found one with nothing to learn")
+    return inputs
+
+
+class _Bench:
+    """Runs one stage in all the ways of which a plan is made, and marks the meter's events in between."""
+
+    def __init__(self, meter: Meter, undo: ExitStack):
+        self.meter, self.undo = meter, undo
+        self.parameters: set[Tensor] = set()
+
+    def measure(self, i: int, layer: Callable, x: Tensor, gradient: list[Tensor], *, last: bool) -> _Notes:
+        """Stage i alone. `gradient` holds that of its output, and afterwards that of its input, if it wants one."""
+        mark = lambda: self.meter.event_count  # noqa: E731
+        begin = mark()
+        with _dropping():
+            out = layer(_source(x, []) if i else x)
+        ran, node = mark(), out.grad_fn
+        del out
+        dropped = mark()
+        del node
+        if mark() != dropped:
+            raise ValueError(
+                f"expected stage {i} to keep for backward only what autograd saves, found more; a checkpoint cannot "
+                "drop it: a custom Function should use ctx.save_for_backward"
+            )
+        own = self._step(i, layer, x, [_replica(g) for g in gradient], last=last, own=bool(i))
+        held = self._step(i, layer, x, gradient, last=last, own=False)
+        again = mark()
+        with OpCounter() as counter:
+            _run_again(layer, _source(x, []) if i else x, held.saves)
+        return _Notes(begin, ran, dropped, held, own, again, mark(), _flops(counter), last)
+
+    def _step(self, i: int, layer: Callable, x: Tensor, gradient: list[Tensor], *, last: bool, own: bool) -> _Step:
+        """Forward and backward. own: on a copy of the input that nobody else holds."""
+        mark = lambda: self.meter.event_count  # noqa: E731
+        gradient_bytes, sent, saved, looks = sum(map(_nbytes, gradient)), [], [], []
+        begin, place = mark(), [_place(x)]
+        with OpCounter() as counter, _saving(saved, looks, mark):
+            out = layer(_given(x, sent, place, own) if i else x)
+        forward, out_place = mark(), _place(out)
+        new = self._set_aside(out)
+        if not last:
+            out = _Sink.apply(out, gradient) if out.requires_grad else None
+        backward = mark()
+        if out is not None:
+            torch.autograd.backward(out, gradient[0] if last else torch.empty(0, device=out.device))
+        done = mark()
+        grads = {s._cdata: s.nbytes() for p in new if p.grad is not None for s in storages_of(p.grad)}
+        for parameter in self.parameters:
+            parameter.grad = None
+        gradient[:] = sent
+        return _Step(
+            begin, forward, backward, looks[0] if looks else None, done, gradient_bytes, sum(grads.values()),
+            out_place == place[0], place[0] in saved, out_place in saved, len(saved), _flops(counter),
+        )  # fmt: skip
+
+    def _set_aside(self, out: Tensor) -> list[Tensor]:
+        """Parameters that out's gradient will reach for the first time; gradients they have come back in the end."""
+        new, seen, nodes = [], set(), [out.grad_fn]
+        while nodes:
+            node = nodes.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            nodes += [following for following, _ in node.next_functions]
+            leaf = getattr(node, "variable", None)
+            if leaf is not None and leaf.numel() and leaf not in self.parameters:
+                self.parameters.add(leaf)
+                self.undo.callback(setattr, leaf, "grad", leaf.grad)
+                leaf.grad = None
+                new.append(leaf)
+        return new
+
+
+class _Step(NamedTuple):
+    """One forward and backward: marks in the meter's record, and what was seen besides."""
+
+    begin: int
+    forward: int
+    backward: int
+    look: int | None
+    done: int
+    gradient_bytes: int
+    grads: int
+    view: bool
+    saves_input: bool
+    saves_output: bool
+    saves: int
+    flops: int
+
+
+class _Notes(NamedTuple):
+    """Of one stage. held, own: with its input held by somebody else, and by nobody else."""
+
+    begin: int
+    ran: int
+    dropped: int
+    held: _Step
+    own: _Step
+    again: int
+    stopped: int
+    again_flops: int
+    last: bool
+
+    def stage(self, levels: list[int]) -> Stage:
+        """levels: bytes after each event, less those that are always there."""
+
+        def peak(start: int, end: int) -> int:
+            return max(levels[start : end + 1])
+
+        step, output = self.held, levels[self.ran] - levels[self.dropped]
+        # The caller holds the last output and its gradient from beginning to end; the others die on the way.
+        base, own_base = (levels[s.begin] + (output if self.last else -s.gradient_bytes) for s in (self.held, self.own))
+        kept = levels[step.backward] - levels[step.begin] - (output if self.last else 0)
+        look, own_look = (s.look if s.saves else s.done for s in (self.held, self.own))
+        return Stage(
+            output_bytes=output,
+            view=step.view,
+            tape_bytes=kept - (output if step.saves_output and not self.last else 0),
+            saves_input=step.saves_input,
+            saves_output=step.saves_output and not step.view,
+            gradient_bytes=self.own.grads,  # it ran first, and met its parameters
+            forward_bytes=peak(self.begin, self.ran) - levels[self.begin],
+            taped_bytes=peak(step.begin, step.forward) - levels[step.begin],
+            again_bytes=peak(self.again, self.stopped) - levels[self.again],
+            backward_bytes=peak(step.backward, step.done) - base,
+            waiting_bytes=peak(step.backward, look) - base - kept,
+            arriving_bytes=levels[look] - base - kept if step.saves else 0,
+            working_bytes=peak(look, step.done) - base,
+            own_backward_bytes=peak(self.own.backward, self.own.done) - own_base,
+            own_working_bytes=peak(own_look, self.own.done) - own_base,
+            cost=step.flops,
+            again_cost=self.again_flops if step.saves else 0,
+            saves=step.saves,
+        )
+
+
+def _levels(timeline: Timeline) -> tuple[list[int], int]:
+    """Bytes after each event without what was always there, and the bytes of that."""
+    storages, events = timeline._everything  # marks count the events of all devices
+    resident = {s.id: s.nbytes for s in storages if s.category in RESIDENT and s.device == timeline.device}
+    mine = {s.id for s in storages if s.device == timeline.device} - resident.keys()
+    deltas = (event.delta if event.storage in mine else 0 for event in events)
+    return list(itertools.accumulate(deltas, initial=0)), sum(resident.values())
+
+
+def _timed(layers: list[Callable], stages: list[Stage], x: Tensor) -> list[Stage]:
+    """The same stages with seconds for costs."""
+    found = []
+    for layer, stage in zip(layers, stages, strict=True):
+
+        def forward(layer=layer, x=x) -> Tensor:
+            with _dropping():
+                return layer(x)
+
+        seconds = best_seconds(forward, x.device)
+        again = best_seconds(lambda: _run_again(layer, x, stage.saves), x.device) if stage.saves else 0.0  # noqa: B023
+        found.append(replace(stage, cost=seconds, again_cost=min(again, seconds)))
+        out = forward()
+        x = out.detach().requires_grad_(out.requires_grad)
+    return found
+
+
+class _Source(torch.autograd.Function):
+    """The stage's input: hands over the gradient that arrives. Autograd would hold a leaf, so it is not one."""
+
+    @staticmethod
+    def forward(ctx, anchor: Tensor, x: Tensor, sent: list[Tensor]) -> Tensor:
+        ctx.sent = sent
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        ctx.sent.append(grad)
+        return None, None, None
+
+
+def _source(x: Tensor, sent: list[Tensor]) -> Tensor:
+    """x as a stage finds it: a result of the stage before, if that wants a gradient."""
+    return _Source.apply(torch.empty(0, requires_grad=True), x.detach(), sent) if x.requires_grad else x
+
+
+def _given(x: Tensor, sent: list[Tensor], place: list[int], own: bool) -> Tensor:
+    given = _source(_replica(x).requires_grad_(x.requires_grad), sent) if own else _source(x, sent)
+    place[0] = _place(given)
+    return given
+
+
+def _replica(tensor: Tensor) -> Tensor:
+    """Other bytes in the same layout."""
+    whole = tensor.detach().as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
+    return whole.clone().as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+class _Sink(torch.autograd.Function):
+    """Follows the stage's output: its backward sends the gradient, of which the engine is then the only owner."""
+
+    @staticmethod
+    def forward(ctx, out: Tensor, gradient: list[Tensor]) -> Tensor:
+        ctx.gradient = gradient
+        return out.new_empty(0)
+
+    @staticmethod
+    def backward(ctx, _):
+        return ctx.gradient.pop(), None
+
+
+class _Done(Exception):
+    """All that is to be saved has been."""
+
+
+def _dropping() -> saved_tensors_hooks:
+    return saved_tensors_hooks(lambda tensor: None, lambda _: None)
+
+
+def _saving(saved: list[int], looks: list[int], mark: Callable[[], int]) -> saved_tensors_hooks:
+    """Notes which storages are saved, and when backward looks at one."""
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.append(_place(tensor))
+        return tensor.detach()
+
+    def unpack(tensor: Tensor) -> Tensor:
+        looks.append(mark())
+        return tensor
+
+    return saved_tensors_hooks(pack, unpack)
+
+
+def _run_again(layer: Callable, x: Tensor, saves: int) -> None:
+    """As a checkpoint does: until so many tensors are saved."""
+    tape = []
+
+    def pack(tensor: Tensor) -> None:
+        tape.append(tensor.detach())
+        if len(tape) == saves:
+            raise _Done
+
+    with suppress(_Done), saved_tensors_hooks(pack, lambda _: None):
+        layer(x)
+
+
+def _place(tensor: Tensor) -> int:
+    return next(iter(storages_of(tensor)))._cdata
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return sum(storage.nbytes() for storage in storages_of(tensor))
+
+
+def _flops(counter: OpCounter) -> int:
+    return sum(op.flops for op in counter.ops)
+
+
+def _buffers(module: Module):
+    return [(name, buffer) for name, buffer in module._buffers.items() if buffer is not None]
+
+
+def _restore(buffers: list[tuple[Module, str, Tensor, Tensor]]) -> None:
+    with torch.no_grad():
+        for module, name, buffer, before in buffers:
+            module._buffers[name] = buffer.copy_(before)

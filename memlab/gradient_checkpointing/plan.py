@@ -1,0 +1,215 @@
+"""A plan: which stages of a chain keep their tape, and which are forgotten and run again by a plan of their own.
+
+A plan goes through the stages in order. It *keeps* the tape of a stage, or puts a *checkpoint* around several,
+remembers only their input, and when backward comes to them, runs them again by a plan for these. So it is a list with
+lists in it,
+
+    [0 1] [[2] 3 4] 5 6        brackets are checkpoints: stage 2 is run three times, 0, 1, 3 and 4 twice
+
+and to run one is a loop of two lines over nested `checkpoint`s. Its bytes add up the same way. Write peak(i, j) for
+stages i … j − 1, their tapes, gradients and all, above what is remembered outside of them. Then a plan that begins
+
+    by keeping i                  has the peak  max( of i's forward and backward,  tape of i  + peak(i + 1, j) )
+    with a checkpoint i … s − 1   has the peak  max( of forwards without a tape,   input of i + peak(s, j),
+                                                                                   input of i + peak(i, s) )
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+
+from torch import Tensor
+
+from memlab.gradient_checkpointing.chain import Chain
+from memlab.gradient_checkpointing.hooks import checkpoint
+
+Steps = tuple["int | Steps", ...]
+"""A stage's number: keep its tape. A tuple of steps: a checkpoint around them."""
+
+
+def run_plan(steps: Steps, layers: Sequence[Callable], x: Tensor) -> Tensor:
+    """layers[-1](… layers[0](x)), remembering what `steps` say."""
+    for step in steps:
+        x = layers[step](x) if isinstance(step, int) else checkpoint(partial(run_plan, step, layers), x)
+    return x
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to remember of a chain. `str(plan)` draws it; `plan.run(layers, x)` does it.
+
+    Raises ValueError when the steps are not the chain's stages in order.
+    """
+
+    chain: Chain
+    steps: Steps
+
+    def __post_init__(self):
+        stages = list(flat(self.steps))
+        if stages != list(range(len(self.chain))):
+            raise ValueError(f"expected steps through stages 0 to {len(self.chain) - 1} in order, found {stages}")
+        object.__setattr__(self, "steps", _useful(self.chain, self.steps))
+
+    def run(self, layers: Sequence[Callable], x: Tensor) -> Tensor:
+        """The result of the last layer; its backward gives the same gradients, bit for bit, as without a plan.
+
+        Raises ValueError for other than the measured number of layers, or an x of another shape, dtype or device.
+        """
+        self.chain.check(layers, x)
+        return run_plan(self.steps, layers, x)
+
+    @cached_property
+    def peak_bytes(self) -> int:
+        """Of forward and backward, as the Meter counts: storages, with parameters, input and gradients."""
+        return self.chain.resident_bytes + Model(self.chain).peak(
+            self.steps, 0, len(self.chain), held=True, again=False
+        )
+
+    @cached_property
+    def recomputed(self) -> float:
+        """Work done again in backward: FLOPs, or seconds if the chain was measured in them."""
+        return Model(self.chain).recomputed(self.steps)
+
+    @property
+    def runs(self) -> list[int]:
+        """How often each stage's forward is run; a last run may stop half-way, at the last tensor that is saved."""
+        return Model(self.chain).runs(self.steps)
+
+    def __str__(self) -> str:
+        return _drawn(self.steps)[1:-1]
+
+
+class Model:
+    """The bytes and the work of the two kinds of step, from those of the stages.
+
+    held: the first stage's input is remembered outside, by a checkpoint around or by the stage before, and counted
+    there. again: this is a checkpoint being run again, in backward.
+    """
+
+    def __init__(self, chain: Chain):
+        self.stages, self.n = chain.stages, len(chain)
+        self.inputs, self.origin = [0], [0]  # of each stage: bytes of its input's storage, and after which it was made
+        self.taped = [-1]  # the last stage before each that has a tape
+        for i, stage in enumerate(self.stages):
+            self.inputs.append(self.inputs[-1] if stage.view else stage.output_bytes)
+            self.origin.append(self.origin[-1] if stage.view else i + 1)
+            self.taped.append(i if stage.saves else self.taped[-1])
+        # What is there when backward is done with stages from each on: the loss, and the parameters' gradients.
+        later = itertools.accumulate((s.gradient_bytes for s in reversed(self.stages)), initial=chain.result_bytes)
+        self.later = list(later)[::-1]
+        # The peak of stages i … s − 1 in a forward that saves nothing, above the first one's input.
+        self.dropping = [
+            list(itertools.accumulate((self.above(i, k) for k in range(i, self.n)), max)) for i in range(self.n)
+        ]
+        self.costs = list(itertools.accumulate((s.cost for s in self.stages), initial=0))
+
+    def above(self, i: int, k: int) -> int:
+        """Stage k's forward without a tape, and its input if that is not i's too."""
+        return self.stages[k].forward_bytes + (0 if self.origin[k] == self.origin[i] else self.inputs[k])
+
+    def last(self, j: int, again: bool) -> int:
+        """Where a run of stages before j ends: run again, it ends with the last that has a tape."""
+        return self.taped[j] if again else j - 1
+
+    def in_flight(self, j: int, again: bool) -> int:
+        """What else is there while stages before j are run: the gradients, when backward looks at the last tape."""
+        last = self.taped[j]
+        return self.later[last + 1] + self.stages[last].arriving_bytes if again else 0
+
+    def keep(self, i: int, j: int, held: bool, again: bool) -> tuple[int, int, bool]:
+        """Stage i's own peak; bytes remembered through what follows; and whether stage i + 1 finds its input held."""
+        stage, size = self.stages[i], 0 if held else self.inputs[i]
+        forward, backward = stage.taped_bytes, stage.backward_bytes if held else stage.own_backward_bytes
+        if again and i == self.last(j, again):
+            forward, backward = stage.again_bytes, stage.working_bytes if held else stage.own_working_bytes
+            if i == self.n - 1 and stage.saves_output:  # a second one: the caller holds the first
+                backward += stage.output_bytes
+        mine = size if stage.saves_input else 0
+        peak = max(self.in_flight(j, again) + size + forward, self.later[i + 1] + backward)
+        remembered = mine + stage.tape_bytes + (stage.output_bytes if stage.saves_output else 0)
+        return peak, remembered, stage.saves_output or (stage.view and (held or stage.saves_input))
+
+    def forget(self, i: int, s: int, j: int, held: bool, again: bool) -> tuple[int, int, bool]:
+        """As `keep`, for a checkpoint around i … s − 1, up to the moment when it is run again."""
+        size, last = 0 if held else self.inputs[i], self.taped[s]
+        own = self.in_flight(j, again)
+        if not (again and last == self.last(j, again)):  # else its input was the last tensor to be saved
+            own += self.dropping[i][s - 1 - i]
+        backward = [self.later[k + 1] + self.stages[k].backward_bytes for k in range(last + 1, s)]
+        backward.append(self.later[last + 1] + self.stages[last].waiting_bytes)
+        return size + max(own, *backward), size, self.origin[s] == self.origin[i]
+
+    def rerun(self, i: int, s: int) -> float:
+        """The work of stages i … s − 1, up to the last tensor that is saved."""
+        last = self.taped[s]
+        return self.costs[last] - self.costs[i] + self.stages[last].again_cost
+
+    def spans(self, steps: Steps, i: int) -> list[tuple[int, int, Steps | None]]:
+        """Each step as (first stage, the one after its last, inner steps), from stage i on."""
+        spans = []
+        for step in steps:
+            s = i + (1 if isinstance(step, int) else sum(1 for _ in flat(step)))
+            spans.append((i, s, None if isinstance(step, int) else step))
+            i = s
+        return spans
+
+    def peak(self, steps: Steps, i: int, j: int, held: bool, again: bool) -> int:
+        """Of any steps for stages i … j − 1."""
+        peak = outside = 0
+        for first, s, inner in self.spans(steps, i):
+            if first > self.last(j, again):
+                break
+            if inner is None:
+                own, remembered, held = self.keep(first, j, held, again)
+            else:
+                own, remembered, held = self.forget(first, s, j, held, again)
+                own = max(own, remembered + self.peak(inner, first, s, True, True))
+            peak, outside = max(peak, outside + own), outside + remembered
+        return peak
+
+    def recomputed(self, steps: Steps, i: int = 0) -> float:
+        """The work of running again, of checkpoints inside of these steps."""
+        return sum(self.rerun_by(inner, i) + self.recomputed(inner, i) for i, s, inner in self.spans(steps, i) if inner)
+
+    def rerun_by(self, steps: Steps, i: int) -> float:
+        """As `rerun`, for steps that may also end with a checkpoint: then its input is the last tensor to be saved."""
+        spans = self.spans(steps, i)
+        first, s, inner = [span for span in spans if self.taped[span[1]] >= span[0]][-1]
+        return self.costs[first] - self.costs[i] if inner else self.rerun(i, s)
+
+    def runs(self, steps: Steps, i: int = 0, again: bool = False) -> list[int]:
+        """How often each stage is run."""
+        runs, spans = [], self.spans(steps, i)
+        last = self.taped[spans[-1][1]] if again else self.n
+        for i, s, inner in spans:
+            once = [int(i <= last and not (again and inner and last < s))] * (s - i)
+            runs += [a + b for a, b in zip(once, self.runs(inner, i, True), strict=True)] if inner else once
+        return runs
+
+
+def flat(steps: Steps) -> Iterator[int]:
+    """The stages' numbers."""
+    for step in steps:
+        if isinstance(step, int):
+            yield step
+        else:
+            yield from flat(step)
+
+
+def _useful(chain: Chain, steps: Steps) -> Steps:
+    """Without checkpoints around stages that save nothing: there is nothing to forget."""
+    useful = ()
+    for step in steps:
+        if isinstance(step, int):
+            useful += (step,)
+        else:
+            inner = _useful(chain, step)
+            useful += (inner,) if any(chain.stages[k].saves for k in flat(step)) else inner
+    return useful
+
+
+def _drawn(steps: Steps) -> str:
+    return f"[{' '.join(str(step) if isinstance(step, int) else _drawn(step) for step in steps)}]"
