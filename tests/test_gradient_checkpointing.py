@@ -452,6 +452,13 @@ def test_what_comes_after_the_last_saved_tensor_is_not_run_again():
     assert (counted.calls, counted.ends, after.calls) == (2, 1, 1)
 
 
+def test_what_only_dropped_results_need_is_not_run_again_either():
+    later = Counted(mlp)
+    first = checkpoint(lambda x: (x.exp(), later(x)), values(3))[0]
+    first.sum().backward()
+    assert later.calls == 1
+
+
 def test_a_function_that_catches_everything_is_stopped_all_the_same():
     def stubborn(x):
         try:
@@ -459,8 +466,9 @@ def test_a_function_that_catches_everything_is_stopped_all_the_same():
         except Exception:
             return x.exp().sin().cos().sin()
 
-    x = values(3)
-    checkpoint(stubborn, x).sum().backward()
+    x, counted = values(3), Counted(stubborn)
+    checkpoint(counted, x).sum().backward()
+    assert (counted.calls, counted.ends) == (2, 1)
     assert torch.equal(x.grad, torch.autograd.grad(stubborn(x).sum(), x)[0])
 
 

@@ -82,7 +82,7 @@ def assert_equal_bits(found: list[Tensor], expected: list[Tensor]) -> None:
     st.integers(1, 40),
     st.integers(1, 40),
     st.booleans(),
-    st.sampled_from([None, 0.3, -0.3]),
+    st.sampled_from([None, 0.3, -0.3, 0.0]),
     st.integers(1, 45),
     st.integers(1, 45),
 )

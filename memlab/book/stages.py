@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -45,6 +43,17 @@ class Loss(nn.Module):
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), self.y.flatten())
 
 
+class Classified(nn.Module):
+    """x: (batch, ...) with `features` numbers each → the mean cross-entropy of ten classes against y: (batch,)."""
+
+    def __init__(self, features: int, y: Tensor):
+        super().__init__()
+        self.head, self.y = nn.Linear(features, 10), y
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(x.flatten(1)), self.y)
+
+
 def gpt_stages(model: GPT, y: Tensor) -> nn.ModuleList:
     """A GPT and its loss, in 2 · layers + 2 stages: embeddings, attention and feed-forward of each block, the loss.
 
@@ -56,22 +65,18 @@ def gpt_stages(model: GPT, y: Tensor) -> nn.ModuleList:
     return nn.ModuleList([*stages, Loss(model, y)])
 
 
-def vgg_stages(
-    channels: Iterable[int | str] = (16, 16, "pool", 32, 32, "pool", 64, 64, 64, "pool", 128, 128, 128, "pool"),
-    classes: int = 10,
-) -> nn.ModuleList:
-    """A network in the manner of VGG: convolutions, each with its ReLU, that grow wider while their maps shrink.
+def vgg_stages(y: Tensor, side: int = 64) -> nn.ModuleList:
+    """A network in the manner of VGG and its loss: convolutions that grow wider while their maps shrink, in 13 stages.
 
-    channels: of each 3 × 3 convolution, and where to halve the map. The last stage is the mean over the map and a
-    linear layer. The first takes (batch, 3, side, side). Simonyan and Zisserman 2014, with fewer channels.
+    Three times three 3 × 3 convolutions, each with its ReLU, and a pooling; channels 8, 16 and 32. The first takes
+    (batch, 3, side, side), side a multiple of 8; the last gives the mean cross-entropy against y: (batch,) of int64.
+    Simonyan and Zisserman 2014, with fewer channels.
     """
     stages: list[nn.Module] = []
     before = 3
-    for width in channels:
-        if width == "pool":
-            stages.append(nn.MaxPool2d(2))
-        else:
+    for width in (8, 16, 32):
+        for _ in range(3):
             stages.append(nn.Sequential(nn.Conv2d(before, width, 3, padding=1), nn.ReLU()))
             before = width
-    head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(before, classes))
-    return nn.ModuleList([*stages, head])
+        stages.append(nn.MaxPool2d(2))
+    return nn.ModuleList([*stages, Classified(before * (side // 8) ** 2, y)])

@@ -8,10 +8,9 @@ from torch import Tensor, nn
 from memlab.book.workloads import GPT, GPTConfig, Llama, LlamaConfig
 from memlab.gradient_accumulation import accumulate
 from memlab.gradient_checkpointing.hooks import checkpoint
-from memlab.gradient_checkpointing.segments import segment_bounds
 from memlab.memory_arithmetic import Transformer
 from memlab.memory_arithmetic.optimizers import CHUNK_BYTES
-from memlab.memory_arithmetic.shapes import one_of, positive
+from memlab.memory_arithmetic.shapes import balanced, one_of, positive
 from memlab.memory_arithmetic.step import PRECISIONS
 from memlab.memory_timeline import Meter, Timeline
 from memlab.mixed_precision.master_weights import MasterWeights
@@ -67,7 +66,7 @@ class Segment(nn.Module):
 def checkpoint_blocks(network: GPT | Llama, segments: int) -> None:
     """Put so many Segments in place of the model's blocks. Its parameters and their order stay, their names change."""
     blocks = list(network.blocks)
-    network.blocks = nn.ModuleList(Segment(blocks[a:b]) for a, b in segment_bounds(len(blocks), segments))
+    network.blocks = nn.ModuleList(Segment(blocks[a:b]) for a, b in balanced(len(blocks), segments))
 
 
 def metered_step(

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Module
 
+from memlab.gradient_checkpointing.batch_norm import statistics_stand_still
 from memlab.gradient_checkpointing.chain import Chain, Signature, Stage
 from memlab.memory_arithmetic.shapes import one_of
 from memlab.memory_hierarchy.bandwidth import best_seconds
@@ -136,7 +137,7 @@ class _Bench:
         mark = lambda: self.meter.event_count  # noqa: E731
         gradient_bytes, sent, saved, looks = sum(map(_nbytes, gradient)), [], [], []
         begin, place = mark(), [_place(x)]
-        with OpCounter() as counter, _saving(saved, looks, mark):
+        with OpCounter() as counter, statistics_stand_still() as lasting, _saving(saved, looks, mark, lasting):
             out = layer(_given(x, sent, place, own) if i else x)
         forward, out_place = mark(), _place(out)
         new = self._set_aside(out)
@@ -314,12 +315,12 @@ def _dropping() -> saved_tensors_hooks:
     return saved_tensors_hooks(lambda tensor: None, lambda _: None)
 
 
-def _saving(saved: list[int], looks: list[int], mark: Callable[[], int]) -> saved_tensors_hooks:
-    """Notes which storages are saved, and when backward looks at one."""
+def _saving(saved: list[int], looks: list[int], mark: Callable[[], int], lasting: Callable) -> saved_tensors_hooks:
+    """Notes which storages are saved, and when backward looks at one. lasting: of `statistics_stand_still`."""
 
     def pack(tensor: Tensor) -> Tensor:
         saved.append(_place(tensor))
-        return tensor.detach()
+        return lasting(tensor).detach()
 
     def unpack(tensor: Tensor) -> Tensor:
         looks.append(mark())
@@ -333,11 +334,11 @@ def _run_again(layer: Callable, x: Tensor, saves: int) -> None:
     tape = []
 
     def pack(tensor: Tensor) -> None:
-        tape.append(tensor.detach())
+        tape.append(lasting(tensor).detach())
         if len(tape) == saves:
             raise _Done
 
-    with suppress(_Done), saved_tensors_hooks(pack, lambda _: None):
+    with suppress(_Done), statistics_stand_still() as lasting, saved_tensors_hooks(pack, lambda _: None):
         layer(x)
 
 

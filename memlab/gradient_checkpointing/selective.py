@@ -24,8 +24,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from memlab.gradient_checkpointing.costs import VIEW, makes, nbytes, tensors_in
 from memlab.gradient_checkpointing.hooks import checkpoint_within
+from memlab.gradient_checkpointing.costs import VIEW, makes, nbytes, tensors_in
 from memlab.gradient_checkpointing.state import random_state, set_random_state
 from memlab.memory_hierarchy.roofline import flops
 

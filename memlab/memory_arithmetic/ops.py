@@ -146,6 +146,7 @@ def rms_norm(c: Setting, name: str, x: str, y: str, *, last: bool = False) -> Op
     indirect = f"{dx} through the square"
     backward: list[Row] = [passing(f"FP32 {dy}", STREAM, 4, PASSED_ON), dy] if upcast else []
     backward += [passing(by_weight, STREAM, 4), passing(of(normal.name), STREAM, 4, PASSED_ON)]
+    backward += [normal.name] if c.recomputed else []
     if upcast:
         backward += [
             passing(f"FP32 {weight.name}", "h", 4),
@@ -157,11 +158,8 @@ def rms_norm(c: Setting, name: str, x: str, y: str, *, last: bool = False) -> Op
         ]
     else:
         backward += [weight, by_weight, dy, *accumulated(c, weight)]
-    backward += [
-        normal.name,
-        passing(f"{root}, by token and feature", STREAM, 4),
-        passing(direct, STREAM, 4, PASSED_ON),
-    ]
+    backward += [] if c.recomputed else [normal.name]
+    backward += [passing(f"{root}, by token and feature", STREAM, 4), passing(direct, STREAM, 4, PASSED_ON)]
     backward += [passing(root, "b·s", 4), f"{root}, by token and feature", of(normal.name)]
     if not (last or upcast):
         backward.append(direct)  # autograd adds it to the stream's gradient as soon as it is there

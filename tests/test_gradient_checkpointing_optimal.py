@@ -1,0 +1,569 @@
+"""Optimal plans: bytes as the Meter counts them, work as counters count it, and no plan at all that is better."""
+
+import itertools
+import random
+from collections import Counter
+from functools import cache
+from math import comb
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from memlab.book.workloads import GPT
+from memlab.gradient_checkpointing.bench import measure_chain
+from memlab.gradient_checkpointing.chain import Chain, Signature, Stage
+from memlab.gradient_checkpointing.optimal import plan_segments, tradeoff
+from memlab.gradient_checkpointing.plan import Model, Plan
+from memlab.memory_hierarchy.roofline import OpCounter
+from memlab.memory_timeline import Meter
+
+SOMEWHERE = Signature((1,), torch.float32, torch.device("cpu"))
+
+
+class Loss(nn.Module):
+    """The head and the loss. x: (batch, …)."""
+
+    def __init__(self, features: int, y: Tensor):
+        super().__init__()
+        self.linear, self.y = nn.Linear(features, 10), y
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.cross_entropy(self.linear(x.flatten(1)), self.y)
+
+
+class Residual(nn.Module):
+    """x: (batch, width)."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+def vgg_chain(batch: int = 4, side: int = 64) -> tuple[list[nn.Module], Tensor, Tensor]:
+    """13 stages: three times three convolutions with ReLU and a pooling, channels doubling, sides halving; the loss."""
+    layers, channels = [], 3
+    for width in (8, 16, 32):
+        for _ in range(3):
+            layers.append(nn.Sequential(nn.Conv2d(channels, width, 3, padding=1), nn.ReLU()))
+            channels = width
+        layers.append(nn.MaxPool2d(2))
+    y = torch.randint(10, (batch,))
+    layers.append(Loss(channels * (side // 8) ** 2, y))
+    return layers, torch.randn(batch, 3, side, side), y
+
+
+def random_layers(rng: random.Random, count: int) -> tuple[list[nn.Module], Tensor, Tensor]:
+    """Such that save their input, their output, both, or more; and some that save nothing."""
+    batch, width = rng.choice([3, 5]), rng.choice([8, 16])
+    x, y, layers = torch.randn(batch, width), torch.randint(10, (batch,)), []
+    for _ in range(count - 1):
+        wider = rng.choice([8, 24, 40])
+        layer, width = rng.choice(
+            [
+                (nn.Linear(width, wider), wider),
+                (nn.Sequential(nn.Linear(width, wider), nn.ReLU()), wider),
+                (nn.Sequential(nn.ReLU(), nn.Linear(width, wider)), wider),
+                (nn.LayerNorm(width), width),
+                (nn.BatchNorm1d(width), width),
+                (nn.Dropout(0.3), width),
+                (nn.Sigmoid(), width),
+                (nn.Flatten(), width),
+                (Residual(width), width),
+            ]
+        )
+        layers.append(layer)
+    return [*layers, Loss(width, y)], x, y
+
+
+def metered(layers, x: Tensor, y: Tensor, plan: Plan) -> int:
+    for layer in layers:
+        layer.zero_grad()
+    with Meter(layers, inputs=(x, y)) as meter:
+        loss = plan.run(layers, x)
+        loss.backward()
+    return meter.timeline.peak_bytes
+
+
+def counted(layers, x: Tensor, plan: Plan) -> tuple[int, int]:
+    """FLOPs of a step: all, and those of matrix products and convolutions as PyTorch counts them."""
+    for layer in layers:
+        layer.zero_grad()
+    with OpCounter() as ours, FlopCounterMode(display=False) as theirs:
+        plan.run(layers, x).backward()
+    return sum(op.flops for op in ours.ops), theirs.get_total_flops()
+
+
+def gradients(layers, x: Tensor, plan: Plan) -> list[Tensor]:
+    for layer in layers:
+        layer.zero_grad()
+    torch.manual_seed(1)
+    plan.run(layers, x).backward()
+    return [p.grad for layer in layers for p in layer.parameters()]
+
+
+def keep_all(chain: Chain) -> Plan:
+    return Plan(chain, tuple(range(len(chain))))
+
+
+def uniform(chain: Chain, segments: int) -> Plan:
+    """Balanced segments, all but the last checkpointed."""
+    bounds = [k * len(chain) // segments for k in range(segments + 1)]
+    *first, last = (tuple(range(a, b)) for a, b in itertools.pairwise(bounds))
+    return Plan(chain, (*first, *last))
+
+
+def random_steps(rng: random.Random, i: int, j: int) -> tuple:
+    """For stages i … j − 1, ending with a stage that is kept, as good plans do."""
+    steps = []
+    while i < j - 1:
+        s = rng.randint(i + 1, j - 1)
+        if rng.random() < 0.5:
+            steps.append(i)
+            i += 1
+        else:
+            steps.append(random_steps(rng, i, s))
+            i = s
+    return (*steps, i)
+
+
+# ---- on real layers
+
+
+@pytest.fixture(scope="module")
+def vgg():
+    torch.manual_seed(0)
+    layers, x, y = vgg_chain()
+    return layers, x, y, measure_chain(layers, x)
+
+
+def test_every_plan_of_the_curve_has_the_peak_and_the_work_that_it_says_and_a_smaller_peak_costs_more(vgg):
+    layers, x, y, chain = vgg
+    plans = tradeoff(chain)
+    assert len(plans) > 5 and plans[-1].steps == keep_all(chain).steps
+    plain, _ = counted(layers, x, plans[-1])
+    for plan in plans:
+        assert metered(layers, x, y, plan) == plan.peak_bytes
+        assert counted(layers, x, plan)[0] - plain == plan.recomputed
+    for less, more in itertools.pairwise(plans):
+        assert less.peak_bytes < more.peak_bytes and less.recomputed > more.recomputed
+
+
+def test_gradients_are_those_without_a_plan_bit_for_bit(vgg):
+    layers, x, _, chain = vgg
+    expected = gradients(layers, x, keep_all(chain))
+    for plan in (tradeoff(chain)[0], Plan(chain, random_steps(random.Random(0), 0, len(chain)))):
+        assert all(map(torch.equal, gradients(layers, x, plan), expected))
+
+
+def test_the_plan_recomputes_at_least_15_percent_less_than_any_uniform_split_of_the_same_peak(vgg):
+    layers, x, y, chain = vgg
+    plain = counted(layers, x, keep_all(chain))[1]
+    measured = []
+    for segments in range(2, len(chain) + 1):
+        split = uniform(chain, segments)
+        measured.append((metered(layers, x, y, split), counted(layers, x, split)[1] - plain))
+    for peak, _ in measured:
+        best = min(flops for other, flops in measured if other <= peak)
+        plan = plan_segments(chain, peak)
+        assert metered(layers, x, y, plan) <= peak
+        assert counted(layers, x, plan)[1] - plain <= 0.85 * best
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_plans_of_any_layers_stay_within_what_they_say_and_hardly_below(seed):
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    layers, x, y = random_layers(rng, rng.randint(2, 8))
+    chain = measure_chain(layers, x)
+    plain, _ = counted(layers, x, keep_all(chain))
+    for plan in (*tradeoff(chain), *(Plan(chain, random_steps(rng, 0, len(chain))) for _ in range(4))):
+        found = metered(layers, x, y, plan)
+        assert 0.9 * plan.peak_bytes <= found <= plan.peak_bytes
+        assert counted(layers, x, plan)[0] - plain == plan.recomputed
+    assert metered(layers, x, y, keep_all(chain)) == keep_all(chain).peak_bytes
+
+
+def test_each_stage_runs_as_often_as_the_plan_says():
+    runs = Counter()
+
+    def stage(i: int, layer: nn.Module):
+        def run(x: Tensor) -> Tensor:
+            runs[i] += 1
+            return layer(x)
+
+        return run
+
+    layers = [stage(i, nn.Sequential(nn.Linear(4, 4), nn.ReLU())) for i in range(6)]
+    x = torch.randn(2, 4)
+    chain = measure_chain(layers, x)
+    for steps in ((0, (1, 2), 3, 4, 5), (((0,), 1), ((2,), 3, 4), 5), (0, (1, 2, (3,)), (4, (5,)))):
+        runs.clear()
+        plan = Plan(chain, steps)
+        plan.run(layers, x).sum().backward()
+        assert plan.runs == [runs[i] for i in range(6)], steps
+
+
+def test_a_plan_draws_itself(vgg):
+    chain = random_chain(random.Random(0), 7, tapeless=0)
+    assert str(Plan(chain, ((0, 1), ((2,), 3, 4), 5, 6))) == "[0 1] [[2] 3 4] 5 6"
+
+
+def test_a_gpts_blocks_are_a_chain():
+    torch.manual_seed(0)
+    model, x = GPT(layers=4, width=32, heads=2, context=64), torch.randint(256, (8, 64))
+    embed = lambda x: model.token_embedding(x) + model.position_embedding(torch.arange(64))  # noqa: E731
+    loss = lambda h: F.cross_entropy(model.head(model.norm(h)).flatten(0, 1), x.flatten())  # noqa: E731
+    layers = [embed, *model.blocks, loss]
+    plans = tradeoff(measure_chain(layers, x))
+    assert len(plans) > 3
+    for plan in plans:
+        model.zero_grad()
+        with Meter(model, inputs=x) as meter:
+            plan.run(layers, x).backward()
+        positions = 64 * 8
+        assert meter.timeline.peak_bytes <= plan.peak_bytes + positions
+        assert meter.timeline.peak_bytes >= plan.peak_bytes - positions
+
+
+def test_measuring_leaves_gradients_statistics_and_random_numbers_as_they_were():
+    layers = [nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), Loss(8, torch.randint(10, (6,)))]
+    layers[0].weight.grad = held = torch.ones(8, 4)
+    before = [buffer.clone() for buffer in layers[1].buffers()]
+    state = torch.get_rng_state()
+    measure_chain(layers, torch.randn(6, 4, generator=torch.Generator().manual_seed(0)))
+    assert layers[0].weight.grad is held and held.eq(1).all() and layers[0].bias.grad is None
+    assert all(map(torch.equal, layers[1].buffers(), before)) and layers[1].num_batches_tracked == 0
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_costs_in_seconds_are_positive_and_never_more_for_a_part():
+    layers, x, _ = random_layers(random.Random(1), 5)
+    chain = measure_chain(layers, x, cost="seconds")
+    assert chain.unit == "seconds" and all(s.cost > 0 and 0 <= s.again_cost <= s.cost for s in chain.stages)
+
+
+# ---- by an independent machine
+
+
+def random_chain(rng: random.Random, count: int, tapeless: float = 0.15) -> Chain:
+    stages = []
+    for _ in range(count):
+        output, tape, gradient = (
+            rng.choice([1, 2, 4, 9, 30]) * rng.randint(1, 9),
+            rng.randint(0, 150),
+            rng.randint(0, 9),
+        )
+        none = rng.random() < tapeless
+        saves_input, saves_output = (False, False) if none else (rng.random() < 0.6, rng.random() < 0.5)
+        tape, cost = 0 if none else tape, rng.randint(1, 100)
+        backward = tape + output * saves_output + output + gradient + rng.randint(0, 60)
+        own = backward + rng.randint(0, 20)
+        stages.append(
+            Stage(
+                output_bytes=output,
+                view=False,
+                tape_bytes=tape,
+                saves_input=saves_input,
+                saves_output=saves_output,
+                gradient_bytes=gradient,
+                forward_bytes=output + rng.randint(0, 20),
+                taped_bytes=output + tape + rng.randint(0, 20),
+                again_bytes=tape + output * saves_output,
+                backward_bytes=backward,
+                waiting_bytes=output + rng.randint(0, 9),
+                arriving_bytes=0 if none else output,
+                working_bytes=backward,
+                own_backward_bytes=own,
+                own_working_bytes=own,
+                cost=cost,
+                again_cost=0 if none else rng.randint(0, cost),
+                saves=0 if none else 2,
+            )
+        )
+    return Chain(tuple(stages), 1000, 8, SOMEWHERE)
+
+
+class Machine:
+    """Goes through a step, event by event: what is held by how many, what it comes to, what work is done again."""
+
+    def __init__(self, chain: Chain):
+        self.stages, self.holders, self.peak, self.work = chain.stages, Counter(), 0, 0
+        self.sizes = {("input", 0): 0, "result": chain.result_bytes}
+
+    def hold(self, name, size: int | None = None) -> None:
+        self.sizes.setdefault(name, size)
+        self.holders[name] += 1
+
+    def drop(self, name) -> None:
+        self.holders[name] -= 1
+
+    def touch(self, more: int) -> None:
+        held = sum(self.sizes[name] for name, holders in self.holders.items() if holders)
+        self.peak = max(self.peak, held + more)
+
+    def forward(self, steps: tuple, again: bool) -> list:
+        """Leaves behind what backward needs; returns it. The caller's variable holds the first input."""
+        here = list(flat(steps))
+        last = max((k for k in here if self.stages[k].saves), default=-1) if again else here[-1]
+        done = []
+        self.hold(("input", here[0]))
+        for step in steps:
+            k = step if isinstance(step, int) else next(flat(step))
+            if k > last:
+                break
+            stage = self.stages[k]
+            if isinstance(step, int):
+                stops = again and k == last
+                self.touch(stage.again_bytes if stops else stage.taped_bytes)
+                self.work += (stage.again_cost if stops else stage.cost) if again else 0
+                mine = [("tape", k)] + [("input", k)] * stage.saves_input + [("input", k + 1)] * stage.saves_output
+                self.sizes["tape", k] = stage.tape_bytes
+                self.hold(("input", k + 1), stage.output_bytes)
+                for name in mine:
+                    self.hold(name)
+                done.append((step, mine, stops))
+                self.drop(("input", k))
+            else:
+                self.hold(("input", k))
+                for m in flat(step):
+                    self.touch(self.stages[m].forward_bytes)
+                    self.work += self.stages[m].cost if again else 0
+                    self.hold(("input", m + 1), self.stages[m].output_bytes)
+                    self.drop(("input", m))
+                done.append((step, [("input", k)], False))
+        self.drop(("input", last + 1))
+        return done
+
+    def backward(self, done: list) -> None:
+        for step, mine, stops in reversed(done):
+            if isinstance(step, int):
+                self.backward_of(step, mine, stops)
+            else:
+                stages = list(flat(step))
+                last = max(k for k in stages if self.stages[k].saves)
+                for k in reversed(range(last + 1, stages[-1] + 1)):
+                    self.touch(self.stages[k].backward_bytes)
+                    self.hold(("gradient", k), self.stages[k].gradient_bytes)
+                self.touch(self.stages[last].waiting_bytes)
+                flying = ("flying", last)
+                self.hold(flying, self.stages[last].arriving_bytes)
+                inner = self.forward(step, again=True)
+                self.drop(flying)
+                self.backward(inner)
+                self.drop(mine[0])
+
+    def backward_of(self, k: int, mine: list, stops: bool) -> None:
+        for name in mine:
+            self.drop(name)
+        stage, elsewhere = self.stages[k], self.holders["input", k] > 0 or k == 0
+        own = stage.own_working_bytes if stops else stage.own_backward_bytes
+        self.touch((stage.working_bytes if stops else stage.backward_bytes) if elsewhere else own)
+        self.hold(("gradient", k), stage.gradient_bytes)
+
+    def step(self, steps: tuple) -> tuple[int, int]:
+        done = self.forward(steps, again=False)
+        self.hold("result")
+        self.backward(done)
+        return self.peak, self.work
+
+
+def flat(steps: tuple):
+    for step in steps:
+        yield from ((step,) if isinstance(step, int) else flat(step))
+
+
+def every_plan(i: int, j: int):
+    """All plans of stages i … j − 1 that end with a stage kept."""
+    if j == i + 1:
+        yield (i,)
+        return
+    for rest in every_plan(i + 1, j):
+        yield (i, *rest)
+    for s in range(i + 1, j):
+        for inside, rest in itertools.product(every_plan(i, s), every_plan(s, j)):
+            yield (inside, *rest)
+
+
+def best_of(found) -> list[tuple[int, int]]:
+    front = []
+    for peak, work in sorted(set(found)):
+        if not front or work < front[-1][1]:
+            front.append((peak, work))
+    return front
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_no_plan_whatever_is_better_than_the_curve_by_a_machine_that_goes_through_each(seed):
+    rng = random.Random(seed)
+    chain = random_chain(rng, 3 + seed % 5)
+    found = []
+    for steps in every_plan(0, len(chain)):
+        if all(any(chain.stages[k].saves for k in flat(step)) for step in nested(steps)):
+            peak, work = Machine(chain).step(steps)
+            found.append((chain.resident_bytes + peak, work))
+    assert [(plan.peak_bytes, plan.recomputed) for plan in tradeoff(chain)] == best_of(found)
+
+
+def nested(steps: tuple):
+    for step in steps:
+        if not isinstance(step, int):
+            yield step
+            yield from nested(step)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_machine_agrees_on_plans_of_twelve_stages(seed):
+    rng = random.Random(seed)
+    chain = random_chain(rng, 12, tapeless=0)
+    for _ in range(200):
+        plan = Plan(chain, random_steps(rng, 0, 12))
+        assert (plan.peak_bytes - chain.resident_bytes, plan.recomputed) == Machine(chain).step(plan.steps)
+
+
+@pytest.mark.parametrize(("seed", "count", "plans"), [(0, 12, 5_293_446), (1, 11, 1_037_718), (2, 10, 206_098)])
+def test_of_all_five_million_plans_of_twelve_stages_none_is_better_than_the_curve(seed, count, plans):
+    """Each plan's peak and work, from those of its parts, and none dropped on the way."""
+    chain = random_chain(random.Random(seed), count, tapeless=0)
+    model = Model(chain)
+
+    @cache
+    def everything(i: int, j: int, held: bool) -> tuple[Tensor, Tensor]:
+        again = j < count
+        own, outside, after = model.keep(i, j, held, again)
+        if i == j - 1:
+            return torch.tensor([own]), torch.tensor([0])
+        peaks, works = everything(i + 1, j, after)
+        found = [((peaks + outside).clamp(min=own), works)]
+        for s in range(i + 1, j):
+            own, outside, after = model.forget(i, s, j, held, again)
+            (inside, redone), (peaks, works) = everything(i, s, True), everything(s, j, after)
+            peak = torch.maximum(inside[:, None], peaks[None]) + outside
+            work = redone[:, None] + works[None] + model.rerun(i, s)
+            found.append((peak.clamp(min=own).flatten(), work.flatten()))
+        return tuple(map(torch.cat, zip(*found, strict=True)))
+
+    peaks, works = everything(0, count, True)
+    assert len(peaks) == plans
+    curve = tradeoff(chain)
+    for less, more in itertools.pairwise([*curve, None]):
+        within = peaks < (more.peak_bytes - chain.resident_bytes if more else peaks.max() + 1)
+        assert works[within].min() == less.recomputed
+    assert peaks.min() == curve[0].peak_bytes - chain.resident_bytes
+
+
+# ---- equal stages: Revolve
+
+
+def forwards(n: int, c: int) -> int:
+    """Griewank and Walther 2000: extra forward steps for n steps with c states remembered."""
+    r = next(r for r in itertools.count() if n <= comb(c + r, c))
+    return r * n - comb(c + r, r - 1) if r else 0
+
+
+@cache
+def fewest_forwards(n: int, c: int) -> int:
+    """By trying where to remember next."""
+    if n == 1:
+        return 0
+    if c == 1:
+        return n * (n - 1) // 2
+    return min(k + fewest_forwards(k, c) + fewest_forwards(n - k, c - 1) for k in range(1, n))
+
+
+def equal_stages(n: int, tape: int) -> Chain:
+    """Outputs of one byte, and tapes so large that no two fit."""
+    stage = Stage(1, False, tape, True, False, 0, 1, tape, tape, tape, 0, 0, tape, tape + 1, tape + 1, 1, 1)
+    return Chain((stage,) * n, 0, 0, SOMEWHERE)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 7, 12, 21, 40])
+def test_equal_stages_are_run_as_often_as_the_binomial_closed_form_says(n):
+    chain = equal_stages(n, tape=1000)
+    for c in range(1, 9):
+        assert forwards(n, c) == fewest_forwards(n, c)
+        # The chain's input is one of the c and has no bytes here; the state at hand is none of them and has one.
+        assert plan_segments(chain, 1000 + c).recomputed == forwards(n, c)
+
+
+# ---- what cannot be
+
+
+def test_a_budget_below_the_smallest_is_refused_and_the_smallest_named_is_enough(vgg):
+    *_, chain = vgg
+    least = tradeoff(chain)[0].peak_bytes
+    with pytest.raises(ValueError, match=f"at least {least:,} bytes"):
+        plan_segments(chain, least - 1)
+    assert plan_segments(chain, least).peak_bytes == least
+    assert plan_segments(chain, "1 GiB").recomputed == 0
+
+
+@pytest.mark.parametrize("budget", [1e9, True, None, -1, "16", "16 apples"])
+def test_a_budget_that_is_no_size_is_refused(vgg, budget):
+    with pytest.raises((TypeError, ValueError), match="expected a size"):
+        plan_segments(vgg[-1], budget)
+
+
+def test_another_batch_dtype_or_number_of_layers_than_was_measured_is_refused(vgg):
+    layers, x, _, chain = vgg
+    plan = keep_all(chain)
+    with pytest.raises(ValueError, match=r"\(4, 3, 64, 64\) of float32 on cpu; found \(2, .*measure_chain"):
+        plan.run(layers, x[:2])
+    with pytest.raises(ValueError, match="found .* of float64"):
+        plan.run(layers, x.double())
+    with pytest.raises(ValueError, match="expected the 13 stages that were measured, found 12; measure again"):
+        plan.run(layers[1:], x)
+    with pytest.raises(TypeError, match="expected x as a tensor, found list"):
+        plan.run(layers, [x])
+
+
+@pytest.mark.parametrize("steps", [(0, 1), (0, 2, 1), (0, (1, 1), 2), ()])
+def test_steps_that_are_not_the_stages_in_order_are_refused(steps):
+    with pytest.raises(ValueError, match="expected steps through stages 0 to 2 in order"):
+        Plan(equal_stages(3, 10), steps)
+
+
+def keeps_an_attribute(x: Tensor) -> Tensor:
+    class Keeps(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.kept = x.exp()
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * ctx.kept
+
+    return Keeps.apply(x)
+
+
+@pytest.mark.parametrize(
+    ("stage", "message"),
+    [
+        (lambda x: None, "expected stage 1 to return one tensor, found None"),
+        (lambda x: (x, x), "expected stage 1 to return one tensor, found 2 values in a tuple"),
+        (nn.ReLU(inplace=True), "found stage 1 writing into it.*make it one stage with stage 0"),
+        (keeps_an_attribute, "stage 1 to keep for backward only what autograd saves"),
+        (lambda x: x.detach(), "nothing to learn"),
+    ],
+)
+def test_a_stage_that_cannot_be_planned_is_named(stage, message):
+    with pytest.raises(ValueError, match=message):
+        measure_chain([nn.Linear(4, 4), stage, nn.Flatten()], torch.randn(2, 4))
+
+
+def test_no_stages_no_function_no_tensor_and_no_such_cost_are_refused():
+    x = torch.randn(2, 4)
+    with pytest.raises(ValueError, match="at least one stage"):
+        measure_chain([], x)
+    with pytest.raises(TypeError, match="stage 1 as a function of one tensor, found int"):
+        measure_chain([nn.Linear(4, 4), 3], x)
+    with pytest.raises(TypeError, match="expected x as a tensor, found int"):
+        measure_chain([nn.Linear(4, 4)], 3)
+    with pytest.raises(ValueError, match="expected cost to be one of 'flops', 'seconds'"):
+        measure_chain([nn.Linear(4, 4)], x, cost="joules")

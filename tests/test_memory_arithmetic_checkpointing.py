@@ -1,0 +1,211 @@
+"""A checkpointed step in closed form against the meter: real ones on a CPU, imagined ones on a GPU."""
+
+import functools
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from memlab.book.steps import Segment, build, checkpoint_blocks, metered_step
+from memlab.gradient_checkpointing.segments import best_segments
+from memlab.memory_arithmetic import Transformer, training_step
+from memlab.memory_timeline import Timeline
+from tests.test_gradient_accumulation_bytes import hardware
+from tests.test_memory_arithmetic import BY_HAND, LARGE_VOCABULARY, LLAMA, SHORT, Case, watched_ledgers
+
+
+@dataclass(frozen=True)
+class Cut(Case):
+    """A case whose blocks are checkpointed in segments."""
+
+    segments: int = 1
+    micro_batches: int = 1
+
+
+SGD, GPU = {"optimizer": "sgd"}, {"hardware": "gpu"}
+CASES = {
+    "GPT, one block": Cut(layers=1, **SGD),
+    "GPT, three blocks in one segment": Cut(layers=3, **SGD),
+    "GPT, three blocks in two": Cut(layers=3, segments=2, **SGD),
+    "GPT, every block of three": Cut(layers=3, segments=3, **SGD),
+    "GPT, seven blocks in three, gradients there already": Cut(layers=7, segments=3, micro_batches=2, **SGD),
+    "GPT, AdamW's loop, few tokens: the optimizer's step decides": Cut(**SHORT, segments=2),
+    "GPT, first step, AdamW": Cut(layers=3, segments=2, first_step=True),
+    "GPT, large vocabulary: the loss decides": Cut(**LARGE_VOCABULARY, batch=8, segments=2, **SGD),
+    "GPT, large vocabulary, few tokens: the embeddings decide": Cut(**SHORT, **LARGE_VOCABULARY, segments=2, **SGD),
+    "GPT, dropout": Cut(dropout=0.1, layers=3, segments=2, **SGD),
+    "GPT, dropout, gradients there already": Cut(dropout=0.1, layers=3, segments=2, micro_batches=3, **SGD),
+    "GPT, by hand": Cut(**BY_HAND, layers=3, segments=2, **SGD),
+    "GPT, by hand, dropout": Cut(**BY_HAND, dropout=0.1, layers=3, segments=2, micro_batches=2, **SGD),
+    "GPT, by hand, one sequence, one head": Cut(**BY_HAND, batch=1, heads=1, layers=3, segments=2, **SGD),
+    "GPT, BF16": Cut(precision="bf16", layers=3, segments=2, **SGD),
+    "GPT, BF16, dropout": Cut(precision="bf16", dropout=0.1, layers=3, segments=2, **SGD),
+    "GPT, master weights, fused": Cut(precision="mixed", implementation="fused", layers=3, segments=3, micro_batches=2),
+    "Llama": Cut(**LLAMA, layers=3, segments=2, **SGD),
+    "Llama, every block, gradients there already": Cut(**LLAMA, layers=4, segments=4, micro_batches=2, **SGD),
+    "Llama, one segment": Cut(**LLAMA, layers=3, **SGD),
+    "Llama, few tokens": Cut(**LLAMA, **SHORT, layers=4, segments=3, **SGD),
+    "Llama, the first segment lets the tables go": Cut(
+        family="llama", layers=4, heads=1, hidden=16, batch=1, tokens=14, vocabulary=8, segments=4, **SGD
+    ),
+    "Llama, BF16: RMSNorm in FP32": Cut(**LLAMA, precision="bf16", layers=3, segments=2, **SGD),
+    "Llama, BF16, every block": Cut(**LLAMA, precision="bf16", layers=3, segments=3, micro_batches=2, **SGD),
+    "Llama, BF16, wide stream: RMSNorm's backward decides": Cut(
+        family="llama", kv_heads=2, hidden=16, precision="bf16", vocabulary=16, layers=3, segments=2, **SGD
+    ),
+    "GPT on a GPU": Cut(**GPU, layers=3, segments=2, **SGD),
+    "GPT on a GPU, dropout": Cut(**GPU, layers=3, segments=2, dropout=0.1, micro_batches=2, **SGD),
+    "GPT on a GPU, by hand, dropout": Cut(**GPU, **BY_HAND, layers=3, segments=2, dropout=0.1, **SGD),
+    "GPT on a GPU, BF16, dropout": Cut(**GPU, layers=5, segments=3, dropout=0.1, precision="bf16", **SGD),
+    "GPT on a GPU, master weights, fused": Cut(
+        **GPU, layers=5, segments=4, precision="mixed", implementation="fused", micro_batches=8
+    ),
+    "Llama on a GPU, BF16": Cut(**GPU, **LLAMA, layers=5, segments=2, precision="bf16", **SGD),
+    "Llama on a GPU, master weights, momentum": Cut(
+        **GPU, **LLAMA, layers=3, segments=3, precision="mixed", optimizer="momentum", micro_batches=2
+    ),
+    "Llama on a GPU, FP32, AdamW": Cut(**GPU, family="llama", hidden=88, layers=3, segments=2),
+}
+each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+WORDS = ("precision", "optimizer", "implementation", "first_step", "chunk_bytes", "micro_batches", "segments")
+
+
+def predicted(case: Cut):
+    words = (*WORDS, "attention", "dropout", "hardware")
+    return training_step(case.model, case.batch, case.tokens, **{name: getattr(case, name) for name in words})
+
+
+@functools.cache
+def metered(case: Cut) -> Timeline:
+    words = (*WORDS, *(("attention", "dropout") if case.family == "gpt" else ()))
+    with hardware(case):
+        return metered_step(case.model, case.batch, case.tokens, **{name: getattr(case, name) for name in words})
+
+
+@each_case
+def test_the_peak_is_the_metered_one(case):
+    assert metered(case).peak_bytes == predicted(case).peak_bytes
+
+
+def by_category(nbytes: dict[str, int]) -> dict[str, int]:
+    """Bytes of each category, activations and temporaries together.
+
+    The meter tells these two by whether they wait for an op of backward, and a recomputation has such ops of its own.
+    """
+    both = nbytes.get("activation", 0) + nbytes.get("temporary", 0)
+    others = ("parameter", "gradient", "optimizer_state", "input")
+    return {name: nbytes.get(name, 0) for name in others} | {"activation or temporary": both}
+
+
+@each_case
+def test_the_peak_has_the_metered_bytes_of_every_category(case):
+    timeline = metered(case)
+    found = timeline.bytes_by_category(timeline.peak_event)
+    assert by_category(found) == by_category(predicted(case).peak.by_category())
+
+
+@each_case
+def test_activations_are_what_the_meter_finds_when_backward_starts(case):
+    """Of one micro-batch: the first of several finds no running sum of losses yet."""
+    timeline = metered(replace(case, micro_batches=1))
+    start = next(span.start for span in timeline.phases if span.phase == "backward") - 1
+    found = timeline.bytes_by_category(start)["activation"]
+    assert predicted(replace(case, micro_batches=1)).activations.nbytes == found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_rise_of_the_metered_curve_is_an_instant_of_the_arithmetic(name, monkeypatch):
+    """In backward and in what is run again there: of the only micro-batch, or of the last."""
+    case = CASES[name]
+    looked = watched_ledgers(monkeypatch)
+    predicted(case)
+    timeline = metered(case)
+    end = [span for span in timeline.phases if span.phase == "backward"][-1].stop
+    start = [span for span in timeline.phases if span.phase == "forward" and span.stop < end][-1].stop
+    events = timeline.events[start:end]
+    rises = [
+        timeline.bytes_at(i)
+        for i, (now, then) in enumerate(zip(events, events[1:], strict=False), start + 1)
+        if now.phase in ("backward", "recompute") and now.delta > 0 > then.delta
+    ]
+    instants = iter(looked)
+    assert len(rises) > 10
+    assert [nbytes for nbytes in rises if nbytes not in instants] == []
+
+
+def test_the_cases_peak_in_every_moment_that_a_checkpointed_step_can_peak_in():
+    assert {predicted(case).peak.moment for case in CASES.values()} >= {
+        "loss",
+        "recomputation of a segment",
+        "backward of a segment",
+        "backward of the embeddings",
+        "optimizer step",
+    }
+
+
+# ---- what segments do
+
+
+def test_kept_are_the_inputs_of_segments_and_nothing_else_of_the_blocks():
+    def blocks(segments):
+        steps = (training_step(Transformer(n, 32, 4, 64, 32), 4, 32, segments=segments) for n in (12, 6))
+        return [step.activations.nbytes for step in steps]
+
+    stream = 4 * 32 * 32 * 4
+    assert blocks(6)[0] == blocks(6)[1] == blocks(2)[0] + 4 * stream
+
+
+@pytest.mark.parametrize("layers", [12, 24, 40])
+def test_the_best_number_for_the_whole_step_is_the_one_for_the_blocks_alone(layers):
+    """Of a step with gradients already there. s and c come from the arithmetic itself."""
+    model = Transformer(layers, 512, 8, 256, 512)
+    options = {"precision": "bf16", "implementation": "fused", "micro_batches": 2}
+    two, one = (training_step(replace(model, layers=n), 1, 512, **options).activations.nbytes for n in (2, 1))
+    peaks = {k: training_step(model, 1, 512, segments=k, **options).peak_bytes for k in range(1, layers + 1)}
+    assert min(peaks, key=peaks.get) == best_segments(layers, two - one, 512 * 512 * 2)
+
+
+def test_the_running_storys_model_is_predicted_to_the_byte():
+    """Of two micro-batches, where the story has eight: only the inputs are fewer."""
+    case = Cut(
+        layers=24, width=2048, heads=16, vocabulary=256, context=1024, batch=1, tokens=1024, segments=20,
+        precision="mixed", implementation="fused", micro_batches=2, hardware="gpu",
+    )  # fmt: skip
+    assert metered(case).peak_bytes == predicted(case).peak_bytes
+
+
+# ---- the metered step
+
+
+def test_segments_keep_the_models_parameters_in_their_order_and_its_loss():
+    model = Transformer(5, 32, 4, 64, 32)
+    plain, cut = build(model), build(model)
+    checkpoint_blocks(cut, 2)
+    assert [[len(segment.blocks) for segment in cut.blocks], list(map(type, cut.blocks))] == [[3, 2], [Segment] * 2]
+    with torch.no_grad():
+        for mine, theirs in zip(cut.parameters(), plain.parameters(), strict=True):
+            mine.copy_(theirs)
+    x, y = torch.randint(64, (2, 3, 32)).unbind()
+    for network in (plain, cut):
+        network(x, y).backward()
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(plain.parameters(), cut.parameters(), strict=True))
+
+
+# ---- errors
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"segments": 0}, ValueError, "expected segments of at least 1, found 0"),
+        ({"segments": 4}, ValueError, r"at most as many segments as layers \(3\), found 4; pick 1 to 3"),
+        ({"segments": 2.0}, TypeError, "expected segments as an int, found 2.0"),
+        ({"segments": True}, TypeError, "expected segments as an int, found True"),
+        ({"segments": "sqrt"}, TypeError, "expected segments as an int, found 'sqrt'"),
+    ],
+)
+def test_wrong_segments_are_refused_by_the_arithmetic_and_by_the_meter(options, error, message):
+    model = Transformer(3, 32, 4, 64, 32)
+    for step in (training_step, metered_step):
+        with pytest.raises(error, match=message):
+            step(model, 1, 8, **options)
