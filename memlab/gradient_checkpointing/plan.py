@@ -63,7 +63,12 @@ class Plan:
 
     @cached_property
     def peak_bytes(self) -> int:
-        """Of forward and backward, as the Meter counts: storages, with parameters, input and gradients."""
+        """Of forward and backward, as the Meter counts: storages, with parameters, input and gradients.
+
+        Never too little. A checkpoint inside another, around a stage that does not save its input, lets go of that
+        input earlier than is counted here; so does a saved input before the gradient of the bias next to it; and
+        parameters that stages share are counted as if each had made its gradient alone.
+        """
         return self.chain.resident_bytes + Model(self.chain).peak(
             self.steps, 0, len(self.chain), held=True, again=False
         )
