@@ -18,6 +18,7 @@ from memlab.units import GiB
 from tests import (
     exercises_caching_allocator,
     exercises_gradient_accumulation,
+    exercises_gradient_checkpointing,
     exercises_memory_arithmetic,
     exercises_memory_hierarchy,
     exercises_memory_timeline,
@@ -31,6 +32,7 @@ ANSWERS = {
     "caching_allocator": exercises_caching_allocator,
     "mixed_precision": exercises_mixed_precision,
     "gradient_accumulation": exercises_gradient_accumulation,
+    "gradient_checkpointing": exercises_gradient_checkpointing,
 }
 NOTEBOOKS = {path.stem: path for path in sources()}
 
