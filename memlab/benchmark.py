@@ -1,7 +1,7 @@
 """How good the library is, in figures: `python -m memlab.benchmark`.
 
 Every time here is a ratio, or comes with one: the runs that are compared take turns in one process, and min, median and
-max of the rounds are printed. Bytes are exact. `--quick` runs few rounds, to see that everything works.
+max of the rounds are printed. Bytes are exact. `--quick` runs one round, to see that everything works.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from memlab.book.measures import MEASURES
 from memlab.book.tables import Table
 
-ROUNDS, QUICK = 25, 3
+ROUNDS, QUICK = 25, 1
 
 
 def measured(
@@ -41,7 +41,7 @@ def measured(
 def main() -> None:
     """Print every measure with its figure and what it must reach."""
     parser = argparse.ArgumentParser(prog="python -m memlab.benchmark", description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="few rounds: to see that it works, not to quote")
+    parser.add_argument("--quick", action="store_true", help="one round: to see that it works, not to quote")
     rounds = QUICK if parser.parse_args().quick else ROUNDS
     device = "cuda" if torch.cuda.is_available() else "cpu"
     name = torch.cuda.get_device_name() if device == "cuda" else "CPU, one thread"

@@ -13,9 +13,9 @@ from torch.utils import checkpoint as torchs
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memlab.book.workloads import GPT, Block, GPTConfig
+from memlab.gradient_checkpointing.costs import LINEARS, MATMULS, op_costs
 from memlab.gradient_checkpointing.hooks import checkpoint
 from memlab.gradient_checkpointing.modules import checkpointed, every
-from memlab.gradient_checkpointing.costs import LINEARS, MATMULS, op_costs
 from memlab.gradient_checkpointing.selective import selective_checkpoint
 from memlab.memory_hierarchy import OpCounter
 from memlab.memory_timeline import Meter
@@ -470,28 +470,20 @@ def test_no_kept_tensor_outlives_its_graph_and_no_cycle_holds_it(backward):
 
 
 def test_a_kept_tensor_is_freed_when_backward_has_used_it():
-    """Two calls in a row: while the first is computed again, nothing of the second is held."""
-    alive = []
+    freed = []
 
     def function(x, w):
-        if alive:
-            alive.append(alive[0]() is not None)
-        return (x @ w).sin()
+        early = (x @ w).sin()
+        late = early @ w
+        if not freed:
+            storage = weakref.ref(late.untyped_storage())
+            early.register_hook(lambda grad: freed.append(storage() is None))
+        return late.cos()
 
     x, w = torch.randn(3, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
-    first = selective_checkpoint(function, x, w, keep=[aten.mm])
-
-    def second(x, w):
-        h = x @ w
-        alive[:] = [weakref.ref(h.untyped_storage())]
-        return h.sin()
-
-    result = selective_checkpoint(second, first, w, keep=[aten.mm]).sum()
-    storage = alive[0]
-    seen = []
-    first.register_hook(lambda grad: seen.append(storage() is not None))
-    result.backward(retain_graph=False)
-    assert seen == [False]
+    result = selective_checkpoint(function, x, w, keep=[aten.mm])
+    result.sum().backward()
+    assert freed == [True]
 
 
 def test_a_function_that_raises_leaves_no_mode_and_no_hooks():

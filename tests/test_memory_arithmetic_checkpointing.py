@@ -66,6 +66,23 @@ CASES = {
     ),
     "Llama on a GPU, FP32, AdamW": Cut(**GPU, family="llama", hidden=88, layers=3, segments=2),
 }
+AUTOCAST = {"precision": "autocast", "layers": 3, "segments": 2, **SGD}
+WIDE = {"width": 128, "heads": 4, "layers": 8, "segments": 8, "batch": 1, "tokens": 16, "vocabulary": 16}
+CASES |= {
+    "GPT, autocast": Cut(**AUTOCAST),
+    "GPT, autocast, gradients there already": Cut(**AUTOCAST, micro_batches=2),
+    "GPT, autocast, dropout": Cut(**AUTOCAST, dropout=0.1),
+    "GPT, autocast, by hand, dropout": Cut(**AUTOCAST, **BY_HAND, dropout=0.1),
+    "GPT, autocast, few tokens: forward decides, for every weight has a copy": Cut(
+        **AUTOCAST | WIDE | {"micro_batches": 2}
+    ),
+    "Llama, autocast": Cut(**AUTOCAST | LLAMA),
+    "Llama, autocast, few tokens: the loss decides": Cut(**AUTOCAST | WIDE | LLAMA | {"micro_batches": 2}),
+    "GPT on a GPU, autocast": Cut(**AUTOCAST, **GPU),
+    "GPT on a GPU, autocast, by hand, dropout": Cut(**AUTOCAST, **GPU, **BY_HAND, dropout=0.1),
+    "GPT on a GPU, autocast, few tokens: forward decides": Cut(**AUTOCAST | GPU | WIDE | {"micro_batches": 2}),
+    "Llama on a GPU, autocast": Cut(**AUTOCAST | LLAMA | GPU, micro_batches=2),
+}
 each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 WORDS = ("precision", "optimizer", "implementation", "first_step", "chunk_bytes", "micro_batches", "segments")
 
@@ -113,6 +130,18 @@ def test_activations_are_what_the_meter_finds_when_backward_starts(case):
     assert predicted(replace(case, micro_batches=1)).activations.nbytes == found
 
 
+@each_case
+def test_forward_is_as_full_as_the_meter_finds_it(case):
+    """Of one micro-batch. The loss's moment is forward as well, up to where its backward begins."""
+    case = replace(case, micro_batches=1, first_step=False)
+    timeline = metered(case)
+    stop = next(span.start for span in timeline.phases if span.phase == "backward") - 1
+    fullest = max(timeline.totals[: stop + 1])
+    step = predicted(case)
+    in_forward = [moment for moment in step.moments if not moment.at.startswith("backward")]
+    assert fullest in {moment.nbytes for moment in in_forward} or fullest < step.moment("loss").nbytes
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_every_rise_of_the_metered_curve_is_an_instant_of_the_arithmetic(name, monkeypatch):
     """In backward and in what is run again there: of the only micro-batch, or of the last."""
@@ -135,6 +164,7 @@ def test_every_rise_of_the_metered_curve_is_an_instant_of_the_arithmetic(name, m
 
 def test_the_cases_peak_in_every_moment_that_a_checkpointed_step_can_peak_in():
     assert {predicted(case).peak.moment for case in CASES.values()} >= {
+        "forward",
         "loss",
         "recomputation of a segment",
         "backward of a segment",

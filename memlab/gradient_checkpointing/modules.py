@@ -3,12 +3,12 @@
 A model need not be rewritten to be checkpointed. In a `with` block, a chosen module's `forward` is replaced by one that
 runs the old one under `checkpoint`; parameters, names and hooks stay where they are, and at its end nothing is left.
 
-What is saved falls with each block, and so the work grows. After the forward of L blocks, n of them checkpointed,
+Each checkpointed block frees its bytes and costs its forward. After the forward of L blocks, n of them checkpointed,
 
     (L − n) · bytes that a block saves + n · bytes of a block's input
 
-are held. At the peak, while the first of them is computed again, the bytes of one stand on top. So the last
-block, whose activations backward wants at once, is best left alone: to drop them frees nothing at the peak.
+are held. When a block is computed again its bytes stand on top, so the last one, whose bytes backward wants at once, is
+best left alone: to drop them frees nothing at the peak.
 """
 
 from __future__ import annotations

@@ -24,8 +24,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from memlab.gradient_checkpointing.hooks import checkpoint_within
 from memlab.gradient_checkpointing.costs import VIEW, makes, nbytes, tensors_in
+from memlab.gradient_checkpointing.hooks import checkpoint_within
 from memlab.gradient_checkpointing.state import random_state, set_random_state
 from memlab.memory_hierarchy.roofline import flops
 
@@ -106,14 +106,14 @@ class _Kept:
         self.random_state: tuple[torch.device, Tensor] | None = None  # after the op, if it drew
 
     def seal(self, anchor: Tensor) -> None:
-        self.saved = _Saved.apply(anchor, *(t.detach() for t in [*tensors_in(self.leaves), *self.twins])).grad_fn
+        self.saved = _Saved.apply(anchor, *(t.detach() for t in [*tensors_in(self.leaves), *self.twins]))
         self.leaves = [_Saved if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
         self.twins = []
 
     def result(self):
         if self.random_state is not None:
             set_random_state(*self.random_state)
-        saved = iter(self.saved.saved_tensors)
+        saved = iter(self.saved.grad_fn.saved_tensors)
         return tree_unflatten([next(saved).detach() if leaf is _Saved else leaf for leaf in self.leaves], self.form)
 
 

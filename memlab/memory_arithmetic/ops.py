@@ -220,7 +220,9 @@ def linear(
         forward.append(cast)
     casts = [passing(f"BF16 {p.name}", p.size, 2, PASSED_ON) for p in (weight, *biases)]
     first = passing(f"BF16 {dx}" if casts_x else dx, x_size, 2, PASSED_ON)
-    backward = [*casts, first, *freed, *([cast.name] if casts_x else [x] if frees_x else []), copy.name]
+    saved = [*([cast.name] if casts_x else [x] if frees_x else []), copy.name]
+    backward = [*casts[:1], first, *(saved if c.recomputed else []), *casts[1:], *freed]
+    backward += [] if c.recomputed else saved
     if casts_x:
         backward += [passing(dx, x_size, 4, PASSED_ON), first.name]
     backward += after_dx

@@ -35,7 +35,7 @@ def play(ledger: Ledger, c: Setting, model: Transformer, checkpointed: int | Non
     if bounds is None:
         forward_of_blocks(ledger, c, model, family)
     else:
-        segments.forward(ledger, c, family, bounds)
+        segments.forward(ledger, FORWARD, c, family, bounds)
     for op in end:
         ledger.play(LOSS, op.name, op.forward)
     for name in ledger.named("temporary"):

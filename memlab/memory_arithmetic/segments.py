@@ -6,23 +6,52 @@ or the dropout at the end of its last block. Backward then goes through it as th
 what was computed again is held by the op alone that reads it, and is gone when the op's formula is, before a bias's
 gradient is summed. Chen et al. 2016, section 4.
 
-The forward of the blocks is not played: what is there then is there again when the last segment is run again, and more.
-No block stands for others here, since each holds other bytes than the one before it.
+In forward a block's tensors live as long as Python's variables hold them. The last block is the fullest, so it alone is
+played. In backward no block stands for others, since each holds other bytes than the one before it.
+
+Autocast keeps its 16-bit copies of all weights until the forward ends, whatever is checkpointed. A segment that is run
+again makes its own.
 
 Not counted is the state of the random numbers that a checkpoint notes, 5,056 bytes of main memory for the CPU's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from memlab.memory_arithmetic.ledger import Ledger, Op, Piece, Row, net
-from memlab.memory_arithmetic.ops import STREAM, Setting, kept, of
+from memlab.memory_arithmetic.ops import STREAM, Setting, kept, of, passing
 from memlab.memory_arithmetic.shapes import Transformer, added
 
 RECOMPUTATION, SEGMENTS = "recomputation of a segment", "backward of a segment"
 STREAM_IN, STREAM_OUT = "input of norm1", "input of norm"
+HELD_UNTIL = {
+    "output of norm1": "return",
+    "q, k and v": "return",
+    "v": "return",
+    "rotated q": "return",
+    "rotated k": "return",
+    "BF16 copy of rotated q": "fused attention",
+    "BF16 copy of rotated k": "fused attention",
+    "scaled q": "weights · v",
+    "FP32 v": "weights · v",
+    "causal mask": "return",
+    "weights": "return",
+    "dropped weights": "weights · v",
+    "BF16 copy of the weights": "weights · v",
+    "BF16 copy of the dropped weights": "weights · v",
+    "mixed values": "return",
+    "input of norm2": "residual sum",
+    "output of norm2": "return",
+    "input of gelu": "gelu",
+    "output of gelu": "return",
+    "input of silu": "silu",
+    "output of silu": "product with up",
+    "output of up": "product with up",
+    "gated": "feed_forward.down",
+}
+"""Where nothing is saved: the op until whose end a variable or a call holds a tensor. What is not here goes at once."""
 
 
 def input_of_a_segment(c: Setting) -> Piece:
@@ -30,12 +59,50 @@ def input_of_a_segment(c: Setting) -> Piece:
     return kept("input of a segment", STREAM, c.stream, "a checkpoint keeps its arguments")
 
 
-def forward(ledger: Ledger, c: Setting, family, bounds: list[tuple[int, int]]) -> None:
-    """What the blocks leave behind: inputs, the first of which the embeddings have made, and their own output."""
+def forward(ledger: Ledger, moment: str, c: Setting, family, bounds: list[tuple[int, int]]) -> None:
+    """The last block, behind all inputs, the first of which the embeddings have made, and all that autocast keeps."""
+    start, stop = bounds[-1]
+    block = family.block(c, last=True)
+    copies = [row.size for op in block for row in op.forward if isinstance(row, Piece) and cached(row.name)]
     ledger.free(STREAM_IN)
     ledger.make(input_of_a_segment(c), len(bounds))
-    made = net(row for op in family.block(c, last=True) for row in op.forward)
-    ledger.make(next(piece for piece in made if piece.name == STREAM_OUT))
+    if copies:
+        kept_by = "autocast's cache, emptied at its end"
+        ledger.make(passing("BF16 copies of a block's weights", added(copies), 2, kept_by), stop - 1)
+    own_input = passing("input of the last block", STREAM, c.stream)
+    if stop - start > 1:
+        ledger.make(own_input)
+    for op in unsaved(c, block):
+        ledger.play(moment, f"{op.name}, block {stop}", op.forward)
+    if stop - start > 1:
+        ledger.free(own_input.name)
+
+
+def unsaved(c: Setting, block: list[Op]) -> Iterator[Op]:
+    """A block's forward where nobody saves: all but its output goes when the last variable that holds it does."""
+    until = HELD_UNTIL | ({} if c.by_hand else {"weights": "dropout of weights"})
+    waiting: dict[str, str] = {}
+    for op in block:
+        rows: list[Row] = []
+        ended = [name for name, last in waiting.items() if last == op.name]
+        for row in op.forward:
+            if isinstance(row, Piece) and is_kept(row) and row.name != STREAM_OUT:
+                name = f"{row.name}, not saved"
+                rows.append(replace(row, name=name, category="temporary", source="a variable holds it"))
+                if row.name in until:
+                    waiting[name] = until[row.name]
+                elif not cached(row.name):
+                    ended.append(name)
+            elif row != STREAM_IN:
+                rows.append(row)
+        yield replace(op, forward=(*rows, *ended))
+        for name in ended:
+            waiting.pop(name, None)
+
+
+def cached(name: str) -> bool:
+    """Whether autocast keeps this copy, of a parameter, to the end."""
+    return name.startswith("BF16 copy of ") and name.endswith((".weight", ".bias"))
 
 
 def backward(ledger: Ledger, c: Setting, model: Transformer, family, bounds: list[tuple[int, int]]) -> None:

@@ -126,7 +126,7 @@ def training_step(
     refuse_dropout(dropout)
     refuse_attention(model, precision, attention, dropout, hardware)
     if segments is not None:
-        refuse_segments(model, segments, precision)
+        balanced(model.layers, segments)
     setting = Setting(
         compute=4 if precision == "fp32" else 2,
         stream=4 if precision in ("fp32", "autocast") else 2,
@@ -209,16 +209,6 @@ def refuse_dropout(dropout: float) -> None:
     """Raise ValueError for what is no probability below 1."""
     if isinstance(dropout, bool) or not isinstance(dropout, (int, float)) or not 0 <= dropout < 1:
         raise ValueError(f"expected dropout as a probability from 0 up to, not including, 1; found {dropout!r}")
-
-
-def refuse_segments(model: Transformer, segments: int, precision: str) -> None:
-    """Raise TypeError or ValueError for segments that the blocks cannot be cut into, or that are not worked out."""
-    balanced(model.layers, segments)
-    if precision == "autocast":
-        raise ValueError(
-            "expected segments with precision 'fp32', 'bf16' or 'mixed'; found 'autocast', whose cache holds a BF16 "
-            "copy of every weight until the forward ends, segments or not: that is not worked out here. Meter it"
-        )
 
 
 def refuse_attention(model: Transformer, precision: str, attention: str, dropout: float, hardware: str) -> None:

@@ -162,6 +162,10 @@ class _Dispatch(TorchDispatchMode):
         super().__init__()
         self._count = count
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:  # spares importing the compiler at the first op
+        return False
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if not isinstance(func, torch._ops.OpOverload) or func.namespace == "prim":

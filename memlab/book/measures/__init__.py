@@ -11,6 +11,12 @@ from memlab.book.measures.gradient_accumulation import (
     largest_batch,
     padding,
 )
+from memlab.book.measures.gradient_checkpointing import (
+    attention_backward,
+    checkpointed_step,
+    optimal_plans,
+    selective_step,
+)
 from memlab.book.measures.memory_arithmetic import imagined_step
 from memlab.book.measures.memory_hierarchy import tiled_attention_digits_and_bytes, tiled_attention_time
 from memlab.book.measures.memory_timeline import import_time, meter_cost_per_op, meter_exactness, meter_time
@@ -34,5 +40,9 @@ MEASURES = (
     accumulation_time,
     padding,
     largest_batch,
+    checkpointed_step,
+    selective_step,
+    attention_backward,
+    optimal_plans,
     pictures_that_move,
 )
