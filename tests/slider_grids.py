@@ -12,6 +12,7 @@ MAKERS = (
     "gradient_histogram",
     "explore_batches",
     "explore_tradeoff",
+    "explore_segments",
 )
 SLIDERS = re.compile(rf"\b({'|'.join(MAKERS)})\(")
 MOST_PICTURES = 500

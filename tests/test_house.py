@@ -37,6 +37,7 @@ DRIVERS = tuple(
         "numbers",
         "curves",
         "tradeoff",
+        "segments",
         "batches",
         "block_map",
         "hierarchy",
