@@ -65,10 +65,10 @@ class _Lender:
         for name, buffer in self.aside[module].items():
             module._buffers[name] = None if buffer is None else torch.zeros_like(buffer)
         if module not in self.hooks:
-            self.hooks[module] = module.register_forward_hook(self.give_back, always_call=True)
+            self.hooks[module] = module.register_forward_hook(self.give_back)
 
     def give_back(self, module: Module, *_) -> None:
-        """Called after its forward, as the last hook, also if it raised."""
+        """Called after its forward, as the last hook."""
         module._buffers.update(self.aside.pop(module, {}))
 
     def own(self, tensor: Tensor) -> Tensor:
@@ -80,6 +80,7 @@ class _Lender:
         return tensor
 
     def close(self) -> None:
+        """Leave no hook, and no lent buffer in a layer whose forward did not come to its end."""
         for module, hook in self.hooks.items():
             hook.remove()
             self.give_back(module)

@@ -159,7 +159,7 @@ class _Region:
             if number == len(handles):
                 raise _Done  # once more, for a function that caught the first
             tensor = own_buffer(tensor)
-            if handles[number] is not None and description(tensor) != self.saved[number]:
+            if description(tensor) != self.saved[number]:
                 raise self.difference(number, describe(description(tensor)))
             tensor = tensor.detach()
             found.append(handles[number] and (tensor, tensor._version))
