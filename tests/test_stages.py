@@ -39,7 +39,7 @@ def test_the_stages_of_a_vgg_halve_their_maps_three_times_and_end_in_a_loss():
 
 def test_the_picture_of_segments_marks_the_least_and_the_root():
     picture = draw_segments(1600, 100, layers=64, metered={(64, 8): 13_500, (16, 4): 7})
-    assert "√(L · s / c) = 32" in picture.alt and "with 32" in picture.alt
+    assert "√(L · s / c) = 32" in picture.alt and "with 40" in picture.alt
     assert "√L, 8 segments" in picture.alt and "Crosses mark 1 metered" in picture.alt
     assert "Crosses" not in draw_segments(1600, 100, layers=16).alt
 
