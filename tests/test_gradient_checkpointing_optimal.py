@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from memlab.book.stages import vgg_stages
 from memlab.book.workloads import GPT
 from memlab.gradient_checkpointing.bench import measure_chain
 from memlab.gradient_checkpointing.chain import Chain, Signature, Stage
@@ -45,17 +46,10 @@ class Residual(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
-def vgg_chain(batch: int = 4, side: int = 64) -> tuple[list[nn.Module], Tensor, Tensor]:
-    """13 stages: three times three convolutions with ReLU and a pooling, channels doubling, sides halving; the loss."""
-    layers, channels = [], 3
-    for width in (8, 16, 32):
-        for _ in range(3):
-            layers.append(nn.Sequential(nn.Conv2d(channels, width, 3, padding=1), nn.ReLU()))
-            channels = width
-        layers.append(nn.MaxPool2d(2))
-    y = torch.randint(10, (batch,))
-    layers.append(Loss(channels * (side // 8) ** 2, y))
-    return layers, torch.randn(batch, 3, side, side), y
+def vgg_chain() -> tuple[nn.ModuleList, Tensor, Tensor]:
+    """The book's chain of 13 unequal stages, its images and its labels."""
+    y = torch.randint(10, (4,))
+    return vgg_stages(y), torch.randn(4, 3, 64, 64), y
 
 
 def random_layers(rng: random.Random, count: int) -> tuple[list[nn.Module], Tensor, Tensor]:

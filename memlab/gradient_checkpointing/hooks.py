@@ -203,6 +203,7 @@ def description(tensor: Tensor) -> tuple:
 
 
 def describe(description: tuple) -> str:
+    """A description in words, for an error."""
     shape, dtype, device, writes = description
     return f"{tuple(shape)} of {dtype} on {device}" + ("" if writes is None else f", at version {writes}")
 
