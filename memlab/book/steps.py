@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -12,6 +14,7 @@ from memlab.memory_arithmetic import Transformer
 from memlab.memory_arithmetic.optimizers import CHUNK_BYTES
 from memlab.memory_arithmetic.shapes import balanced, one_of, positive
 from memlab.memory_arithmetic.step import PRECISIONS
+from memlab.memory_hierarchy import OpCounter
 from memlab.memory_timeline import Meter, Timeline
 from memlab.mixed_precision.master_weights import MasterWeights
 
@@ -126,3 +129,20 @@ def metered_step(
             algorithm.zero_grad()
             del loss
     return meter.timeline
+
+
+def peaks_and_flops(model: torch.nn.Module, batch: Sequence[torch.Tensor]) -> tuple[list[int], int]:
+    """Of `model(*batch).backward()`: its peaks when it makes the gradients and when it finds them there, and its FLOPs.
+
+    Bytes of storages. The model is left with gradients.
+    """
+    model.zero_grad()
+    peaks = []
+    for _ in ("makes them", "finds them"):
+        with Meter(model, inputs=batch) as meter:
+            loss = model(*batch)
+            loss.backward()
+        peaks.append(meter.timeline.peak_bytes)
+    with OpCounter() as counter:
+        model(*batch).backward()
+    return peaks, sum(op.flops for op in counter.ops)

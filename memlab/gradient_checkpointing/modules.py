@@ -53,8 +53,7 @@ def checkpointed(model: Module, which: Which, *, preserve_rng_state: bool = True
 
     Backward may run after the block. A chosen module inside another is checkpointed twice: recomputed once more, when
     the outer one has been. Hooks on a chosen module run once, around the checkpoint; those on modules inside it run
-    again in the recomputation. Outside grad mode (evaluation under `no_grad`) a module runs as it always does. What a
-    module appends to in its forward, such as a cache of keys and values, grows twice: use_cache=False in Transformers.
+    again in the recomputation. Outside grad mode (evaluation under `no_grad`) a module runs as it always does.
 
     Gives the list of the chosen. Don't copy or pickle the model in the block.
 
