@@ -189,9 +189,12 @@ def test_layers_pass_several_values_as_one_tuple():
     assert grads[0] == grads[1]
 
 
-def test_without_the_state_of_random_numbers_dropout_draws_another_mask():
-    plain = learned(lambda layers, x: layers(x), chain(0.3))
-    found = learned(lambda layers, x: checkpoint_sequential(layers, 3, x, preserve_rng_state=False), chain(0.3))
+@pytest.mark.parametrize("keep_last", [False, True])
+def test_without_the_state_of_random_numbers_dropout_draws_another_mask(keep_last):
+    def run(layers, x):
+        return checkpoint_sequential(layers, 3 if keep_last else 1, x, preserve_rng_state=False, keep_last=keep_last)
+
+    plain, found = learned(lambda layers, x: layers(x), chain(0.3)), learned(run, chain(0.3))
     assert torch.equal(plain[0], found[0]) and not torch.equal(plain[1], found[1])
 
 
