@@ -57,13 +57,13 @@ class Segment(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleList(blocks)
 
-    def run(self, stream: Tensor, *tables: Tensor) -> Tensor:
+    def _run(self, stream: Tensor, *tables: Tensor) -> Tensor:
         for block in self.blocks:
             stream = block(stream, *tables)
         return stream
 
     def forward(self, stream: Tensor, *tables: Tensor) -> Tensor:
-        return checkpoint(self.run, stream, *tables)
+        return checkpoint(self._run, stream, *tables)
 
 
 def checkpoint_blocks(network: GPT | Llama, segments: int) -> None:

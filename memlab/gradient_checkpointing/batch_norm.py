@@ -16,7 +16,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.nn.modules.batchnorm import _NormBase
@@ -63,7 +62,7 @@ class _Lender:
             return
         self.aside[module] = {name: module._buffers[name] for name in BUFFERS}
         for name, buffer in self.aside[module].items():
-            module._buffers[name] = None if buffer is None else torch.zeros_like(buffer)
+            module._buffers[name] = None if buffer is None else buffer.clone()  # selective never counts it
         if module not in self.hooks:
             self.hooks[module] = module.register_forward_hook(self.give_back)
 

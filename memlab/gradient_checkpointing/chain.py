@@ -27,6 +27,7 @@ class Signature(NamedTuple):
 
     @classmethod
     def of(cls, x: Tensor) -> Signature:
+        """That of x."""
         return cls(tuple(x.shape), x.dtype, x.device)
 
     def __str__(self) -> str:

@@ -98,10 +98,19 @@ class _Done(Exception):
 class _Inputs(torch.autograd.Function):
     """Saves tensors as any op would: autograd checks that nobody writes to them, and an outer checkpoint sees them."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx, anchor: Tensor, *tensors: Tensor) -> Tensor:
-        ctx.save_for_backward(*tensors)
+    def forward(anchor: Tensor, *tensors: Tensor) -> Tensor:
         return anchor.new_empty(0)
+
+    @staticmethod
+    def setup_context(ctx, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[1:])
+
+    @staticmethod
+    def jvp(ctx, *tangents) -> None:
+        return torch.zeros(0, device="cpu")
 
     @staticmethod
     def backward(ctx, grad):

@@ -11,7 +11,8 @@ and since L is the most there can be, every layer is a segment as long as L <= s
 nearly flat at first.
 
 Chen et al. 2016, section 4, count s = c, and then k is √L. A GPT's block with fused attention saves 16 times its input:
-√L segments are too few, and hold √L·(s + c) - c. That grows with √L too, but is (√(s / c) + √(c / s)) / 2 times as much: twice.
+√L segments are too few, and hold √L·(s + c) - c. That grows with √L too, but is (√(s / c) + √(c / s)) / 2 times as
+much: twice.
 
 Equal segments are not the last word. The first share the device with fewer inputs, so they may be longer. If segment i
 of k may hold M bytes, so may every other: M >= i·c + size·s for all, and added up k·M >= c·k·(k - 1) / 2 + L·s. So no

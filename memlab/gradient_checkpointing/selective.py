@@ -139,6 +139,8 @@ class _Keep(TorchDispatchMode):
         self.calls: Counter = Counter()
         self.kept: dict[tuple, _Kept] = {}  # by op, and which of its calls
         self.at: dict[int, list[tuple]] = {}  # by address of a storage: what is kept there
+        self.ops: set = set()  # of kept results, once they can be handed back: when the forward is over
+        self.paused = 0  # above 0 while a backward inside the function has something made again: that isn't counted
         self.made = self.needed = 0  # how many results have been kept; and until a tensor was last saved for backward
 
     @classmethod
@@ -147,7 +149,7 @@ class _Keep(TorchDispatchMode):
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if not _keepable(op):
+        if self.paused or not _keepable(op):
             result = op(*args, **kwargs)
             if op is VIEW:
                 for key in self.at.get(_address(result), ()):
@@ -179,8 +181,12 @@ class _Keep(TorchDispatchMode):
         self.ops = {op for op, _ in self.kept}
         self.at.clear()
         anchor = torch.empty(0, device="cpu", requires_grad=True)
-        for kept in self.kept.values():
-            kept.seal(anchor)
+        try:
+            for kept in self.kept.values():
+                kept.seal(anchor)
+        except BaseException:  # an outer recomputation may stop here; what is not sealed would hold the graph it is in
+            self.kept, self.ops = {}, set()
+            raise
 
 
 class _Noting(functools.partial):
@@ -198,7 +204,14 @@ class _Noting(functools.partial):
             self.keep.needed = self.keep.made
             return pack(tensor)
 
-        with saved_tensors_hooks(note, unpack):
+        def aside(handle) -> Tensor:
+            self.keep.paused += 1
+            try:
+                return unpack(handle)
+            finally:
+                self.keep.paused -= 1
+
+        with saved_tensors_hooks(note, aside):
             return super().__call__(*args, **kwargs)
 
 
@@ -223,7 +236,9 @@ class _HandBack(TorchDispatchMode):
             return op(*args, **kwargs)
         number = self.calls[op]
         self.calls[op] += 1
-        if op in self.forward.ops and number >= self.forward.calls[op]:
+        if op not in self.forward.ops:
+            return op(*args, **kwargs)
+        if number >= self.forward.calls[op]:
             raise _difference(op, number, "no such call in the forward", "one when it was computed again")
         in_backward = torch._C._current_graph_task_id() != -1  # or else someone looks at the graph
         kept = (self.forward.kept.pop if in_backward else self.forward.kept.get)((op, number), None)
