@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import itertools
 import math
 import weakref
 
@@ -823,3 +824,90 @@ def test_a_transformers_model_has_the_bytes_and_gradients_of_its_own_checkpointi
     same_bits(theirs[0], plain[0])
     assert mine[1] <= theirs[1] < plain[1]
     assert mine[2] <= theirs[2]
+
+
+# ---- selective inside others, and others inside it
+
+
+class Witness:
+    """Dies with what holds it."""
+
+
+def kept(f, x, w):
+    return selective_checkpoint(f, x, w, keep=0)
+
+
+def by_torch(f, x, w):
+    return torchs.checkpoint(f, x, w, use_reentrant=False)
+
+
+NESTINGS = [*itertools.product((kept, checkpoint, by_torch), repeat=2), (kept, kept, kept), (checkpoint, kept, kept)]
+
+
+@pytest.mark.parametrize("around", NESTINGS, ids=lambda around: " ".join(one.__name__ for one in around))
+def test_nested_in_any_way_gradients_are_bitwise_and_nothing_is_left_to_the_collector(around):
+    def sines(x, w):
+        return x.sin().exp().tanh()
+
+    x, witness = torch.randn(4, requires_grad=True), Witness()
+    expected = torch.autograd.grad(sines(x, None).sum(), x)[0]
+    seen, run = weakref.ref(witness), sines
+    for one in around:
+        run = functools.partial(one, run)
+    gc.disable()
+    try:
+        y = run(x, witness)
+        assert torch.equal(torch.autograd.grad(y.sum(), x)[0], expected)
+        del y, witness
+        assert seen() is None
+    finally:
+        gc.enable()
+
+
+def looks_inside(x):
+    b = x.sin().exp()
+    assert b.grad_fn._saved_result is not None
+    return (b * 2).sin().sin()
+
+
+def differentiates_inside(x):
+    (g,) = torch.autograd.grad((x.sin() * x).exp().sum(), x, create_graph=True)
+    return (x * g).exp()
+
+
+@pytest.mark.parametrize("function", [looks_inside, differentiates_inside])
+@pytest.mark.parametrize("keep", [0, LINEARS, float("inf")], ids=["all", "linears", "nothing"])
+def test_a_function_may_look_at_what_it_saved_and_run_a_backward(function, keep):
+    x = torch.randn(5, requires_grad=True)
+    expected = torch.autograd.grad(function(x).sum(), x)[0]
+    found = torch.autograd.grad(selective_checkpoint(function, x, keep=keep).sum(), x)[0]
+    assert torch.equal(found, expected)
+
+
+def test_buffers_lent_to_batch_norm_are_no_result_of_the_function():
+    for run in (
+        lambda f, x: selective_checkpoint(f, x, keep=0),
+        lambda f, x: selective_checkpoint(lambda x: selective_checkpoint(f, x, keep=0), x, keep=0),
+        lambda f, x: selective_checkpoint(lambda x: checkpoint(f, x), x, keep=0),
+    ):
+        norm, x = nn.BatchNorm1d(4), torch.randn(3, 4, requires_grad=True)
+
+        def function(x, norm=norm):
+            return (norm(x) + torch.zeros_like(x)).exp()
+
+        found = torch.autograd.grad(run(function, x).sum(), x)[0]
+        assert norm.num_batches_tracked == 1
+        assert torch.equal(found, torch.autograd.grad(function(x).sum(), x)[0])
+
+
+def test_vmap_and_forward_mode_go_through_a_checkpoint():
+    x = torch.randn(3, 4)
+    assert torch.equal(torch.vmap(lambda row: checkpoint(torch.sin, row))(x), x.sin())
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
+        out = torch.autograd.forward_ad.unpack_dual(checkpoint(torch.sin, dual))
+    assert torch.equal(out.tangent, x.cos())
+
+
+def test_an_argument_may_be_called_function():
+    assert checkpoint(lambda x, function: x * function, torch.ones(2), function=3).tolist() == [3, 3]

@@ -32,8 +32,9 @@ def statistics_stand_still() -> Iterator[Callable[[Tensor], Tensor]]:
     is the layer's own, which training's backward doesn't read either, so that the lent one dies with the layer's
     forward; every other tensor stands for itself.
 
-    Layers in evaluation mode read their own buffers, as ever. Still counted twice, as without this block:
+    Layers in evaluation mode read their own buffers, as ever. Still counted twice, or wrongly:
     - layers that aren't called as modules: `layer.forward(x)`, `F.batch_norm` given buffers, compiled or scripted code;
+    - a layer that another thread runs at that moment, whose update is lost: buffers belong to all threads;
     - other state that a forward moves: counters of your own, observers for quantisation that average, and spectral
       norm, whose power iteration goes on, so that the second run has other weights and gradients are not exact either.
     """

@@ -51,7 +51,7 @@ class OpCost(NamedTuple):
         return self.flops / self.nbytes if self.nbytes else math.inf
 
 
-def op_costs(function: Callable, *args, **kwargs) -> list[OpCost]:
+def op_costs(function: Callable, /, *args, **kwargs) -> list[OpCost]:
     """Every op of function(*args, **kwargs) that makes a result of its own (no views), fewest FLOPs a byte first.
 
     FLOPs are counted as by `memlab.memory_hierarchy.OpCounter`. A result is saved if anything that autograd saves lies

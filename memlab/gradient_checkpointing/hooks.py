@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from typing import Any
 
@@ -36,7 +36,7 @@ def no_contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
     return nullcontext(), nullcontext()
 
 
-def checkpoint(function: Callable, *args, preserve_rng_state: bool = True, **kwargs) -> Any:
+def checkpoint(function: Callable, /, *args, preserve_rng_state: bool = True, **kwargs) -> Any:
     """function(*args, **kwargs), which keeps its inputs instead of all that its ops save, and runs again in backward.
 
         x = checkpoint(block, x)
@@ -55,14 +55,15 @@ def checkpoint(function: Callable, *args, preserve_rng_state: bool = True, **kwa
     backward; contexts of your own, such as sdpa_kernel, belong inside it. Where gradients are off it is a plain call.
 
     Checkpoints nest: a tensor is kept by the innermost around it, whose inputs are kept by the next. Double backward,
-    retain_graph, backward of a part and backward inside the function work; each backward runs the function once. To
-    look at a saved tensor (`y.grad_fn._saved_self`) runs it too, and keeps nothing.
+    retain_graph, backward of a part and backward inside the function work; each backward runs the function once, and
+    again where a Function of your own reads ctx.saved_tensors twice. To look at a saved tensor
+    (`y.grad_fn._saved_self`) runs it too, and keeps nothing.
 
     Raises RuntimeError in backward, naming function and tensor, if the second run saves fewer tensors or others (by
-    shape, dtype, device; of a parameter, by whether it was written to in between), or if the function writes to a
-    tensor after an op saved it. Other values under the same shape are not noticed, nor more tensors at the end.
+    shape, dtype, device; of a parameter that was saved, by whether it was written to in between), or if the function
+    writes to a tensor after an op saved it. Other values under the same shape are not noticed, nor more tensors at the end.
 
-    Not for torch.func's transforms, which forbid hooks, nor inside torch.compile. A compiled function may be
+    Not inside torch.func.grad and its kin, which forbid hooks, nor inside torch.compile. A compiled function may be
     checkpointed, but its BatchNorms are counted twice.
     """
     return checkpoint_within(no_contexts, function, args, kwargs, preserve_rng_state=preserve_rng_state)
@@ -95,8 +96,17 @@ class _Done(Exception):
     """All that backward needs has been computed again."""
 
 
-class _Inputs(torch.autograd.Function):
-    """Saves tensors as any op would: autograd checks that nobody writes to them, and an outer checkpoint sees them."""
+def remember(tensors: Iterable[Tensor]) -> Tensor:
+    """An empty tensor whose node has saved these, as any op would: its `.grad_fn.saved_tensors`, as long as it lives.
+
+    So autograd checks that nobody writes to them, and the hooks of an outer checkpoint see them.
+    """
+    anchor = torch.empty(0, device="cpu", requires_grad=True)  # makes a node even if none of them needs gradients
+    return _Remembered.apply(anchor, *tensors)
+
+
+class _Remembered(torch.autograd.Function):
+    """Saves its inputs, and is no part of any loss."""
 
     generate_vmap_rule = True
 
@@ -109,7 +119,7 @@ class _Inputs(torch.autograd.Function):
         ctx.save_for_backward(*inputs[1:])
 
     @staticmethod
-    def jvp(ctx, *tangents) -> None:
+    def jvp(ctx, *tangents) -> Tensor:
         return torch.zeros(0, device="cpu")
 
     @staticmethod
@@ -128,8 +138,7 @@ class _Region:
         tensors = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and not leaf.is_inference()}
         self.places = list(tensors)
         self.others = [None if i in tensors else leaf for i, leaf in enumerate(leaves)]
-        anchor = torch.empty(0, device="cpu", requires_grad=True)  # makes a node even if no input needs gradients
-        self.inputs = _Inputs.apply(anchor, *tensors.values())
+        self.inputs = remember(tensors.values())
         self.state = State(tensors.values(), preserve_rng_state=preserve_rng_state)
         self.handles: list[weakref.ref[_Handle]] = []
         self.saved: list[tuple] = []  # a description for each handle

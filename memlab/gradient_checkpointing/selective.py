@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from memlab.gradient_checkpointing.costs import VIEW, makes, nbytes, tensors_in
-from memlab.gradient_checkpointing.hooks import checkpoint_within
+from memlab.gradient_checkpointing.hooks import checkpoint_within, remember
 from memlab.gradient_checkpointing.state import random_state, set_random_state
 from memlab.memory_hierarchy.roofline import flops
 
@@ -39,6 +39,7 @@ Policy = Callable[..., bool]
 
 def selective_checkpoint(
     function: Callable,
+    /,
     *args,
     keep: Policy | Collection | float,
     preserve_rng_state: bool = True,
@@ -60,7 +61,7 @@ def selective_checkpoint(
     them again. Random numbers that follow a kept random op are what they were.
 
     Kept tensors are saved as autograd saves any tensor: an outer checkpoint drops them, hooks that offload move them,
-    and writing to one after the call is an error in backward.
+    and writing to one after the call is an error in backward, even to a result: don't keep its op, or clone it.
 
     Raises TypeError for a `keep` that is none of the three; in backward RuntimeError if a kept op is called with other
     shapes than in the forward, or more often.
@@ -105,29 +106,16 @@ class _Kept:
         self.twins: list[Tensor] = []  # the same memory, but autograd counts what is written to it apart
         self.random_state: tuple[torch.device, Tensor] | None = None  # after the op, if it drew
 
-    def seal(self, anchor: Tensor) -> None:
-        self.saved = _Saved.apply(anchor, *(t.detach() for t in [*tensors_in(self.leaves), *self.twins]))
-        self.leaves = [_Saved if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
+    def seal(self) -> None:
+        self.saved = remember([t.detach() for t in [*tensors_in(self.leaves), *self.twins]])
+        self.leaves = [Tensor if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
         self.twins = []
 
     def result(self):
         if self.random_state is not None:
             set_random_state(*self.random_state)
         saved = iter(self.saved.grad_fn.saved_tensors)
-        return tree_unflatten([next(saved).detach() if leaf is _Saved else leaf for leaf in self.leaves], self.form)
-
-
-class _Saved(torch.autograd.Function):
-    """Saves tensors as any op would: autograd checks that nobody writes to them, and hooks around the call see them."""
-
-    @staticmethod
-    def forward(ctx, anchor: Tensor, *tensors: Tensor) -> Tensor:
-        ctx.save_for_backward(*tensors)
-        return anchor.new_empty(0)
-
-    @staticmethod
-    def backward(ctx, grad):
-        raise AssertionError("the anchor is never part of a loss")
+        return tree_unflatten([next(saved).detach() if leaf is Tensor else leaf for leaf in self.leaves], self.form)
 
 
 class _Keep(TorchDispatchMode):
@@ -180,10 +168,9 @@ class _Keep(TorchDispatchMode):
         self.kept = {key: kept for key, kept in self.kept.items() if kept.number < self.needed and not error[0]}
         self.ops = {op for op, _ in self.kept}
         self.at.clear()
-        anchor = torch.empty(0, device="cpu", requires_grad=True)
         try:
             for kept in self.kept.values():
-                kept.seal(anchor)
+                kept.seal()
         except BaseException:  # an outer recomputation may stop here; what is not sealed would hold the graph it is in
             self.kept, self.ops = {}, set()
             raise
