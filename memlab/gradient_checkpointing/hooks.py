@@ -61,7 +61,8 @@ def checkpoint(function: Callable, /, *args, preserve_rng_state: bool = True, **
 
     Raises RuntimeError in backward, naming function and tensor, if the second run saves fewer tensors or others (by
     shape, dtype, device; of a parameter that was saved, by whether it was written to in between), or if the function
-    writes to a tensor after an op saved it. Other values under the same shape are not noticed, nor more tensors at the end.
+    writes to a tensor after an op saved it. Other values under the same shape are not noticed, nor more tensors at the
+    end.
 
     Not inside torch.func.grad and its kin, which forbid hooks, nor inside torch.compile. A compiled function may be
     checkpointed, but its BatchNorms are counted twice.

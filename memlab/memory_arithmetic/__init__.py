@@ -7,7 +7,8 @@
 
 Read the pages in this order: `shapes` (a model's sizes, its parameters, published models), `ledger` (sizes as text, and
 what is held), `ops` and `attention` (what each op keeps and makes), `gpt`, `llama` and `head` (which ops there are),
-`optimizers`, `passes` (forward and backward of all blocks), and `step`, which puts them together.
+`optimizers`, `passes` (forward and backward of all blocks), `segments` (the same with checkpoints), and `step`, which
+puts them together.
 Nothing here imports torch: it is integer arithmetic, and the tests hold it against a metered step.
 """
 
