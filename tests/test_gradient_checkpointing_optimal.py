@@ -506,7 +506,7 @@ def test_a_budget_that_is_no_size_is_refused(vgg, budget):
 def test_another_batch_dtype_or_number_of_layers_than_was_measured_is_refused(vgg):
     layers, x, _, chain = vgg
     plan = keep_all(chain)
-    with pytest.raises(ValueError, match=r"\(4, 3, 64, 64\) of float32 on cpu; found \(2, .*measure_chain"):
+    with pytest.raises(ValueError, match=r"\(4, 3, 64, 64\) of float32 on cpu, .*; found \(2, .*measure_chain"):
         plan.run(layers, x[:2])
     with pytest.raises(ValueError, match="found .* of float64"):
         plan.run(layers, x.double())
@@ -514,6 +514,67 @@ def test_another_batch_dtype_or_number_of_layers_than_was_measured_is_refused(vg
         plan.run(layers[1:], x)
     with pytest.raises(TypeError, match="expected x as a tensor, found list"):
         plan.run(layers, [x])
+
+
+def settings():
+    """Of a plain stack: a name, what is done before measuring, what is done after, and what is then said."""
+    off = lambda module: module.requires_grad_(False)  # noqa: E731
+    yield "x", lambda m, x: x.requires_grad_(), lambda m, x: x.requires_grad_(False), "an input.*=True; found .*=False"
+    yield "training", lambda m, x: m.eval(), lambda m, x: m.train(), r"a layer.*\[0\].training = False; found .* = True"
+    weight = r"a layer.*layers\[0\].weight.requires_grad = False; found layers\[0\].weight.requires_grad = True: "
+    yield "weights", lambda m, x: off(m[0]), lambda m, x: m.requires_grad_(), weight
+    norm = r"a layer.*layers\[2\].norm.weight.requires_grad = True; found layers\[2\].norm.weight.requires_grad = False"
+    yield "inside", lambda m, x: m, lambda m, x: off(m[2].norm), norm
+    other = r"a layer.*layers\[0\].bias.requires_grad = True; found layers\[1\].training = True"
+    extra = "a layer.*measured, nothing there; found .*new.requires_grad = True"
+    yield "extra", lambda m, x: m, lambda m, x: m[2].down.register_parameter("new", nn.Parameter(x)), extra
+    yield "bias", lambda m, x: m, lambda m, x: m[0].register_parameter("bias", None), other
+
+
+@pytest.mark.parametrize(("before", "after", "message"), [pytest.param(*s, id=name) for name, *s in settings()])
+def test_a_step_with_other_flags_than_were_measured_is_refused_since_it_needs_other_bytes(before, after, message):
+    layers, x = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), Residual(8)), torch.randn(4, 8)
+    before(layers, x)
+    plan = keep_all(measure_chain(layers, x))
+    plan.run(layers, x)
+    after(layers, x)
+    with pytest.raises(ValueError, match=f"expected {message}.*measure_chain"):
+        plan.run(layers, x)
+
+
+def test_a_step_outside_of_the_autocast_that_was_measured_is_refused_and_the_other_way_round():
+    layers, x = [nn.Linear(8, 8), nn.ReLU()], torch.randn(4, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        low = keep_all(measure_chain(layers, x))
+        assert low.run(layers, x).dtype == torch.bfloat16
+    full = keep_all(measure_chain(layers, x))
+    with pytest.raises(ValueError, match="expected autocast as it was measured, bfloat16; found off: .*measure_chain"):
+        low.run(layers, x)
+    with torch.autocast("cpu", torch.float16):
+        with pytest.raises(ValueError, match="measured, bfloat16; found float16"):
+            low.run(layers, x)
+        with pytest.raises(ValueError, match="measured, off; found float16"):
+            full.run(layers, x)
+
+
+@pytest.mark.parametrize("inputs_want_gradients", [False, True])
+def test_a_last_stage_that_hands_on_the_callers_gradient_is_not_counted_twice(inputs_want_gradients):
+    more = lambda x: x + 1  # noqa: E731
+    x = torch.randn(32, 64)
+    for last in ([nn.Flatten(0)], [more], [nn.BatchNorm1d(64), more], [nn.Sigmoid(), nn.Flatten(0)], [more, more]):
+        layers = [nn.Linear(64, 64), *last]
+        modules, x = [m for m in layers if isinstance(m, nn.Module)], x.detach().requires_grad_(inputs_want_gradients)
+        chain = measure_chain(layers, x)
+        for plan in (keep_all(chain), *tradeoff(chain), Plan(chain, ((0,), *range(1, len(chain))))):
+            x.grad = None
+            for module in modules:
+                module.zero_grad()
+            with Meter(modules, inputs=x) as meter:
+                out = plan.run(layers, x)
+                gradient = torch.ones_like(out)
+                out.backward(gradient)
+                del out, gradient
+            assert meter.timeline.peak_bytes == plan.peak_bytes
 
 
 @pytest.mark.parametrize("steps", [(0, 1), (0, 2, 1), (0, (1, 1), 2), ()])

@@ -57,28 +57,29 @@ def measure_chain(layers: Sequence[Callable], x: Tensor, *, cost: str = "flops")
     if not isinstance(x, Tensor):
         raise TypeError(f"expected x as a tensor, found {type(x).__name__}")
 
+    signature = Signature.of(layers, x)
     modules = [layer for layer in layers if isinstance(layer, Module)]
     with ExitStack() as undo:
         undo.enter_context(torch.random.fork_rng([x.device] if x.is_cuda else []))
         undo.callback(_restore, [(m, n, b, b.clone()) for r in modules for m in r.modules() for n, b in _buffers(m)])
         undo.enter_context(torch.enable_grad())
         with Meter(modules or None, inputs=x) as meter:
-            bench = _Bench(meter, undo)
             start = meter.event_count
             inputs = _inputs(layers, x)
             result = inputs.pop()
-            gradient, notes = [torch.ones_like(result)], []
-            result_bytes = _nbytes(result) + _nbytes(gradient[0])
+            callers = torch.ones_like(result)
+            result_bytes = _nbytes(result) + _nbytes(callers)
+            bench, gradient, notes = _Bench(meter, undo, _place(callers)), [callers], []
             del result
             for i in reversed(range(len(layers))):
                 notes.append(bench.measure(i, layers[i], inputs[i], gradient, last=i == len(layers) - 1))
-            del inputs[1:], gradient
+            del inputs[1:], gradient, callers
             end = meter.event_count
         held, resident = _levels(meter.timeline)
         stages = [note.stage(held) for note in reversed(notes)]
         if cost == "seconds":
             stages = _timed(layers, stages, inputs[0])
-    return Chain(tuple(stages), resident + held[end] - held[start], result_bytes, Signature.of(x), cost)
+    return Chain(tuple(stages), resident + held[end] - held[start], result_bytes, signature, cost)
 
 
 def _inputs(layers: list[Callable], x: Tensor) -> list[Tensor]:
@@ -104,57 +105,84 @@ def _inputs(layers: list[Callable], x: Tensor) -> list[Tensor]:
 
 
 class _Bench:
-    """Runs one stage in all the ways of which a plan is made, and marks the meter's events in between."""
+    """Runs one stage in all the ways of which a plan is made, and marks the meter's events in between.
 
-    def __init__(self, meter: Meter, undo: ExitStack):
-        self.meter, self.undo = meter, undo
+    callers: where the caller's gradient is. A last stage may hand that on, or a view of it: then it is no new bytes.
+    """
+
+    def __init__(self, meter: Meter, undo: ExitStack, callers: int):
+        self.meter, self.undo, self.callers = meter, undo, callers
         self.parameters: set[Tensor] = set()
+
+    def mark(self) -> int:
+        """A place in the meter's record: now."""
+        return self.meter.event_count
 
     def measure(self, i: int, layer: Callable, x: Tensor, gradient: list[Tensor], *, last: bool) -> _Notes:
         """Stage i alone. `gradient` holds that of its output, and afterwards that of its input, if it wants one."""
-        mark = lambda: self.meter.event_count  # noqa: E731
-        begin = mark()
+        begin = self.mark()
         with _dropping():
             out = layer(_source(x, []) if i else x)
-        ran, node = mark(), out.grad_fn
+        ran, node = self.mark(), out.grad_fn
         del out
-        dropped = mark()
+        dropped = self.mark()
         del node
-        if mark() != dropped:
+        if self.mark() != dropped:
             raise ValueError(
                 f"expected stage {i} to keep for backward only what autograd saves, found more; a checkpoint cannot "
                 "drop it: a custom Function should use ctx.save_for_backward"
             )
-        own = self._step(i, layer, x, [_replica(g) for g in gradient], last=last, own=bool(i))
+        own = self._step(
+            i, layer, x, [g if _place(g) == self.callers else _replica(g) for g in gradient], last=last, own=bool(i)
+        )
         held = self._step(i, layer, x, gradient, last=last, own=False)
-        again = mark()
+        again = self.mark()
         with OpCounter() as counter:
             _run_again(layer, _source(x, []) if i else x, held.saves)
-        return _Notes(begin, ran, dropped, held, own, again, mark(), _flops(counter), last)
+        return _Notes(
+            begin=begin,
+            ran=ran,
+            dropped=dropped,
+            held=held,
+            own=own,
+            again=again,
+            stopped=self.mark(),
+            again_flops=_flops(counter),
+            last=last,
+        )
 
     def _step(self, i: int, layer: Callable, x: Tensor, gradient: list[Tensor], *, last: bool, own: bool) -> _Step:
         """Forward and backward. own: on a copy of the input that nobody else holds."""
-        mark = lambda: self.meter.event_count  # noqa: E731
-        gradient_bytes, sent, saved, looks = sum(map(_nbytes, gradient)), [], [], []
-        begin, place = mark(), [_place(x)]
-        with OpCounter() as counter, statistics_stand_still() as lasting, _saving(saved, looks, mark, lasting):
+        gradient_bytes, sent, saved, looks = sum(_nbytes(g) for g in gradient if _place(g) != self.callers), [], [], []
+        begin, place = self.mark(), [_place(x)]
+        with OpCounter() as counter, statistics_stand_still() as lasting, _saving(saved, looks, self.mark, lasting):
             out = layer(_given(x, sent, place, own) if i else x)
-        forward, out_place = mark(), _place(out)
+        forward, out_place = self.mark(), _place(out)
         new = self._set_aside(out)
         if not last:
             out = _Sink.apply(out, gradient) if out.requires_grad else None
-        backward = mark()
+        backward = self.mark()
         if out is not None:
             torch.autograd.backward(out, gradient[0] if last else torch.empty(0, device=out.device))
-        done = mark()
+        done = self.mark()
         grads = {s._cdata: s.nbytes() for p in new if p.grad is not None for s in storages_of(p.grad)}
         for parameter in self.parameters:
             parameter.grad = None
         gradient[:] = sent
         return _Step(
-            begin, forward, backward, looks[0] if looks else None, done, gradient_bytes, sum(grads.values()),
-            out_place == place[0], place[0] in saved, out_place in saved, len(saved), _flops(counter),
-        )  # fmt: skip
+            begin=begin,
+            forward=forward,
+            backward=backward,
+            look=looks[0] if looks else None,
+            done=done,
+            gradient_bytes=gradient_bytes,
+            grads=sum(grads.values()),
+            view=out_place == place[0],
+            saves_input=place[0] in saved,
+            saves_output=out_place in saved,
+            saves=len(saved),
+            flops=_flops(counter),
+        )
 
     def _set_aside(self, out: Tensor) -> list[Tensor]:
         """Parameters that out's gradient will reach for the first time; gradients they have come back in the end."""

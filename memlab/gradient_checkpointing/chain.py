@@ -10,28 +10,55 @@ else is there at that moment is what other stages left behind. Beaumont et al. 2
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 
 
 class Signature(NamedTuple):
-    """What a chain was measured on."""
+    """What a chain was measured on, and how: all that decides what its stages save, as far as it can be seen.
+
+    autocast: its dtype for the input's type of device, None where it is off.
+    flags: of the layers that are modules, in words: which train, and which parameters want gradients.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
+    requires_grad: bool = False
+    autocast: torch.dtype | None = None
+    flags: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, x: Tensor) -> Signature:
-        """That of x."""
-        return cls(tuple(x.shape), x.dtype, x.device)
+    def of(cls, layers: Iterable[Callable], x: Tensor) -> Signature:
+        """That of these layers and x, now."""
+        kind = x.device.type
+        on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+        autocast = torch.get_autocast_dtype(kind) if on else None
+        return cls(tuple(x.shape), x.dtype, x.device, x.requires_grad, autocast, tuple(_flags(layers)))
 
-    def __str__(self) -> str:
-        return f"{self.shape} of {str(self.dtype).removeprefix('torch.')} on {self.device}"
+    @property
+    def input(self) -> str:
+        """The input in words."""
+        return f"{self.shape} of {_name(self.dtype)} on {self.device}, requires_grad={self.requires_grad}"
+
+
+def _flags(layers: Iterable[Callable]) -> Iterator[str]:
+    for i, layer in enumerate(layers):
+        if isinstance(layer, Module):
+            for name, module in layer.named_modules(prefix=f"layers[{i}]"):
+                yield f"{name}.training = {module.training}"
+            for name, parameter in layer.named_parameters(prefix=f"layers[{i}]"):
+                yield f"{name}.requires_grad = {parameter.requires_grad}"
+
+
+def _name(dtype: torch.dtype | None) -> str:
+    return "off" if dtype is None else str(dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True)
@@ -73,7 +100,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Chain:
-    """Stages measured for inputs of one signature.
+    """Stages measured for one signature.
 
     resident_bytes: what is there from before the step to its end: parameters, buffers, the input, tensors that the
     stages hold. result_bytes: the loss and its gradient, which the caller holds through backward.
@@ -89,13 +116,26 @@ class Chain:
         return len(self.stages)
 
     def check(self, layers: Sequence[Callable], x: Tensor) -> None:
-        """Raises ValueError when it was measured for another number of stages, or another input."""
+        """Raises ValueError when it was measured for other stages, another input, or in another setting.
+
+        Compared are the number of stages and the `Signature`. Of a stage that is a function no flags can be seen: what
+        it calls must be as it was. Nor are modules or values compared: other weights have the same bytes.
+        """
         if len(layers) != len(self):
             raise ValueError(f"expected the {len(self)} stages that were measured, found {len(layers)}; measure again")
         if not isinstance(x, Tensor):
             raise TypeError(f"expected x as a tensor, found {type(x).__name__}")
-        if Signature.of(x) != self.signature:
-            raise ValueError(
-                f"expected an input as it was measured, {self.signature}; found {Signature.of(x)}: bytes and work "
-                "differ, so measure_chain(layers, x) again with such an input"
-            )
+        then, now = self.signature, Signature.of(layers, x)
+        if now == then:
+            return
+        if now[:4] != then[:4]:
+            what, before, found = "an input", then.input, now.input
+        elif now.autocast != then.autocast:
+            what, before, found = "autocast", _name(then.autocast), _name(now.autocast)
+        else:
+            pairs = itertools.zip_longest(then.flags, now.flags, fillvalue="nothing there")
+            what, (before, found) = "a layer", next(pair for pair in pairs if pair[0] != pair[1])
+        raise ValueError(
+            f"expected {what} as it was measured, {before}; found {found}: bytes and work differ, so "
+            "measure_chain(layers, x) again as it is to be run"
+        )

@@ -34,10 +34,14 @@ FRONT = 1000
 
 
 def plan_segments(chain: Chain, budget_bytes: int | str) -> Plan:
-    """The plan that recomputes least, of all whose peak is within the budget: the total as the Meter counts it.
+    """The plan that recomputes least, of all whose predicted peak is within the budget.
 
-    chain: of `measure_chain`. budget_bytes: an int, or text such as "16 MiB".
-    A smaller budget never gives a plan with a higher peak.
+    chain: of `measure_chain`. budget_bytes: an int, or text such as "16 MiB", for all that the Meter counts, so also
+      parameters, buffers, input and gradients. Held to it is the prediction, `Plan.peak_bytes`, which is never below
+      what the Meter sees.
+
+    A smaller budget never gives a plan with a higher predicted peak. A front of more than `FRONT` plans is thinned:
+    then the plan is the one that recomputes least of those left.
 
     Raises ValueError when no plan is within the budget, and says the least that is.   Source: see the page's head.
     """
@@ -53,7 +57,7 @@ def plan_segments(chain: Chain, budget_bytes: int | str) -> Plan:
 
 
 def tradeoff(chain: Chain) -> list[Plan]:
-    """All plans worth having: from the least peak, with the most work, to no recomputation at all."""
+    """All plans worth having, `FRONT` at most: from the least peak, with the most work, to no recomputation at all."""
     return list(_curve(chain))
 
 

@@ -56,7 +56,8 @@ class Plan:
     def run(self, layers: Sequence[Callable], x: Tensor) -> Tensor:
         """The result of the last layer; its backward gives the same gradients, bit for bit, as without a plan.
 
-        Raises ValueError for other than the measured number of layers, or an x of another shape, dtype or device.
+        Raises ValueError for what is not as it was measured: the number of layers; the shape, dtype, device or
+        requires_grad of x; autocast; whether a module trains, or a parameter requires a gradient (`Chain.check`).
         """
         self.chain.check(layers, x)
         return run_plan(self.steps, layers, x)
