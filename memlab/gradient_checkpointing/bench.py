@@ -8,27 +8,36 @@ stops at the last tensor that it saves, and a Linear saves its input before it m
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Module
 
 from memlab.gradient_checkpointing.batch_norm import statistics_stand_still
 from memlab.gradient_checkpointing.chain import Chain, Signature, Stage
+from memlab.gradient_checkpointing.instruments import (
+    Notes,
+    Sink,
+    Step,
+    dropping,
+    flops_of,
+    levels_of,
+    nbytes,
+    replica,
+    run_again,
+    saving,
+    source,
+    stage_input,
+    storage_id,
+)
 from memlab.memory_arithmetic.shapes import one_of
 from memlab.memory_hierarchy.bandwidth import best_seconds
 from memlab.memory_hierarchy.roofline import OpCounter
 from memlab.memory_timeline.meter import Meter
 from memlab.memory_timeline.ownership import storages_of
-from memlab.memory_timeline.timeline import Timeline
-
-RESIDENT = ("parameter", "buffer", "input")
 
 
 def measure_chain(layers: Sequence[Callable], x: Tensor, *, cost: str = "flops") -> Chain:
@@ -68,14 +77,14 @@ def measure_chain(layers: Sequence[Callable], x: Tensor, *, cost: str = "flops")
             inputs = _inputs(layers, x)
             result = inputs.pop()
             callers = torch.ones_like(result)
-            result_bytes = _nbytes(result) + _nbytes(callers)
-            bench, gradient, notes = _Bench(meter, undo, _place(callers)), [callers], []
+            result_bytes = nbytes(result) + nbytes(callers)
+            bench, gradient, notes = _Bench(meter, undo, storage_id(callers)), [callers], []
             del result
             for i in reversed(range(len(layers))):
                 notes.append(bench.measure(i, layers[i], inputs[i], gradient, last=i == len(layers) - 1))
             del inputs[1:], gradient, callers
             end = meter.event_count
-        held, resident = _levels(meter.timeline)
+        held, resident = levels_of(meter.timeline)
         stages = [note.stage(held) for note in reversed(notes)]
         if cost == "seconds":
             stages = _timed(layers, stages, inputs[0])
@@ -88,7 +97,7 @@ def _inputs(layers: list[Callable], x: Tensor) -> list[Tensor]:
     for i, layer in enumerate(layers):
         given = inputs[-1].clone()
         version = given._version
-        with _dropping():
+        with dropping():
             out = layer(given)
         if not isinstance(out, Tensor):
             found = f"{len(out)} values in a {type(out).__name__}" if isinstance(out, (tuple, list)) else repr(out)
@@ -118,11 +127,11 @@ class _Bench:
         """A place in the meter's record: now."""
         return self.meter.event_count
 
-    def measure(self, i: int, layer: Callable, x: Tensor, gradient: list[Tensor], *, last: bool) -> _Notes:
+    def measure(self, i: int, layer: Callable, x: Tensor, gradient: list[Tensor], *, last: bool) -> Notes:
         """Stage i alone. `gradient` holds that of its output, and afterwards that of its input, if it wants one."""
         begin = self.mark()
-        with _dropping():
-            out = layer(_source(x, []) if i else x)
+        with dropping():
+            out = layer(source(x, []) if i else x)
         ran, node = self.mark(), out.grad_fn
         del out
         dropped = self.mark()
@@ -133,13 +142,13 @@ class _Bench:
                 "drop it: a custom Function should use ctx.save_for_backward"
             )
         own = self._step(
-            i, layer, x, [g if _place(g) == self.callers else _replica(g) for g in gradient], last=last, own=bool(i)
+            i, layer, x, [g if storage_id(g) == self.callers else replica(g) for g in gradient], last=last, own=bool(i)
         )
         held = self._step(i, layer, x, gradient, last=last, own=False)
         again = self.mark()
         with OpCounter() as counter:
-            _run_again(layer, _source(x, []) if i else x, held.saves)
-        return _Notes(
+            run_again(layer, source(x, []) if i else x, held.saves)
+        return Notes(
             begin=begin,
             ran=ran,
             dropped=dropped,
@@ -147,20 +156,21 @@ class _Bench:
             own=own,
             again=again,
             stopped=self.mark(),
-            again_flops=_flops(counter),
+            again_flops=flops_of(counter),
             last=last,
         )
 
-    def _step(self, i: int, layer: Callable, x: Tensor, gradient: list[Tensor], *, last: bool, own: bool) -> _Step:
+    def _step(self, i: int, layer: Callable, x: Tensor, gradient: list[Tensor], *, last: bool, own: bool) -> Step:
         """Forward and backward. own: on a copy of the input that nobody else holds."""
-        gradient_bytes, sent, saved, looks = sum(_nbytes(g) for g in gradient if _place(g) != self.callers), [], [], []
-        begin, place = self.mark(), [_place(x)]
-        with OpCounter() as counter, statistics_stand_still() as lasting, _saving(saved, looks, self.mark, lasting):
-            out = layer(_given(x, sent, place, own) if i else x)
-        forward, out_place = self.mark(), _place(out)
+        sent, saved, looks = [], [], []
+        gradient_bytes = sum(nbytes(g) for g in gradient if storage_id(g) != self.callers)
+        begin, place = self.mark(), [storage_id(x)]
+        with OpCounter() as counter, statistics_stand_still() as lasting, saving(saved, looks, self.mark, lasting):
+            out = layer(stage_input(x, sent, place, own) if i else x)
+        forward, out_place = self.mark(), storage_id(out)
         new = self._set_aside(out)
         if not last:
-            out = _Sink.apply(out, gradient) if out.requires_grad else None
+            out = Sink.apply(out, gradient) if out.requires_grad else None
         backward = self.mark()
         if out is not None:
             torch.autograd.backward(out, gradient[0] if last else torch.empty(0, device=out.device))
@@ -169,7 +179,7 @@ class _Bench:
         for parameter in self.parameters:
             parameter.grad = None
         gradient[:] = sent
-        return _Step(
+        return Step(
             begin=begin,
             forward=forward,
             backward=backward,
@@ -181,7 +191,7 @@ class _Bench:
             saves_input=place[0] in saved,
             saves_output=out_place in saved,
             saves=len(saved),
-            flops=_flops(counter),
+            flops=flops_of(counter),
         )
 
     def _set_aside(self, out: Tensor) -> list[Tensor]:
@@ -202,184 +212,21 @@ class _Bench:
         return new
 
 
-class _Step(NamedTuple):
-    """One forward and backward: marks in the meter's record, and what was seen besides."""
-
-    begin: int
-    forward: int
-    backward: int
-    look: int | None
-    done: int
-    gradient_bytes: int
-    grads: int
-    view: bool
-    saves_input: bool
-    saves_output: bool
-    saves: int
-    flops: int
-
-
-class _Notes(NamedTuple):
-    """Of one stage. held, own: with its input held by somebody else, and by nobody else."""
-
-    begin: int
-    ran: int
-    dropped: int
-    held: _Step
-    own: _Step
-    again: int
-    stopped: int
-    again_flops: int
-    last: bool
-
-    def stage(self, levels: list[int]) -> Stage:
-        """levels: bytes after each event, less those that are always there."""
-
-        def peak(start: int, end: int) -> int:
-            return max(levels[start : end + 1])
-
-        step, output = self.held, levels[self.ran] - levels[self.dropped]
-        # The caller holds the last output and its gradient from beginning to end; the others die on the way.
-        base, own_base = (levels[s.begin] + (output if self.last else -s.gradient_bytes) for s in (self.held, self.own))
-        kept = levels[step.backward] - levels[step.begin] - (output if self.last else 0)
-        look, own_look = (s.look if s.saves else s.done for s in (self.held, self.own))
-        return Stage(
-            output_bytes=output,
-            view=step.view,
-            tape_bytes=kept - (output if step.saves_output and not self.last else 0),
-            saves_input=step.saves_input,
-            saves_output=step.saves_output and not step.view,
-            gradient_bytes=self.own.grads,  # it ran first, and met its parameters
-            forward_bytes=peak(self.begin, self.ran) - levels[self.begin],
-            taped_bytes=peak(step.begin, step.forward) - levels[step.begin],
-            again_bytes=peak(self.again, self.stopped) - levels[self.again],
-            backward_bytes=peak(step.backward, step.done) - base,
-            waiting_bytes=peak(step.backward, look) - base - kept,
-            arriving_bytes=levels[look] - base - kept if step.saves else 0,
-            working_bytes=peak(look, step.done) - base,
-            own_backward_bytes=peak(self.own.backward, self.own.done) - own_base,
-            own_working_bytes=peak(own_look, self.own.done) - own_base,
-            cost=step.flops,
-            again_cost=self.again_flops if step.saves else 0,
-            saves=step.saves,
-        )
-
-
-def _levels(timeline: Timeline) -> tuple[list[int], int]:
-    """Bytes after each event without what was always there, and the bytes of that."""
-    storages, events = timeline._everything  # marks count the events of all devices
-    resident = {s.id: s.nbytes for s in storages if s.category in RESIDENT and s.device == timeline.device}
-    mine = {s.id for s in storages if s.device == timeline.device} - resident.keys()
-    deltas = (event.delta if event.storage in mine else 0 for event in events)
-    return list(itertools.accumulate(deltas, initial=0)), sum(resident.values())
-
-
 def _timed(layers: list[Callable], stages: list[Stage], x: Tensor) -> list[Stage]:
     """The same stages with seconds for costs."""
     found = []
     for layer, stage in zip(layers, stages, strict=True):
 
         def forward(layer=layer, x=x) -> Tensor:
-            with _dropping():
+            with dropping():
                 return layer(x)
 
         seconds = best_seconds(forward, x.device)
-        again = best_seconds(lambda: _run_again(layer, x, stage.saves), x.device) if stage.saves else 0.0  # noqa: B023
+        again = best_seconds(lambda: run_again(layer, x, stage.saves), x.device) if stage.saves else 0.0  # noqa: B023
         found.append(replace(stage, cost=seconds, again_cost=min(again, seconds)))
         out = forward()
         x = out.detach().requires_grad_(out.requires_grad)
     return found
-
-
-class _Source(torch.autograd.Function):
-    """The stage's input: hands over the gradient that arrives. Autograd would hold a leaf, so it is not one."""
-
-    @staticmethod
-    def forward(ctx, anchor: Tensor, x: Tensor, sent: list[Tensor]) -> Tensor:
-        ctx.sent = sent
-        return x.detach()
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        ctx.sent.append(grad)
-        return None, None, None
-
-
-def _source(x: Tensor, sent: list[Tensor]) -> Tensor:
-    """x as a stage finds it: a result of the stage before, if that wants a gradient."""
-    return _Source.apply(torch.empty(0, requires_grad=True), x.detach(), sent) if x.requires_grad else x
-
-
-def _given(x: Tensor, sent: list[Tensor], place: list[int], own: bool) -> Tensor:
-    given = _source(_replica(x).requires_grad_(x.requires_grad), sent) if own else _source(x, sent)
-    place[0] = _place(given)
-    return given
-
-
-def _replica(tensor: Tensor) -> Tensor:
-    """Other bytes in the same layout."""
-    whole = tensor.detach().as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
-    return whole.clone().as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
-
-
-class _Sink(torch.autograd.Function):
-    """Follows the stage's output: its backward sends the gradient, of which the engine is then the only owner."""
-
-    @staticmethod
-    def forward(ctx, out: Tensor, gradient: list[Tensor]) -> Tensor:
-        ctx.gradient = gradient
-        return out.new_empty(0)
-
-    @staticmethod
-    def backward(ctx, _):
-        return ctx.gradient.pop(), None
-
-
-class _Done(Exception):
-    """All that is to be saved has been."""
-
-
-def _dropping() -> saved_tensors_hooks:
-    return saved_tensors_hooks(lambda tensor: None, lambda _: None)
-
-
-def _saving(saved: list[int], looks: list[int], mark: Callable[[], int], lasting: Callable) -> saved_tensors_hooks:
-    """Notes which storages are saved, and when backward looks at one. lasting: of `statistics_stand_still`."""
-
-    def pack(tensor: Tensor) -> Tensor:
-        saved.append(_place(tensor))
-        return lasting(tensor).detach()
-
-    def unpack(tensor: Tensor) -> Tensor:
-        looks.append(mark())
-        return tensor
-
-    return saved_tensors_hooks(pack, unpack)
-
-
-def _run_again(layer: Callable, x: Tensor, saves: int) -> None:
-    """As a checkpoint does: until so many tensors are saved."""
-    tape = []
-
-    def pack(tensor: Tensor) -> None:
-        tape.append(lasting(tensor).detach())
-        if len(tape) == saves:
-            raise _Done
-
-    with suppress(_Done), statistics_stand_still() as lasting, saved_tensors_hooks(pack, lambda _: None):
-        layer(x)
-
-
-def _place(tensor: Tensor) -> int:
-    return next(iter(storages_of(tensor)))._cdata
-
-
-def _nbytes(tensor: Tensor) -> int:
-    return sum(storage.nbytes() for storage in storages_of(tensor))
-
-
-def _flops(counter: OpCounter) -> int:
-    return sum(op.flops for op in counter.ops)
 
 
 def _buffers(module: Module):

@@ -1,0 +1,194 @@
+"""The instruments of the bench: a source and a sink around a stage, hooks that watch it, and the notes on one stage.
+
+    source → stage → sink      the source keeps the gradient that the stage sends; the sink sends the stage one, of
+                               which, as in a whole chain, the engine is then the only owner
+
+A note is a mark in the Meter's record: how many events there were by then. When all is measured, the record says how
+many bytes were there at each mark, and at the most between two, and `Notes.stage` makes of them what a planner needs.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from contextlib import suppress
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from memlab.gradient_checkpointing.batch_norm import statistics_stand_still
+from memlab.gradient_checkpointing.chain import Stage
+from memlab.gradient_checkpointing.hooks import _Done
+from memlab.memory_hierarchy.roofline import OpCounter
+from memlab.memory_timeline.ownership import storages_of
+from memlab.memory_timeline.timeline import Timeline
+
+RESIDENT = ("parameter", "buffer", "input")
+
+
+class Source(torch.autograd.Function):
+    """The stage's input: hands over the gradient that arrives. Autograd would hold a leaf, so it is not one."""
+
+    @staticmethod
+    def forward(ctx, anchor: Tensor, x: Tensor, sent: list[Tensor]) -> Tensor:
+        ctx.sent = sent
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        """Keeps it."""
+        ctx.sent.append(grad)
+        return None, None, None
+
+
+def source(x: Tensor, sent: list[Tensor]) -> Tensor:
+    """x as a stage finds it: a result of the stage before, if that wants a gradient."""
+    return Source.apply(torch.empty(0, requires_grad=True), x.detach(), sent) if x.requires_grad else x
+
+
+def stage_input(x: Tensor, sent: list[Tensor], place: list[int], own: bool) -> Tensor:
+    """x for a stage, or, as its own, a copy that nobody else holds. place: set to where that is."""
+    given = source(replica(x).requires_grad_(x.requires_grad), sent) if own else source(x, sent)
+    place[0] = storage_id(given)
+    return given
+
+
+def replica(tensor: Tensor) -> Tensor:
+    """Other bytes in the same layout."""
+    whole = tensor.detach().as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
+    return whole.clone().as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+class Sink(torch.autograd.Function):
+    """Follows the stage's output: its backward sends the gradient, of which the engine is then the only owner."""
+
+    @staticmethod
+    def forward(ctx, out: Tensor, gradient: list[Tensor]) -> Tensor:
+        ctx.gradient = gradient
+        return out.new_empty(0)
+
+    @staticmethod
+    def backward(ctx, _):
+        """Sends it, and lets go of it."""
+        return ctx.gradient.pop(), None
+
+
+def dropping() -> saved_tensors_hooks:
+    """Lets nothing be saved."""
+    return saved_tensors_hooks(lambda tensor: None, lambda _: None)
+
+
+def saving(saved: list[int], looks: list[int], mark: Callable[[], int], lasting: Callable) -> saved_tensors_hooks:
+    """Notes which storages are saved, and when backward looks at one. lasting: of `statistics_stand_still`."""
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.append(storage_id(tensor))
+        return lasting(tensor).detach()
+
+    def unpack(tensor: Tensor) -> Tensor:
+        looks.append(mark())
+        return tensor
+
+    return saved_tensors_hooks(pack, unpack)
+
+
+def run_again(layer: Callable, x: Tensor, saves: int) -> None:
+    """As a checkpoint does: until so many tensors are saved."""
+    tape = []
+
+    def pack(tensor: Tensor) -> None:
+        tape.append(lasting(tensor).detach())
+        if len(tape) == saves:
+            raise _Done
+
+    with suppress(_Done), statistics_stand_still() as lasting, saved_tensors_hooks(pack, lambda _: None):
+        layer(x)
+
+
+def storage_id(tensor: Tensor) -> int:
+    """Where its bytes are: the same for views of one another, while they live."""
+    return next(iter(storages_of(tensor)))._cdata
+
+
+def nbytes(tensor: Tensor) -> int:
+    """Of its storages."""
+    return sum(storage.nbytes() for storage in storages_of(tensor))
+
+
+def flops_of(counter: OpCounter) -> int:
+    """Of all that was counted."""
+    return sum(op.flops for op in counter.ops)
+
+
+class Step(NamedTuple):
+    """One forward and backward: marks in the meter's record, and what was seen besides."""
+
+    begin: int
+    forward: int
+    backward: int
+    look: int | None
+    done: int
+    gradient_bytes: int
+    grads: int
+    view: bool
+    saves_input: bool
+    saves_output: bool
+    saves: int
+    flops: int
+
+
+class Notes(NamedTuple):
+    """Of one stage. held, own: with its input held by somebody else, and by nobody else."""
+
+    begin: int
+    ran: int
+    dropped: int
+    held: Step
+    own: Step
+    again: int
+    stopped: int
+    again_flops: int
+    last: bool
+
+    def stage(self, levels: list[int]) -> Stage:
+        """levels: bytes after each event, less those that are always there."""
+
+        def peak(start: int, end: int) -> int:
+            return max(levels[start : end + 1])
+
+        step, output = self.held, levels[self.ran] - levels[self.dropped]
+        # The caller holds the last output and its gradient from beginning to end; the others die on the way.
+        base, own_base = (levels[s.begin] + (output if self.last else -s.gradient_bytes) for s in (self.held, self.own))
+        kept = levels[step.backward] - levels[step.begin] - (output if self.last else 0)
+        look, own_look = (s.look if s.saves else s.done for s in (self.held, self.own))
+        return Stage(
+            output_bytes=output,
+            view=step.view,
+            tape_bytes=kept - (output if step.saves_output and not self.last else 0),
+            saves_input=step.saves_input,
+            saves_output=step.saves_output and not step.view,
+            gradient_bytes=self.own.grads,  # it ran first, and met its parameters
+            forward_bytes=peak(self.begin, self.ran) - levels[self.begin],
+            taped_bytes=peak(step.begin, step.forward) - levels[step.begin],
+            again_bytes=peak(self.again, self.stopped) - levels[self.again],
+            backward_bytes=peak(step.backward, step.done) - base,
+            waiting_bytes=peak(step.backward, look) - base - kept,
+            arriving_bytes=levels[look] - base - kept if step.saves else 0,
+            working_bytes=peak(look, step.done) - base,
+            own_backward_bytes=peak(self.own.backward, self.own.done) - own_base,
+            own_working_bytes=peak(own_look, self.own.done) - own_base,
+            cost=step.flops,
+            again_cost=self.again_flops if step.saves else 0,
+            saves=step.saves,
+        )
+
+
+def levels_of(timeline: Timeline) -> tuple[list[int], int]:
+    """Bytes after each event without what was always there, and the bytes of that."""
+    storages, events = timeline._everything  # marks count the events of all devices
+    resident = {s.id: s.nbytes for s in storages if s.category in RESIDENT and s.device == timeline.device}
+    mine = {s.id for s in storages if s.device == timeline.device} - resident.keys()
+    deltas = (event.delta if event.storage in mine else 0 for event in events)
+    return list(itertools.accumulate(deltas, initial=0)), sum(resident.values())
