@@ -2,8 +2,8 @@
 
 Read the pages in this order: `hooks` (one function: `checkpoint`), `state` and `batch_norm` (what must be as it was
 when it runs again); `segments` (a chain of layers in equal parts, √L); `modules` (which blocks), `costs` (what each op
-is worth) and `selective` (which ops); `attention` (tiles instead of T×T, backward included); and `chain`, `bench`,
-`plan` and `optimal` (the least recomputation under a budget of bytes).
+is worth) and `selective` (which ops); `attention` (tiles instead of T×T, backward included); and `chain`,
+`instruments`, `bench`, `plan` and `optimal` (the least recomputation under a budget of bytes).
 """
 
 from memlab.gradient_checkpointing.attention import backward_live_bytes, checkpointed_attention
