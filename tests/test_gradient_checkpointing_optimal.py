@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from memlab.book.stages import Classified as Loss
 from memlab.book.stages import vgg_stages
 from memlab.book.workloads import GPT
 from memlab.gradient_checkpointing.bench import measure_chain
@@ -22,17 +23,6 @@ from memlab.memory_hierarchy.roofline import OpCounter
 from memlab.memory_timeline import Meter
 
 SOMEWHERE = Signature((1,), torch.float32, torch.device("cpu"))
-
-
-class Loss(nn.Module):
-    """The head and the loss. x: (batch, …)."""
-
-    def __init__(self, features: int, y: Tensor):
-        super().__init__()
-        self.linear, self.y = nn.Linear(features, 10), y
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.cross_entropy(self.linear(x.flatten(1)), self.y)
 
 
 class Residual(nn.Module):
