@@ -23,7 +23,7 @@ def test_the_second_peak_finds_the_gradients_that_the_first_step_made():
             loss.backward()
         found.append(meter.timeline.peak_bytes)
     assert [first, later] == found
-    # Both gradients are there when the last layer's is made anew, and then more activations are than at the first's end.
+    # Both gradients are there when the last layer's is made anew, at which moment two activations more are held.
     assert later - first == 64 * 64 * 4 + 2 * x.nbytes
     products = 2 * 2 * 64 * 64  # of one product; the first layer's input wants no gradient
     elementwise = flops - 5 * products
