@@ -15,7 +15,7 @@ from torch.optim import optimizer as optim
 from torch.utils.checkpoint import checkpoint
 
 from memlab.book.workloads import GPT, LSTM, text_batch
-from memlab.memory_timeline import CARDS, Meter, OutOfMemory, imagine
+from memlab.memory_timeline import CARDS, Meter, OutOfMemory, imagine, main_memory
 from memlab.memory_timeline.gpu_autocast import CAST_TO_FP32, RESULT_IN_FP32
 from memlab.memory_timeline.gpu_ops import _choose
 from memlab.units import GiB, MiB, format_bytes, parse_bytes
@@ -252,6 +252,35 @@ def test_step_counters_lie_in_main_memory_unless_the_optimizer_is_fused():
             for step in two_steps(make, batch, OPTIMIZERS[name]):
                 counters = [s for s in step.on(device).storages.values() if s.name.startswith("step of")]
                 assert len(counters) == count and {s.nbytes for s in counters} == {4}
+
+
+def test_what_is_made_in_main_memory_lies_beside_the_card_and_counts_for_no_budget():
+    with imagine("H100-80GB", "5 MiB"):
+        on_card = torch.empty(MiB // 2)
+        with Meter() as meter:
+            with main_memory():
+                copy = on_card.clone()
+                on_card.copy_(copy).add_(1)  # written to where it is
+                rows = copy.view(2, -1)
+                more = torch.empty(MiB)
+            back = rows + on_card[: MiB // 4]
+        with Meter(inputs=(on_card, copy)) as later:
+            total = copy.sum()
+    assert meter.timeline.devices == later.timeline.devices == ("cpu", "imagined H100-80GB")
+    assert meter.timeline.on("cpu").peak_bytes == 2 * MiB + more.nbytes
+    card = meter.timeline.on("imagined H100-80GB")
+    assert [event.delta for event in card.events] == [2 * MiB, back.nbytes]
+    assert later.timeline.on("cpu").peak_bytes == 2 * MiB
+    assert later.timeline.on("imagined H100-80GB").peak_bytes == 2 * MiB + total.nbytes
+
+
+def test_main_memory_is_where_a_real_tensor_lies_anyway_and_where_an_imagined_cpu_has_all():
+    with Meter() as meter, main_memory():
+        kept = torch.empty(4)
+    assert meter.timeline.devices == ("cpu",)
+    with imagine("cpu"), Meter() as meter, main_memory(), main_memory():
+        kept = torch.empty(4)  # noqa: F841
+    assert meter.timeline.devices == ("imagined cpu",)
 
 
 def test_a_recurrent_layer_is_refused_on_a_gpu_and_runs_on_a_cpu():

@@ -14,7 +14,7 @@ CPU) and `budget` (when it is full).
 """
 
 from memlab.memory_timeline.budget import OutOfMemory
-from memlab.memory_timeline.imagine import CARDS, imagine
+from memlab.memory_timeline.imagine import CARDS, imagine, main_memory
 from memlab.memory_timeline.meter import Meter
 from memlab.memory_timeline.timeline import CATEGORIES, Event, Line, Span, Storage, Timeline
 
@@ -29,4 +29,5 @@ __all__ = [
     "Storage",
     "Timeline",
     "imagine",
+    "main_memory",
 ]

@@ -128,7 +128,7 @@ def as_cuda_returns(func, result):
         return result[0], result[1].float(), result[2].float()
     if func is aten._scaled_dot_product_efficient_attention.default:
         for random_state in result[2:]:
-            random_state.in_main_memory = True
+            random_state.untyped_storage().in_main_memory = True
     return result
 
 

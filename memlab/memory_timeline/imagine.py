@@ -26,6 +26,7 @@ import os
 import sys
 import threading
 import warnings
+from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import NamedTuple
 
@@ -91,6 +92,29 @@ def imagine(card: str, budget_bytes: int | str | None = None) -> ImaginedHardwar
     return ImaginedHardware(card, None if budget_bytes is None else parse_bytes(budget_bytes))
 
 
+@contextlib.contextmanager
+def main_memory() -> Iterator[None]:
+    """What is made in this block lies in the host's main memory, beside an imagined card. Real tensors: no difference.
+
+        with imagine("H100-80GB"):
+            on_card = torch.empty(2**20)
+            with main_memory():
+                copy = on_card.clone()
+
+    A timeline then has two devices, the card and "cpu" (`timeline.on("cpu")`), and a budget counts the card's bytes.
+    A real tensor lies where its `device` says. Blocks may stand in one another.
+    """
+    mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    if not isinstance(mode, _Imagination) or mode.imagines not in CARDS:
+        yield
+        return
+    before, mode.beside_card = mode.beside_card, True
+    try:
+        yield
+    finally:
+        mode.beside_card = before
+
+
 class ImaginedHardware:
     """What `imagine` returns: a context manager that can be entered again, one block at a time."""
 
@@ -154,6 +178,7 @@ class _Imagination(FakeTensorMode):
     def __init__(self, card: str):
         super().__init__()
         self.imagines = card
+        self.beside_card = False  # whether what is made lies in the host's main memory
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:  # spares 3 µs an op
@@ -185,6 +210,11 @@ class _Imagination(FakeTensorMode):
                 f"expected imagined tensors, found a real one in {func}: build the model inside the block, and bring a "
                 "batch in with gpu.imagined(batch)"
             ) from None
+        if self.beside_card:
+            before = {id(leaf.untyped_storage()) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+            for leaf in tree_leaves(result):  # a view, or what was written to, stays where it was
+                if isinstance(leaf, Tensor) and id(leaf.untyped_storage()) not in before:
+                    leaf.untyped_storage().in_main_memory = True
         return as_cuda_returns(func, result) if self.imagines in CARDS else result
 
 

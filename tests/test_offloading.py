@@ -1,0 +1,1 @@
+"""Chapter 09's library: what all pages share."""
