@@ -119,8 +119,6 @@ class History:
         self.last_read.append(-1)
         if nbytes:
             self.changes.flat += (number, nbytes, op, phase, line)
-        if self.device is not None and hasattr(tensor.untyped_storage(), "in_main_memory"):
-            self.moved(number, "cpu")
         return number
 
     def resized(self, storage: int, nbytes: int, op: int, phase: str, line: int) -> None:

@@ -328,6 +328,8 @@ class Meter(TorchDispatchMode):
             if (storage.device.type == "meta" and not self._imagined) or is_lazy(tensor) or tensor._is_zerotensor():
                 return -1  # a shape, and no bytes
             number = self._live[address] = self._history.born(tensor, nbytes, op, phase, line)
+            if self._imagined and hasattr(storage, "in_main_memory"):
+                self._history.moved(number, "cpu")
             self._deaths[number] = death = _Death(storage, self._died)
             death.address, death.number = address, number
         else:

@@ -1,0 +1,284 @@
+"""Other people's offloading, run here: what it moves, what it keeps, and whether it computes the same."""
+
+import contextlib
+import os
+import threading
+
+import pytest
+import torch
+from torch.autograd.graph import save_on_cpu
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import distribute_tensor
+from torch.nn import functional as F
+
+from memlab.book.frameworks import deepspeed_alone, has_deepspeed
+from memlab.book.offload_frameworks import Moves, counted_moves, in_host, one_rank, zero_offload_bytes
+from memlab.book.workloads import GPT, text_batch
+from memlab.memory_timeline import Meter, imagine, main_memory
+from memlab.mixed_precision import MasterWeights
+
+SIZES = {"layers": 2, "width": 64, "heads": 2, "context": 32}
+PARAMETERS = 134_912
+CARD = "imagined H100-80GB"
+SIDE_BYTES = 4 * 256 * 256
+
+needs_deepspeed = pytest.mark.skipif(not has_deepspeed(), reason="DeepSpeed is not installed (memlab[frameworks])")
+
+
+# ---- torch.autograd.graph.save_on_cpu
+
+
+def eight_saved_tensors_of_three(context):
+    """The gradient of an expression that saves 8 tensors over 3 storages, and the timeline."""
+    torch.manual_seed(0)
+    a, w = ((torch.randn(256, 256) / 16).requires_grad_() for _ in "aw")
+    with Meter(inputs=(a, w)) as meter:
+        with context:
+            y = (a @ w).exp()
+            loss = (y * y + y.sin() + y @ w).sum()
+        loss.backward()
+    return a.grad, meter.timeline
+
+
+def test_save_on_cpu_moves_nothing_for_tensors_of_a_cpu_unless_told_to_pin_them_and_then_copies_each():
+    plain, timeline = eight_saved_tensors_of_three(contextlib.nullcontext())
+    peaks = {}
+    for pin_memory in (False, True):
+        gradient, theirs = eight_saved_tensors_of_three(save_on_cpu(pin_memory))
+        assert torch.equal(gradient, plain)
+        peaks[pin_memory] = theirs.peak_bytes
+    assert peaks[False] == timeline.peak_bytes
+    assert peaks[True] > timeline.peak_bytes + 3 * SIDE_BYTES or torch.cuda.is_available()
+
+
+def test_save_on_cpu_copies_each_of_eight_saved_tensors_of_three_storages_both_ways():
+    plain, _ = eight_saved_tensors_of_three(contextlib.nullcontext())
+    with counted_moves() as moves:
+        gradient, _ = eight_saved_tensors_of_three(save_on_cpu())
+    assert torch.equal(gradient, plain)
+    assert moves == Moves(8, 8 * SIDE_BYTES, 8, 8 * SIDE_BYTES)
+
+
+def test_on_imagined_hardware_what_save_on_cpu_moves_lies_in_the_hosts_memory():
+    with imagine("H100-80GB"):
+        _, plain = eight_saved_tensors_of_three(contextlib.nullcontext())
+        with counted_moves() as moves:
+            _, theirs = eight_saved_tensors_of_three(save_on_cpu())
+    assert moves == Moves(8, 8 * SIDE_BYTES, 8, 8 * SIDE_BYTES)
+    assert list(plain.devices) == [CARD]
+    assert theirs.on("cpu").peak_bytes == 8 * SIDE_BYTES
+    assert theirs.on("cpu").totals[-1] == 0
+
+
+def test_a_gpt_under_save_on_cpu_sends_more_than_it_frees_because_weights_and_shared_tensors_travel_too():
+    held = {}
+    for name, make in {"plain": contextlib.nullcontext, "theirs": save_on_cpu}.items():
+        with imagine("H100-80GB"):
+            model, x = GPT(**SIZES), torch.zeros(4, 32, dtype=torch.long)
+            with Meter(model, inputs=(x,)) as meter, counted_moves() as moves:
+                with make():
+                    loss = model(x, x)
+                held[name] = meter.timeline.on(CARD).totals[-1]
+                loss.backward()
+    freed = held["plain"] - held["theirs"]
+    assert moves.to_host_bytes == moves.to_card_bytes > freed + 2 * PARAMETERS
+
+
+# ---- counted_moves
+
+
+def test_a_move_goes_to_the_other_place_and_casts_and_copies_within_one_do_not_count():
+    x = torch.randn(8)
+    with counted_moves() as moves:
+        there = x.cpu()
+        assert in_host(there) and not in_host(x) and there.data_ptr() != x.data_ptr()
+        assert there.cpu() is there
+        back = there.to("cpu", torch.float64)
+        assert not in_host(back) and torch.equal(back, x.double())
+        assert in_host(back.to(torch.device("cpu"), torch.float32))
+        x.to(torch.float64), x.to(back), x.clone()
+    assert moves == Moves(2, 32 + 32, 1, 64)
+    assert x.cpu() is x and x.to("cpu") is x
+
+
+def test_tensors_without_one_storage_of_their_own_pass_uncounted():
+    with one_rank("cpu") as mesh:
+        sharded, sparse = distribute_tensor(torch.ones(4), mesh), torch.eye(2).to_sparse()
+        with counted_moves() as moves:
+            assert sharded.cpu() is sharded and sharded.to("cpu") is sharded and sparse.cpu() is sparse
+    assert moves == Moves()
+
+
+def test_moves_keep_gradients():
+    x = torch.randn(8, requires_grad=True)
+    with counted_moves():
+        x.cpu().to("cpu").square().sum().backward()
+    assert torch.equal(x.grad, 2 * x.detach())
+
+
+def test_after_an_error_tensors_move_as_before():
+    before = torch.Tensor.to, torch.Tensor.cpu
+    with pytest.raises(ZeroDivisionError), counted_moves():
+        1 / 0  # noqa: B018
+    assert (torch.Tensor.to, torch.Tensor.cpu) == before
+
+
+# ---- FSDP2
+
+
+def trained(prepare, steps=4):
+    torch.manual_seed(0)
+    model = prepare(GPT(**SIZES))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(steps):
+        x, y = text_batch(4, 32, seed=step)
+        optimizer.zero_grad()
+        model(x, y).backward()
+        optimizer.step()
+    return model
+
+
+def sharded(mesh, **policies):
+    def prepare(model):
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh, **policies)
+        return fully_shard(model, mesh=mesh, **policies)
+
+    return prepare
+
+
+def test_fsdps_cpu_offload_trains_on_a_cpus_mesh_bit_for_bit_as_plain_pytorch_and_leaves_no_group_behind():
+    plain, threads = trained(lambda model: model), threading.active_count()
+    with one_rank("cpu") as mesh, counted_moves() as moves:
+        model = trained(sharded(mesh, offload_policy=CPUOffloadPolicy(pin_memory=False)))
+        weights = [parameter.full_tensor().detach() for parameter in model.parameters()]
+        assert all(in_host(parameter.to_local()) for parameter in model.parameters())
+        assert all(in_host(parameter.grad.to_local()) for parameter in model.parameters())
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), weights, strict=True))
+    assert moves.to_host_bytes == (1 + 4) * 4 * PARAMETERS  # weights once, gradients each step
+    assert not torch.distributed.is_initialized() and threading.active_count() == threads
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="where there is a GPU, memory can be pinned")
+def test_fsdps_cpu_offload_cannot_pin_memory_without_a_gpu():
+    with one_rank() as mesh, pytest.raises(RuntimeError, match="Cannot access accelerator device"):
+        fully_shard(torch.nn.Linear(2, 2), mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=True))
+
+
+def test_fsdp_sends_fp32_weights_to_the_card_twice_a_step_though_it_computes_in_bf16():
+    policies = {
+        "offload_policy": CPUOffloadPolicy(pin_memory=False),
+        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16),
+    }
+    with one_rank("cpu") as mesh, imagine("H100-80GB"):
+        with main_memory():  # where it asks the model to be
+            model = sharded(mesh, **policies)(GPT(**SIZES | {"layers": 8}))
+            parameters = sum(parameter.numel() for parameter in model.parameters())
+        x = torch.zeros(1, 8, dtype=torch.long)
+        with Meter(model, inputs=(x,)) as meter, counted_moves() as moves:
+            model(x, x).backward()
+        assert all(in_host(parameter.grad.to_local()) for parameter in model.parameters())
+        again = sum(parameter.numel() for parameter in model.blocks.parameters())  # the root's stay between the two
+        del model
+    assert moves.to_card_bytes == 4 * (parameters + again)
+    assert moves.to_host_bytes == 4 * parameters
+    assert meter.timeline.on(CARD).peak_bytes < 4 * parameters < meter.timeline.on("cpu").peak_bytes
+
+
+def test_one_rank_does_not_take_over_a_process_group_that_was_there():
+    with one_rank("cpu"):
+        with pytest.raises(RuntimeError, match="expected no process group"), one_rank("cpu"):
+            pass
+        assert torch.distributed.is_initialized()
+    assert not torch.distributed.is_initialized()
+
+
+def test_an_error_inside_one_rank_ends_its_group():
+    with pytest.raises(ZeroDivisionError), one_rank("cpu"):
+        1 / 0  # noqa: B018
+    assert not torch.distributed.is_initialized()
+
+
+# ---- DeepSpeed's ZeRO-Offload
+
+
+def by_zero_offload(stage=2, steps=4, accumulate=1, data_types=None, **offload):
+    """Weights after so many steps of BF16 with FP32 masters, and what ZeRO-Offload kept."""
+    torch.manual_seed(0)
+    model = GPT(**SIZES)
+    zero = {"stage": stage, "reduce_bucket_size": 2**16}
+    config = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": accumulate, "gradient_clipping": 0.0}
+    config |= {"bf16": {"enabled": True}, "zero_optimization": zero, "zero_force_ds_cpu_optimizer": False}
+    if data_types:
+        config["data_types"] = data_types
+    if offload:
+        zero["offload_optimizer"] = {"pin_memory": False, **offload}
+    with deepspeed_alone() as deepspeed:
+        adam = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        engine, optimizer, *_ = deepspeed.initialize(model=model, optimizer=adam, config=config)
+        for step in range(steps):
+            x, y = text_batch(4, 32, seed=step)
+            engine.backward(F.cross_entropy(engine(x).flatten(0, 1).float(), y.flatten()))
+            engine.step()
+        kept = zero_offload_bytes(optimizer)
+        engine.destroy()
+    return [parameter.detach() for parameter in model.parameters()], kept
+
+
+def by_master_weights(steps=4, accumulate=1, widen=False):
+    torch.manual_seed(0)
+    model = GPT(**SIZES).bfloat16()
+    optimizer = MasterWeights(model.parameters(), torch.optim.AdamW, lr=1e-3)
+    for step in range(steps):
+        x, y = text_batch(4, 32, seed=step)
+        (F.cross_entropy(model(x).flatten(0, 1).float(), y.flatten()) / accumulate).backward()
+        if widen:
+            optimizer.widen_gradients()  # what comes next is added in FP32
+        if (step + 1) % accumulate == 0:
+            optimizer.step()
+            model.zero_grad()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+@needs_deepspeed
+@pytest.mark.parametrize("stage", [1, 2])
+def test_zero_offload_gives_the_weights_of_fp32_masters_and_keeps_eighteen_bytes_a_parameter_on_the_host(stage):
+    weights, kept = by_zero_offload(stage, device="cpu")
+    assert all(torch.equal(a, b) for a, b in zip(weights, by_master_weights(), strict=True))
+    assert list(kept.values()) == [each * PARAMETERS for each in (2, 4, 8, 4, 2)]
+    assert not torch.distributed.is_initialized()
+
+
+@needs_deepspeed
+@pytest.mark.parametrize("stage", [1, 2])
+def test_zero_offload_to_a_file_writes_none_before_stage_3_and_says_nothing(stage, tmp_path, capfd):
+    weights, kept = by_zero_offload(stage, device="nvme", nvme_path=str(tmp_path))
+    assert kept["Adam's states"] == 8 * PARAMETERS  # in the host's memory, as with device: cpu
+    assert os.listdir(tmp_path) == [] and capfd.readouterr().err == ""
+    assert all(torch.equal(a, b) for a, b in zip(weights, by_master_weights(), strict=True))
+
+
+@needs_deepspeed
+def test_deepspeeds_bytes_are_asked_only_of_zero_offload():
+    with pytest.raises(ValueError, match="expected DeepSpeed's optimizer of stage 1 or 2 with offload_optimizer"):
+        by_zero_offload(steps=1)
+
+
+@needs_deepspeed
+@pytest.mark.parametrize(("data_types", "widen"), [(None, False), ({"grad_accum_dtype": "fp32"}, True)])
+def test_zero_offload_adds_micro_batches_in_bf16_unless_told_otherwise(data_types, widen):
+    weights, _ = by_zero_offload(steps=8, accumulate=4, data_types=data_types, device="cpu")
+    same, other = (by_master_weights(8, accumulate=4, widen=how) for how in (widen, not widen))
+    assert all(torch.equal(a, b) for a, b in zip(weights, same, strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(weights, other, strict=True))
+
+
+@needs_deepspeed
+def test_zero_offload_refuses_pytorchs_adam_unless_told_otherwise():
+    model = torch.nn.Linear(2, 2)
+    config = {"train_batch_size": 1, "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}
+    with deepspeed_alone() as deepspeed:
+        adam = torch.optim.AdamW(model.parameters())
+        with pytest.raises(Exception, match="zero_force_ds_cpu_optimizer"):
+            deepspeed.initialize(model=model, optimizer=adam, config=config)
+    assert not torch.distributed.is_initialized()
