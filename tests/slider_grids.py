@@ -13,6 +13,8 @@ MAKERS = (
     "explore_batches",
     "explore_tradeoff",
     "explore_segments",
+    "explore_overlap",
+    "explore_schedule",
 )
 SLIDERS = re.compile(rf"\b({'|'.join(MAKERS)})\(")
 MOST_PICTURES = 500

@@ -41,6 +41,7 @@ DRIVERS = tuple(
         "batches",
         "block_map",
         "hierarchy",
+        "overlap",
     )
 )
 
