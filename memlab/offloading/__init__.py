@@ -19,6 +19,7 @@ from memlab.offloading.overlap import (
     host_step,
     transfer_seconds,
 )
+from memlab.offloading.residency import resident_bytes
 from memlab.offloading.schedule import (
     POLICIES,
     best_sends,
@@ -29,6 +30,7 @@ from memlab.offloading.schedule import (
     plan_sends,
 )
 from memlab.offloading.simulation import Held, Run, Transfer, simulate
+from memlab.offloading.streaming import stream_weights
 
 __all__ = [
     "HOST_BYTES",
@@ -51,6 +53,8 @@ __all__ = [
     "least_depth",
     "ordered",
     "plan_sends",
+    "resident_bytes",
     "simulate",
+    "stream_weights",
     "transfer_seconds",
 ]

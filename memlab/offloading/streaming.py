@@ -1,0 +1,261 @@
+"""Weights streamed layer by layer: at home on the host or in a file, on the device only while they are needed.
+
+A layer's weights are needed in its forward, and again when backward unpacks one of them. Both moments can be caught:
+the first where the layer is called, the second in a saved-tensor hook. Each time, the layers that are not needed now or
+next give up their storage (`resize_(0)`), and the next ones get theirs back and are filled ahead of need. A Parameter
+stays the same object with the same storage, empty or full, so all that autograd saved of it (itself, a transpose) is
+right again when backward comes.
+
+    bytes on the device = (1 + prefetch) · w, instead of L · w, for the weights of L layers of w bytes each,
+                          and as much again, instead of L · w, for gradients while backward runs
+
+Sources: Rajbhandari et al. 2021 (ZeRO-Infinity), section 5; Zhao et al. 2023 (FSDP), section 4, for emptied storages.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack, nullcontext, suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import Variable
+from torch.autograd.graph import saved_tensors_hooks
+
+from memlab.memory_timeline import main_memory
+from memlab.offloading.courier import Courier
+from memlab.offloading.homes import Home, HomesInFiles, HomesInMemory
+from memlab.offloading.residency import Residency, StreamedLayer
+from memlab.offloading.streamed_model import manners, parts_of, replaced_method, rest_on
+
+_current_task = torch._C._current_graph_task_id  # -1 outside backward
+_outer_hooks = functools.partial(torch._C._autograd._top_saved_tensors_default_hooks, True)
+
+
+def stream_weights(
+    model: nn.Module,
+    layers: Iterable[nn.Module],
+    to: str | os.PathLike = "cpu",
+    *,
+    device: torch.device | str | None = None,
+    prefetch: int = 1,
+) -> StreamedWeights:
+    """Keep the weights of `layers` on the host, and on the device only one layer and the next: a context manager.
+
+        with stream_weights(model, model.blocks, to=folder) as streamed:
+            optimizer = torch.optim.AdamW(streamed.parameters())
+            for x, y in batches:
+                model(x, y).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+    layers: modules of the model, in the order in which they run (another order is learned in the first step, and is
+      right before). What is streamed are their parameters, but for those that share memory with others, such as a tied
+      head: these, buffers and all other modules stay on the device.
+    to: "cpu" for the host's memory, pinned where the device is a GPU; or a folder, for an unnamed file in it. For a
+      model on the CPU, "cpu" moves bytes within the same memory: it saves nothing, and costs (1 + prefetch) layers.
+    device: None for a model that is on its device, and comes back there in the end. A device for a model on the host
+      that need not fit there: what is not streamed is brought there for the block's time.
+    prefetch: how many layers are brought ahead of need, by a thread (and a stream) of its own; 0: each is waited for.
+
+    The outputs and gradients are the same, bit for bit. Each gradient leaves as soon as it is complete: it is added to
+    the `.grad` of the parameter's twin on the host, and `.grad` on the device is None. So an optimizer is given
+    `streamed.parameters()`, as are clipping and all else that reads weights between steps. A streamed layer's own
+    parameters may be read only inside its call: elsewhere their storage is empty, and to read it may crash. The model's
+    `state_dict`, `load_state_dict` and `zero_grad` know of that and work; `model.to(...)` is refused.
+
+    Inference, frozen layers, several backwards before a step, retain_graph, double backward, dropout, autocast, and
+    chapter 08's `checkpoint` around layers work. Under autocast the 16-bit copies of the weights are saved for backward
+    like activations, so a model that is to be trained this way is better kept in 16 bits, or checkpointed. Not inside
+    torch.func's transforms or torch.compile, and not for several threads at once.
+
+    Raises ValueError for layers that are not the model's, contain one another or have nothing to stream; OSError, which
+    names the folder, if it has no room; RuntimeError in backward if a weight was written to after the forward.
+    """
+    return StreamedWeights(model, layers, to, device=device, prefetch=prefetch)
+
+
+class StreamedWeights:
+    """What `stream_weights` returns. Inside its block `layers` are those that are streamed."""
+
+    def __init__(self, model: nn.Module, layers: Iterable[nn.Module], to: str | os.PathLike, *, device, prefetch: int):
+        if not isinstance(prefetch, int) or prefetch < 0:
+            raise ValueError(f"expected prefetch as a number of layers, 0 or more; found {prefetch!r}")
+        self.model, self.prefetch = model, prefetch
+        self.parts = parts_of(model, layers)
+        some = self.parts[0][1][0]
+        self.returns = device is None
+        self.device = some.device if device is None else torch.device(device)
+        self.imagined = isinstance(some, FakeTensor)
+        pinned = self.device.type == "cuda" and not self.imagined
+        self.homes = HomesInMemory(pinned=pinned) if to == "cpu" or self.imagined else HomesInFiles(to)
+        self._undo: ExitStack | None = None
+
+    @property
+    def layers(self) -> list[StreamedLayer]:
+        """The layers in their order. Raises RuntimeError outside the block."""
+        if self._undo is None:
+            raise RuntimeError("expected to be inside the block, found nothing streamed: `with stream_weights(...)`")
+        return self._residency.layers
+
+    def parameters(self) -> list[nn.Parameter]:
+        """What an optimizer is to step: the model's parameters in their order, twins in place of those streamed."""
+        twins = {p: twin for layer in self.layers for p, twin in zip(layer.parameters, layer.twins, strict=True)}
+        return [twins.get(p, p) for p in self.model.parameters()]
+
+    def host_parameters(self) -> list[nn.Parameter]:
+        """The twins on the host: weights, and gradients after backward."""
+        return [twin for layer in self.layers for twin in layer.twins]
+
+    # ---- entering and leaving
+
+    def __enter__(self) -> StreamedWeights:
+        if self._undo is not None:
+            raise RuntimeError("expected to enter once at a time, found these weights streamed already")
+        self._task = -1
+        self._owners: dict[int, StreamedLayer] = {}  # a storage on the device → the layer
+        with ExitStack() as stack:
+            self._courier = stack.enter_context(Courier(self.device, self.imagined))
+            self._residency = residency = Residency(self._courier, self.prefetch)
+            stack.callback(self.homes.close)
+            layers = [StreamedLayer(i, module, parameters) for i, (module, parameters) in enumerate(self.parts)]
+            homes = self.homes.make([layer.nbytes for layer in layers])
+            if self.homes.limited and torch.is_grad_enabled():  # take all the room before it can run out
+                trained = [layer for layer in layers if layer.trained]
+                for layer, home in zip(trained, self.homes.make([each.nbytes for each in trained]), strict=True):
+                    layer.gradient_home = home
+            if not self.returns:
+                stack.enter_context(rest_on(self.device, self.model, layers))
+            for layer, home in zip(layers, homes, strict=True):
+                residency.layers.append(layer)
+                stack.callback(self._bring_back, layer)
+                self._send_home(layer, home)
+                self._install(layer, stack)
+            stack.enter_context(manners(self.model, residency, self._courier))
+            stack.enter_context(self._catching())  # outside layers too: what backward saves for its own backward
+            stack.callback(residency.empty)
+            self._undo = stack.pop_all()
+        return self
+
+    def __exit__(self, *error) -> None:
+        undo, self._undo = self._undo, None
+        with undo, suppress(*[Exception] * (error[0] is not None)):
+            self._residency.settle(0)
+
+    def _send_home(self, layer: StreamedLayer, home: Home) -> None:
+        """The weights, and gradients if there are any, go home."""
+        gradients = [p.grad for p in layer.parameters]
+        for p in layer.parameters:
+            p.grad = None
+        layer.move_in(home, self.device, self._courier)
+        self._owners[layer.flat.untyped_storage()._cdata] = layer
+        for number, gradient in enumerate(gradients):
+            if gradient is not None:
+                self._send_gradient(layer, number, gradient)
+        self._residency.settle(0)
+
+    def _install(self, layer: StreamedLayer, stack: ExitStack) -> None:
+        """Catch the moments at which the layer is needed, and those at which a gradient is complete."""
+        forward = functools.partial(self._forward, layer, layer.module.forward)
+        stack.enter_context(replaced_method(layer.module, "forward", forward))
+        for module in layer.module.modules():  # those inside, too: a checkpoint in the layer's forward calls only them
+            if module is layer.module or next(module.parameters(recurse=False), None) is not None:
+                needed = module.register_forward_pre_hook(lambda *_: self._need(layer), prepend=True)
+                stack.callback(needed.remove)  # before the hooks of others, which may look at weights
+        for number, p in enumerate(layer.parameters):
+            if p.requires_grad:
+                complete = p.register_post_accumulate_grad_hook(functools.partial(self._complete, layer, number))
+                stack.callback(complete.remove)
+
+    def _bring_back(self, layer: StreamedLayer) -> None:
+        """A layer's weights and gradients are its parameters' own again, where they were."""
+        if layer.home is None:
+            return
+        layer.move_out(self._own)
+        del self._owners[layer.flat.untyped_storage()._cdata]
+
+    def _own(self, tensor: Tensor) -> Tensor:
+        """A copy of what is at home, where the model was before."""
+        with nullcontext() if self.returns else main_memory():
+            own = torch.empty_like(tensor, device=self.device if self.returns else "cpu")
+        self._courier.run(own.copy_, tensor)
+        return own
+
+    # ---- a layer is needed
+
+    def _need(self, layer: StreamedLayer, why: str | None = None) -> None:
+        in_backward = _current_task() != -1
+        if in_backward:
+            self._when_backward_ends()
+        forward = "recompute" if in_backward else "forward" if torch.is_grad_enabled() else "inference"
+        self._residency.need(layer, why or forward)
+
+    def _forward(self, layer: StreamedLayer, forward: Callable, *args, **kwargs) -> Any:
+        """The layer's own forward, while its weights are there."""
+        self._need(layer)
+        layer.calls += 1
+        try:
+            with self._catching():
+                return forward(*args, **kwargs)
+        finally:
+            layer.calls -= 1
+
+    def _catching(self) -> saved_tensors_hooks:
+        """Hooks for what ops save: for weights our own, for all else those that are in force around."""
+        return saved_tensors_hooks(functools.partial(self._pack, _outer_hooks()), self._unpack)
+
+    def _pack(self, outer: tuple[Callable, Callable] | None, tensor: Tensor) -> tuple:
+        """An op saves a tensor. If it is a weight, note the layer and how often it had been written to at home."""
+        layer = self._owners.get(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else None
+        if layer is not None:
+            return tensor, tensor._version, None, layer, layer.version
+        return (tensor if outer is None else outer[0](tensor)), tensor._version, outer, None, -1
+
+    def _unpack(self, saved: tuple) -> Tensor:
+        """Backward wants the tensor: if it is a weight, the layer is needed."""
+        tensor, version, outer, layer, written = saved
+        if outer is not None:
+            return outer[1](tensor)
+        if layer is not None and layer.home is None:
+            raise RuntimeError("expected backward inside the block that streams the weights, found it after the block")
+        if tensor._version != version or (layer is not None and layer.home.flat._version != written):
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"expected {'a weight' if layer else 'a tensor'} of shape {tuple(tensor.shape)} as it was in the "
+                "forward, found it written to; step the optimizer after backward, and save a clone of what is changed"
+            )
+        if layer is not None:
+            self._need(layer, "backward")
+        return tensor
+
+    # ---- a gradient is complete
+
+    def _complete(self, layer: StreamedLayer, number: int, p: nn.Parameter) -> None:
+        """Autograd has added all there is to `p.grad`: it goes home."""
+        gradient, p.grad = p.grad.detach(), None
+        if gradient.layout is not torch.strided:
+            raise TypeError(f"expected a dense gradient, found {gradient.layout}; give the layer sparse=False")
+        self._when_backward_ends()
+        self._send_gradient(layer, number, gradient)
+
+    def _send_gradient(self, layer: StreamedLayer, number: int, gradient: Tensor) -> None:
+        if layer.gradient_home is None:
+            (layer.gradient_home,) = self.homes.make([layer.nbytes])
+        self._residency.take(layer, number, gradient)
+
+    def _when_backward_ends(self) -> None:
+        """See to it that all gradients are home then, and the device's bytes given back."""
+        if self._task != (task := _current_task()):
+            self._task = task
+            Variable._execution_engine.queue_callback(self._backward_ended)
+
+    def _backward_ended(self) -> None:
+        self._residency.empty()
+        self._residency.settle(0)
+        for layer in self._residency.layers:
+            if layer.gradient_home is not None:
+                layer.gradient_home.rest()
