@@ -13,10 +13,12 @@ from memlab.gradient_checkpointing.hooks import checkpoint
 from memlab.memory_arithmetic import Transformer
 from memlab.memory_arithmetic.optimizers import CHUNK_BYTES
 from memlab.memory_arithmetic.shapes import balanced, one_of, positive
-from memlab.memory_arithmetic.step import PRECISIONS
+from memlab.memory_arithmetic.step import PRECISIONS, refuse_offload
 from memlab.memory_hierarchy import OpCounter
 from memlab.memory_timeline import Meter, Timeline
 from memlab.mixed_precision.master_weights import MasterWeights
+from memlab.offloading import OffloadedOptimizer
+from memlab.offloading.host_link import on_host
 
 OPTIMIZERS = {
     "sgd": (torch.optim.SGD, {"lr": 1e-3}),
@@ -27,11 +29,18 @@ IMPLEMENTATIONS = {None: {}, "for-loop": {"foreach": False}, "foreach": {"foreac
 
 
 def made(
-    parameters, optimizer: str, implementation: str | None, precision: str, chunk_bytes: int = CHUNK_BYTES
+    parameters,
+    optimizer: str,
+    implementation: str | None,
+    precision: str,
+    chunk_bytes: int = CHUNK_BYTES,
+    offload: str | None = None,
 ) -> torch.optim.Optimizer:
-    """The optimizer of that name, around master weights when the precision is "mixed"."""
+    """The optimizer of that name, on the host if it is offloaded, around master weights if the precision is "mixed"."""
     kind, options = OPTIMIZERS[optimizer]
     options = options | IMPLEMENTATIONS[implementation]
+    if offload is not None:
+        return OffloadedOptimizer(parameters, kind, gradients="gradients" in offload, **options)
     if precision == "mixed":
         return MasterWeights(parameters, kind, chunk_bytes=chunk_bytes, **options)
     return kind(parameters, **options)
@@ -84,6 +93,7 @@ def metered_step(
     chunk_bytes: int = CHUNK_BYTES,
     micro_batches: int = 1,
     segments: int | None = None,
+    offload: str | None = None,
     device: str = "cpu",
     **options,
 ) -> Timeline:
@@ -94,6 +104,7 @@ def metered_step(
     its own, and all are held from the start.
 
     segments: into how many equal segments the blocks are cut, each in a `checkpoint`; None, nothing is checkpointed.
+    offload: "states" or "states and gradients" of an `OffloadedOptimizer`, on a GPU or an imagined card.
     """
     one_of("precision", precision, PRECISIONS)
     one_of("optimizer", optimizer, tuple(OPTIMIZERS))
@@ -108,7 +119,8 @@ def metered_step(
             checkpoint_blocks(network, segments)
     finally:
         torch.set_default_dtype(usual)
-    algorithm = made(network.parameters(), optimizer, implementation, precision, chunk_bytes)
+    refuse_offload(offload, precision, "cpu" if on_host(next(network.parameters())) else "gpu")
+    algorithm = made(network.parameters(), optimizer, implementation, precision, chunk_bytes, offload)
     group = [
         tuple(torch.randint(model.vocabulary, (batch, tokens), device=device) for _ in range(2))
         for _ in range(micro_batches)

@@ -19,8 +19,9 @@ PASSED_ON = "a gradient on its way to the op before"
 class Setting:
     """How the ops run. `compute`: bytes of what a matrix product gives; `stream`: bytes of the residual stream.
 
-    accumulating: every parameter has a gradient already, from the micro-batches before. recomputed: what backward reads
-    was computed again by a checkpoint, and goes with the formula that reads it, not with its op.
+    accumulating: every parameter has a gradient already, from the micro-batches before. leaving: each gradient goes to
+    main memory when it is complete. recomputed: what backward reads was computed again by a checkpoint, and goes with
+    the formula that reads it, not with its op.
     """
 
     compute: int
@@ -32,7 +33,13 @@ class Setting:
     batch: int
     heads: int
     accumulating: bool = False
+    leaving: bool = False
     recomputed: bool = False
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether what backward makes for a parameter stays on the device."""
+        return not (self.accumulating or self.leaving)
 
 
 def kept(name: str, size: str, itemsize: int, source: str) -> Piece:
@@ -56,15 +63,17 @@ def d(name: str, size: str, itemsize: int) -> Piece:
 
 
 def grad(c: Setting, name: str, size: str) -> Piece:
-    """A parameter's gradient: as many bytes as the parameter. Where it has one already, see `accumulated`."""
+    """A parameter's gradient: as many bytes as the parameter. Where it does not stay, see `accumulated`."""
+    if c.leaving:
+        return passing(f"new {of(name)}", size, c.stream, "it leaves for main memory when it is complete")
     if c.accumulating:
         return passing(f"new {of(name)}", size, c.stream, "AccumulateGrad adds it to .grad in place")
     return Piece(of(name), size, c.stream, "gradient", "AccumulateGrad keeps it in .grad for the optimizer")
 
 
 def accumulated(c: Setting, *gradients: Piece) -> tuple[Row, ...]:
-    """What becomes of parameters' gradients when the op that made them is done: they stay, or are added and let go."""
-    return tuple(piece.name for piece in gradients) if c.accumulating else ()
+    """What becomes of parameters' gradients when the op that made them is done: they stay, or go, added or moved."""
+    return () if c.keeps_gradients else tuple(piece.name for piece in gradients)
 
 
 # ---- norms

@@ -158,7 +158,7 @@ def gradients_of_a_block(
     ledger: Ledger, c: Setting, model: Transformer, *, made_by_ops: bool = True, count: int = 1
 ) -> None:
     """A block's gradients as one piece, in place of those that its ops have made."""
-    if c.accumulating:
+    if not c.keeps_gradients:
         return
     if made_by_ops:
         for name in model.block:

@@ -28,6 +28,7 @@ from memlab.memory_arithmetic.shapes import Transformer, added, balanced, one_of
 PRECISIONS = ("fp32", "bf16", "mixed", "autocast")
 ATTENTIONS = ("fused", "by hand")
 HARDWARE = ("gpu", "cpu")
+OFFLOADS = (None, "states", "states and gradients")
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,7 @@ def training_step(
     chunk_bytes: int = CHUNK_BYTES,
     micro_batches: int = 1,
     segments: int | None = None,
+    offload: str | None = None,
 ) -> TrainingStep:
     """The memory of forward, backward and optimizer step on (batch, tokens) of int64, gradients freed before it.
 
@@ -110,9 +112,11 @@ def training_step(
       x and y of all micro-batches are held from the start. Of the losses a running sum is kept, in FP32.
     segments: into how many equal segments the blocks are cut, each checkpointed; embeddings, head and loss are not.
       None: nothing is. `model.layers`: every block.
+    offload: what lies in main memory, where the optimizer then steps: "states", among them an FP32 copy of the weights;
+      or "states and gradients", each of which leaves the device when it is complete.
 
-    Raises TypeError or ValueError for sizes below 1, more tokens than the context, more segments than blocks, and
-    options that do not exist.
+    Raises TypeError or ValueError for sizes below 1, more tokens than the context, more segments than blocks, options
+    that do not exist, and an offload from a CPU or of BF16 states, which no offloaded optimizer here has.
     """
     implementation = implementation or ("foreach" if hardware == "gpu" else "for-loop")
     refuse_sizes(model, batch, tokens)
@@ -125,6 +129,7 @@ def training_step(
     positive("micro_batches", micro_batches)
     refuse_dropout(dropout)
     refuse_attention(model, precision, attention, dropout, hardware)
+    refuse_offload(offload, precision, hardware)
     if segments is not None:
         balanced(model.layers, segments)
     setting = Setting(
@@ -137,6 +142,7 @@ def training_step(
         batch=batch,
         heads=model.heads,
         accumulating=micro_batches > 1,
+        leaving=offload == "states and gradients",
     )
     ledger = Ledger(
         model.symbols
@@ -151,14 +157,17 @@ def training_step(
     )
     mixed = precision == "mixed"
     state_size = 4 if mixed else setting.stream
-    kept_states = states(optimizer, state_size, master=mixed)
+    kept_states = states(optimizer, state_size, master=mixed or offload is not None)
     counters = [STEP_COUNTERS] if optimizer == "adamw" else []
-    elsewhere = counters if hardware == "gpu" and implementation != "fused" else []
-    on_device = kept_states + [piece for piece in counters if piece not in elsewhere]
     weights = parameters(model, setting)
     gradients = {
         Piece("gradients", "P", setting.stream, "gradient", "one for every parameter, once backward is done"): 1
     }
+    elsewhere = counters if hardware == "gpu" and implementation != "fused" else []
+    if offload is not None:
+        elsewhere = kept_states + counters + (list(gradients) if setting.leaving else [])
+    on_device = [piece for piece in kept_states + counters if piece not in elsewhere]
+    gradients_here = {} if setting.leaving else gradients
     ids = "int64, from the data loader"
     inputs = [Piece(name, "b·s", 8, "input", ids) for name in ("x, the tokens", "y, the targets")]
 
@@ -166,31 +175,34 @@ def training_step(
         ledger.make(piece, count)
     for piece in inputs:
         ledger.make(piece, micro_batches)
-    held = [*gradients, sum_of_losses()] if setting.accumulating else []
+    held = [*gradients_here, sum_of_losses()] if setting.accumulating else []
     for piece in [*([] if first_step else on_device), *held]:
         ledger.make(piece)
     activations = play(ledger, setting, model, segments)
     for name in ledger.named("gradient"):
         ledger.free(name, ledger.held[name])
-    for piece in gradients:
+    for piece in gradients_here:
         ledger.make(piece)
-    play_step(
-        ledger,
-        OPTIMIZER,
-        list(model.tensors.values()),
-        optimizer,
-        implementation,
-        state_size,
-        chunk_bytes=chunk_bytes if mixed else None,
-        made=on_device if first_step else [],
-    )
+    if offload is not None:
+        ledger.look(OPTIMIZER, f"{optimizer} step, in main memory")
+    else:
+        play_step(
+            ledger,
+            OPTIMIZER,
+            list(model.tensors.values()),
+            optimizer,
+            implementation,
+            state_size,
+            chunk_bytes=chunk_bytes if mixed else None,
+            made=on_device if first_step else [],
+        )
 
     static = {"parameter": weights, "gradient": gradients, "optimizer_state": dict.fromkeys(kept_states + counters, 1)}
     return TrainingStep(
         model,
         tuple(ledger.breakdown(moment) for moment in ledger.fullest),
         listed(ledger, LOSS, "end of forward", activations),
-        listed(ledger, "between steps", "main memory", dict.fromkeys(elsewhere, 1)),
+        listed(ledger, "before the optimizer's step", "main memory", dict.fromkeys(elsewhere, 1)),
         {name: listed(ledger, "between steps", name, pieces) for name, pieces in static.items()},
     )
 
@@ -233,6 +245,17 @@ def refuse_attention(model: Transformer, precision: str, attention: str, dropout
             f"a GPU's fused attention in fp32 reads no grouped keys, found {model.kv_heads} kv_heads for {model.heads} "
             f"heads; pick precision='bf16' or 'autocast', or as many kv_heads as heads"
         )
+
+
+def refuse_offload(offload: str | None, precision: str, hardware: str) -> None:
+    """Raise ValueError for states that cannot leave, or that no optimizer on the host has."""
+    one_of("offload", offload, OFFLOADS)
+    if offload is not None and hardware == "cpu":
+        raise ValueError(
+            f"expected hardware='gpu' to offload from, found 'cpu', where offload={offload!r} moves nothing"
+        )
+    if offload is not None and precision == "bf16":
+        raise ValueError("expected FP32 states to offload, found precision='bf16'; use 'mixed', whose masters they are")
 
 
 def parameters(model: Transformer, setting: Setting) -> dict[Piece, int]:

@@ -16,6 +16,7 @@ import inspect
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import closing
 
 import torch
 from torch import Tensor
@@ -70,10 +71,11 @@ class MasterWeights(Optimizer):
         self._inner.state.clear()
         self._versions = WeakTensorKeyDictionary()  # how often a weight had been written to, when its step ended
         super().__init__(self._inner.param_groups, self._inner.defaults)
-        dtypes = {p.dtype for group in self.param_groups for p in group["params"]}
-        if dtypes.isdisjoint(HALVES):
+        params = [p for group in self.param_groups for p in group["params"]]
+        if self._refuses_wide and not any(map(self._needs_master, params)):
+            dtypes = sorted({str(p.dtype) for p in params})
             raise ValueError(
-                f"expected parameters in FP16 or BF16, found only {', '.join(sorted(map(str, dtypes)))}, which are "
+                f"expected parameters in FP16 or BF16, found only {', '.join(dtypes)}, which are "
                 f"their own masters (autocast leaves weights in FP32 too); use {optimizer_class.__name__} itself"
             )
 
@@ -88,15 +90,20 @@ class MasterWeights(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         if not getattr(self, "found_inf", False):
-            self._keep_options([pair for chunk in self._chunks() for pair in self._step_chunk(chunk)])
+            with closing(self._brought()) as chunks:
+                self._keep_options([pair for chunk in chunks for pair in self._step_chunk(chunk)])
         return loss
+
+    def _brought(self) -> Iterator[list[tuple[dict, Tensor]]]:
+        """The chunks of `_chunks`, each when all that its step needs is where the masters are."""
+        return self._chunks()
 
     def _chunks(self) -> Iterator[list[tuple[dict, Tensor]]]:
         """Parameters with gradients and their groups, in order, as many as chunk_bytes allow, of one device."""
         chunk, nbytes = [], 0
         for group in self.param_groups:
             for p in group["params"]:
-                if p.grad is None:
+                if not self._has_gradient(p):
                     continue
                 full = self.chunk_bytes is not None and nbytes + 4 * p.numel() > self.chunk_bytes
                 if chunk and (full or p.device != chunk[0][1].device):
@@ -147,13 +154,14 @@ class MasterWeights(Optimizer):
         for p, m in zip(weights, masters, strict=True):
             if m is p:
                 continue  # its gradient is its own
-            if p.grad.dtype in HALVES and not p.grad.is_sparse:
-                narrow.append((p.grad, m))
+            gradient = self._gradient(p)
+            if gradient.dtype in HALVES and not gradient.is_sparse:
+                narrow.append((gradient, m))
             else:
-                m.grad = p.grad.float()
+                m.grad = gradient.to(m.device, m.dtype)
         if narrow:  # in one block of memory, which a CPU's allocator finds again; many small ones it gives back
             numels = [m.numel() for _, m in narrow]
-            block = torch.empty(sum(numels), dtype=torch.float32, device=weights[0].device)
+            block = torch.empty(sum(numels), dtype=torch.float32, device=masters[0].device)
             for (_, m), piece in zip(narrow, block.split(numels), strict=True):
                 m.grad = piece.as_strided(m.shape, m.stride())
             torch._foreach_copy_([m.grad for _, m in narrow], [gradient for gradient, _ in narrow])
@@ -165,13 +173,29 @@ class MasterWeights(Optimizer):
 
     # ---- masters
 
-    _keeps_masters = True
+    _keeps_masters = _refuses_wide = True
+
+    def _needs_master(self, p: Tensor) -> bool:
+        """Whether the optimizer steps on a copy of this parameter."""
+        return p.dtype in HALVES
+
+    def _wide(self, p: Tensor) -> Tensor:
+        """A parameter's weights in FP32, where its master is to be."""
+        return p.detach().float()
+
+    def _has_gradient(self, p: Tensor) -> bool:
+        """Whether there is a gradient to step with."""
+        return p.grad is not None
+
+    def _gradient(self, p: Tensor) -> Tensor:
+        """The gradient of a parameter that has one, in its own dtype, once its chunk is brought."""
+        return p.grad
 
     def _master(self, group: dict, p: Tensor) -> Tensor:
         """The FP32 weights of a parameter, up to date with what others wrote to it. At its first step, made."""
         m = self.state.get(p, {}).get("master")
         if m is None:
-            m = p.detach().float() if p.dtype in HALVES else p
+            m = self._wide(p) if self._needs_master(p) else p
         elif self._versions.get(p) != p._version:
             take_over(p, m)
         if p not in self.state:  # most optimizers begin without one; torch 2.11's Adagrad needs what its __init__ makes
@@ -232,7 +256,7 @@ class MasterWeights(Optimizer):
 
     def _in_fp32(self, state_dict: dict) -> dict:
         """A state dict with states by parameter, which torch takes as they are; those by number it casts to 16 bits."""
-        wide, inner = {p: p.detach().float() for p in self._halves_of(state_dict)}, self._inner
+        wide, inner = {p: self._wide(p) for p in self._with_masters(state_dict)}, self._inner
         try:
             inner.param_groups = [g | {"params": [wide.get(p, p) for p in g["params"]]} for g in self.param_groups]
             inner.load_state_dict({name: state_dict[name] for name in ("state", "param_groups")})
@@ -242,31 +266,28 @@ class MasterWeights(Optimizer):
         for p, m in wide.items():
             states[p] = states.pop(m)
             if self._keeps_masters:
-                states[p]["master"] = m.copy_(states[p]["master"])  # its own, whoever else has the dict's
+                states[p]["master"] = m.copy_(states[p].get("master", m))  # its own, whoever else has the dict's
         return state_dict | {"state": states}
 
-    def _halves_of(self, state_dict: dict) -> list[Tensor]:
-        """The 16-bit parameters that a state dict has states for. Raises ValueError if they don't fit."""
+    def _with_masters(self, state_dict: dict) -> list[Tensor]:
+        """The parameters with masters that a state dict has states for. Raises ValueError if they don't fit."""
         if not {"state", "param_groups"} <= state_dict.keys():
             raise ValueError(f"expected state and param_groups, as state_dict() gives them; found {list(state_dict)}")
         numbers, own = ([p for g in its["param_groups"] for p in g["params"]] for its in (state_dict, vars(self)))
-        halves = []
+        found = []
         for number, p in zip(numbers, own, strict=False):
             if (state := state_dict["state"].get(number)) is None:
                 continue
-            half = p.dtype in HALVES
-            expected, found = (
-                p.shape if half and self._keeps_masters else None,
-                getattr(state.get("master"), "shape", None),
-            )
-            if found != expected:
+            shape = getattr(state.get("master"), "shape", None)
+            expected = p.shape if p.dtype in HALVES and self._keeps_masters else None
+            if shape != expected:
                 raise ValueError(
                     f"expected a state dict of {type(self).__name__} for these parameters, found one with "
                     f"{', '.join(map(repr, state)) or 'nothing'} for parameter {number} of {p.dtype}, and a master of "
-                    f"shape {found} where {expected} was expected; load it into the class and model that wrote it"
+                    f"shape {shape} where {expected} was expected; load it into the class and model that wrote it"
                 )
-            halves += [p] * half
-        return halves
+            found += [p] * self._needs_master(p)
+        return found
 
     def __getstate__(self) -> dict:
         return super().__getstate__() | {name: getattr(self, name) for name in ("chunk_bytes", "_make", "_inner")}
@@ -278,6 +299,7 @@ class MasterWeights(Optimizer):
 
 def take_over(p: Tensor, m: Tensor) -> None:
     """Where a weight is not its master rounded, somebody wrote to it: the master becomes that weight, in place."""
+    p = p.detach().to(m.device)
     m.copy_(torch.where(p == m.to(p.dtype), m, p))
 
 

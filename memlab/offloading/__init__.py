@@ -1,11 +1,21 @@
 """Offloading: keep it elsewhere, in the host's memory or in a file, and bring it back before it is needed.
 
-Read the pages in this order: `slab` and `files` (two places to keep bytes), `swap` (activations leave after the forward
-and come back in backward); `host_optimizer` (states, and gradients, that never lie on the device); `streaming` (weights,
-layer by layer); `overlap` (when is it free?), `simulation` and
-`schedule` (what to send first).
+Read the pages in this order.
+
+Activations: `slab` and `files` (two places to keep bytes), `link` (copies beside the computation), `footprint` and
+`pieces` (which bytes of a storage a tensor is made of, and what stands in the graph for it), `owned` (what stays),
+`choice` (who leaves under a budget), `store` (where a piece is at present) and `swap` (the hooks: `swap_activations`).
+
+Optimizer states: `state_file` (states in a file), `host_link` (buffers that take turns), `host_gradients` (gradients
+that leave in backward) and `host_optimizer` (the step on the host: `OffloadedOptimizer`).
+
+Weights, layer by layer: `homes` (where they lie), `courier` (who brings them), `residency` (which are on the device),
+`streamed_model` (how the model still saves and loads) and `streaming` (the moments: `stream_weights`).
+
+And when it is free: `overlap` (as formulas), `simulation` (as a step on paper) and `schedule` (what to send first).
 """
 
+from memlab.offloading.host_optimizer import OffloadedOptimizer
 from memlab.offloading.overlap import (
     HOST_BYTES,
     LINKS,
@@ -31,6 +41,7 @@ from memlab.offloading.schedule import (
 )
 from memlab.offloading.simulation import Held, Run, Transfer, simulate
 from memlab.offloading.streaming import stream_weights
+from memlab.offloading.swap import swap_activations
 
 __all__ = [
     "HOST_BYTES",
@@ -38,6 +49,7 @@ __all__ = [
     "POLICIES",
     "Held",
     "HostStep",
+    "OffloadedOptimizer",
     "Overlap",
     "Run",
     "Transfer",
@@ -56,5 +68,6 @@ __all__ = [
     "resident_bytes",
     "simulate",
     "stream_weights",
+    "swap_activations",
     "transfer_seconds",
 ]

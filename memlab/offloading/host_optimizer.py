@@ -1,0 +1,313 @@
+"""The optimizer's step on the host: what only the step reads lies in main memory or in a file, and not on the GPU.
+
+Of the 16 bytes a parameter in mixed precision, forward and backward need 2, the weight, and make 2 more, the gradient.
+The other 12, master and Adam's moments, are read once a step and by nothing else. So gradients go down, the CPU steps,
+weights go up: 4 bytes over the link, and 4 on the device; or 2, if each gradient leaves as soon as it is complete.
+
+The price is the CPU's step, which reads and writes some 28 bytes a parameter at main memory's bandwidth, a tenth or
+less of a GPU's own. Many tokens a step make it small beside forward and backward.   Source: Ren et al. 2021
+(ZeRO-Offload), section 4.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections import defaultdict, deque
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.optim import Optimizer
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from memlab.memory_timeline import main_memory
+from memlab.mixed_precision.master_weights import HALVES, MasterWeights
+from memlab.offloading.host_gradients import HostGradients
+from memlab.offloading.host_link import Links, on_host
+from memlab.offloading.state_file import Passage, Region, StateFile, padded
+from memlab.units import MiB, parse_bytes
+
+Chunk = list[tuple[dict, Tensor]]
+HOST_CHUNK_BYTES, FILE_CHUNK_BYTES = 24 * MiB, 4 * MiB
+"""Bytes of FP32 gradients that are stepped at once, unless told otherwise, with states in memory and in a file."""
+
+
+class OffloadedOptimizer(MasterWeights):
+    """Any optimizer of torch.optim, stepped on the host, with its states there or in a file.
+
+        optimizer = OffloadedOptimizer(model.parameters(), torch.optim.AdamW, lr=3e-4, fused=True)
+
+    params: parameters of any shape, or groups of them, on any device. Those in FP16 or BF16 get an FP32 master on the
+      host, others on a GPU a copy there; those on the CPU in FP32 are their own, and nothing of theirs moves.
+    optimizer_class, **defaults: as in `MasterWeights`. fused=True is the CPU's fastest.
+    to: "cpu", main memory; or a folder, in which an unnamed file holds masters and states. Two chunks of it are in
+      memory at a time, and only while a step lasts. `close()` gives its room back at once, else it goes with the
+      optimizer. On imagined hardware, main memory stands for the folder.
+    gradients: also take each gradient away as soon as backward has completed it. `p.grad` is None then; backward after
+      backward is added on the host, in the gradient's own dtype. A step uses them up. Clip with `clip_grad_norm_`.
+    chunk_bytes: how many bytes of FP32 gradients are stepped at once (one parameter's, if they are more), while the
+      next chunk's gradients and states come and the last one's weights and states go. None: all at once. "auto":
+      24 MiB in main memory, since blocks from 32 MiB on glibc gives back to the system, and must fault in again; 4 MiB
+      with a folder, whose step has six such blocks in its buffers.
+
+    `param_groups` hold the model's own parameters: schedulers, `zero_grad` and (without gradients=True) clipping and
+    loss scalers work as ever. `state[p]` holds what is in main memory. `state_dict()` is that of `MasterWeights`, or
+    for FP32 parameters that of the class itself: each loads the other's, whatever the `to`.
+
+    Raises what MasterWeights raises; OSError, naming the folder, if no file can be made in it or its room does not
+    suffice. Room is reserved at the first step, before anything is stepped. After an error of the disk itself in the
+    middle of a step, load a state dict.
+    """
+
+    _refuses_wide = False
+
+    def __init__(
+        self,
+        params,
+        optimizer_class: type[Optimizer],
+        *,
+        to: str | os.PathLike = "cpu",
+        gradients: bool = False,
+        chunk_bytes: int | str | None = "auto",
+        **defaults,
+    ):
+        self.gradients = gradients
+        if chunk_bytes == "auto":
+            chunk_bytes = HOST_CHUNK_BYTES if to == "cpu" else FILE_CHUNK_BYTES
+        limit = None if chunk_bytes is None else parse_bytes(chunk_bytes)
+        self._file = None if to == "cpu" else StateFile(to)
+        self._places = WeakTensorKeyDictionary()  # parameter → the region of its states
+        self._links = Links()
+        self._host = HostGradients(self._links, self._file, limit)
+        self._passage: Passage | None = None
+        self._coming: deque[tuple[list[Tensor], list[Tensor], torch.cuda.Event]] = deque()
+        self._closed = False
+        super().__init__(params, optimizer_class, chunk_bytes=limit, **defaults)
+
+    def close(self) -> None:
+        """Take the hooks off and give the file's room back. It cannot step afterwards, and the model can train."""
+        self._closed = True
+        self._host.close()
+        if self._file is not None:
+            self._file.close()
+
+    def add_param_group(self, param_group: dict) -> None:
+        """Add parameters, as to any optimizer."""
+        super().add_param_group(param_group)
+        if self.gradients:
+            self._host.watch(self.param_groups[-1]["params"])
+
+    # ---- where things are
+
+    def _needs_master(self, p: Tensor) -> bool:
+        return p.dtype in HALVES or not on_host(p)
+
+    def _wide(self, p: Tensor) -> Tensor:
+        with main_memory():
+            return p.detach().to("cpu", torch.float32 if p.dtype in HALVES else p.dtype, copy=True)
+
+    def _has_gradient(self, p: Tensor) -> bool:
+        return p.grad is not None or p in self._host.held
+
+    def _gradient(self, p: Tensor) -> Tensor:
+        gradient = self._host.held.get(p, p.grad) if self._host.held else p.grad
+        return gradient if on_host(gradient) else gradient.to("cpu", copy=True)
+
+    def _in_file(self, p: Tensor) -> bool:
+        return self._file is not None and not isinstance(p, FakeTensor)
+
+    def _params(self) -> list[Tensor]:
+        return [p for group in self.param_groups for p in group["params"]]
+
+    # ---- the step: chunk by chunk, the next one on its way down, the last one on its way back
+
+    def _brought(self) -> Iterator[Chunk]:
+        if self._closed:
+            raise RuntimeError("expected an optimizer to step, found one that was closed; make another")
+        if self.gradients:
+            self._host.collect(self._params())
+        if self._file is not None and self._file.torn:
+            raise OSError(f"expected whole states in {self._file.folder!r}, found a failed write; load a state dict")
+        chunks = list(self._chunks())
+        with ExitStack() as stack:
+            stack.callback(self._after_step)
+            self._open(stack, chunks)
+            for chunk, following in zip(chunks, [*chunks[1:], []], strict=True):
+                if chunk is chunks[0]:
+                    self._send_for(chunk)
+                self._receive(chunk)
+                self._send_for(following)
+                try:
+                    yield chunk
+                finally:
+                    self._put_away(chunk)
+
+    def _open(self, stack: ExitStack, chunks: list[Chunk]) -> None:
+        """What the chunks will come through, until the stack closes."""
+        for link in {self._links.to(chunk[0][1]) for chunk in chunks} - {None}:
+            link.follow()
+            stack.callback(link.finish)
+        if any(self._in_file(p) for chunk in chunks for _, p in chunk):
+            self._reserve(chunks)
+            largest = max(sum(r.nbytes for r in self._regions(chunk) if r is not None) for chunk in chunks)
+            self._passage = stack.enter_context(Passage(self._file, largest))
+
+    def _regions(self, chunk: Chunk) -> list[Region | None]:
+        """Where in the file the chunk's states are, then where its gradients are."""
+        gradients = (self._host.held.get(p) for _, p in chunk)
+        return [*(self._places.get(p) for _, p in chunk), *(g if isinstance(g, Region) else None for g in gradients)]
+
+    def _send_for(self, chunk: Chunk) -> None:
+        """Begin to bring what a chunk needs."""
+        if chunk and (link := self._links.to(chunk[0][1])) is not None:  # a chunk's parameters are of one device
+            params = [p for _, p in chunk if p not in self._host.held and not p.grad.is_sparse]
+            self._coming.append((params, *link.bring([p.grad for p in params])))
+        if self._passage is not None and chunk:
+            self._passage.ahead(self._regions(chunk))
+
+    def _receive(self, chunk: Chunk) -> None:
+        """Wait for what was sent for."""
+        if self._links.to(chunk[0][1]) is not None:
+            params, gradients, event = self._coming.popleft()
+            event.synchronize()
+            self._host.held.update(zip(params, gradients, strict=True))
+        if self._passage is not None:
+            found = self._passage.arrived()
+            for (_, p), states, gradient in zip(chunk, found[: len(chunk)], found[len(chunk) :], strict=True):
+                if p in self._places:
+                    self.state[p] = self.state[p] | states
+                self._host.held.update((p, g) for g in gradient.values())
+        if self.gradients:
+            for _, p in chunk:
+                if not self._needs_master(p):
+                    p.grad = self._host.held[p]
+
+    def _put_away(self, chunk: Chunk) -> None:
+        """The gradients are used up, the states go back."""
+        for _, p in chunk if self._host.held else ():
+            self._host.held.pop(p, None)
+            if self.gradients:
+                p.grad = None
+        if self._passage is not None:
+            self._passage.back([self._filed(p) for _, p in chunk if p in self.state])
+
+    def _after_step(self) -> None:
+        self._passage = self._host.clipping = None
+        self._coming.clear()
+
+    def _step_chunk(self, chunk: Chunk) -> list[tuple[dict, dict]]:
+        with main_memory():
+            return super()._step_chunk(chunk)
+
+    def _widen(self, weights: list[Tensor], masters: list[Tensor]) -> None:
+        super()._widen(weights, masters)
+        if self._host.clipping is not None:
+            torch._foreach_mul_([m.grad for m in masters], self._host.clipping)
+
+    def _round(self, weights: list[Tensor], masters: list[Tensor]) -> None:
+        if (link := self._links.to(weights[0])) is None:
+            return super()._round(weights, masters)
+        link.send(masters, weights)
+        self._versions.update((p, p._version) for p in weights)
+
+    # ---- states in the file
+
+    def _reserve(self, chunks: list[Chunk]) -> None:
+        """Room for the states that this step will make: on a first step nothing is stepped unless all will fit."""
+        nbytes, sizes = 0, {}
+        for group, p in itertools.chain(*chunks):
+            if p not in self._places:
+                if id(group) not in sizes:
+                    sizes[id(group)] = self._state_itemsizes(group)
+                for itemsize in (*sizes[id(group)], *([max(4, p.itemsize)] if self._needs_master(p) else [])):
+                    nbytes += padded(itemsize * p.numel())
+        self._file.reserve(nbytes)
+
+    def _state_itemsizes(self, group: dict) -> list[int]:
+        """Bytes an element of each state that a parameter has, found by a step of a small one."""
+        trial = torch.zeros(2, 3)
+        trial.grad = torch.zeros_like(trial)
+        optimizer = self._make([group | {"params": [trial]}])
+        try:
+            type(optimizer).step.__wrapped__(optimizer)
+        except Exception:  # it wants others, such as sparse gradients or other shapes; then nothing is reserved
+            return []
+        states = optimizer.state[trial].values()
+        return [state.itemsize for state in states if torch.is_tensor(state) and state.shape == trial.shape]
+
+    def _filed(self, p: Tensor) -> tuple[Region, dict[str, Tensor]]:
+        """Take a parameter's states out of `state`, but for single numbers. Returns them, after their place."""
+        states = self.state[p]
+        large = {name: s for name, s in states.items() if torch.is_tensor(s) and s.numel() > 1}
+        self.state[p] = {name: s for name, s in states.items() if name not in large}
+        self._places[p] = self._file.region(large, self._places.get(p))
+        return self._places[p], large
+
+    # ---- gradients
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
+        """As torch.nn.utils.clip_grad_norm_ for all parameters, wherever their gradients are. Returns their norm, FP32.
+
+        With gradients=True the step does it: it multiplies the FP32 gradients, so that nothing is rounded on the way.
+        Call it when all gradients are there, once a step. Raises RuntimeError for a norm of inf or nan, if told to.
+        """
+        if not self.gradients:
+            return torch.nn.utils.clip_grad_norm_(self._params(), max_norm, norm_type, error_if_nonfinite)
+        self._host.collect(self._params())
+        return self._host.clip_norm(self._params(), max_norm, norm_type, error_if_nonfinite)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients, wherever they are."""
+        super().zero_grad(set_to_none)
+        self._host.drop()
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        if self.gradients:
+            raise RuntimeError(
+                "expected gradients=False with a loss scaler, which looks for inf among p.grad; found gradients=True: "
+                "use it with BF16, which needs no scaler"
+            )
+        return True
+
+    # ---- saving, loading
+
+    def state_dict(self) -> dict:
+        """As of MasterWeights. States from a file are mapped: read when they are used, so save them before you step."""
+        kept, memory = self.state, self._file.mapped() if self._places else None
+        self.state = defaultdict(dict)
+        try:
+            for p, states in kept.items():
+                if p in self._places:
+                    offset, nbytes, _ = place = self._places[p]
+                    states = states | place.tensors(memory[offset : offset + nbytes])
+                if p.dtype not in HALVES:
+                    states = {name: state for name, state in states.items() if name != "master"}  # only a copy
+                if states:
+                    self.state[p] = states
+            return super().state_dict()
+        finally:
+            self.state = kept
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        """Resume from what `state_dict()` gave, here or in MasterWeights, or, in FP32, in the optimizer's class."""
+        with main_memory():
+            super().load_state_dict(state_dict)
+        if self._file is not None:
+            places, self._places, self._file.torn = self._places, WeakTensorKeyDictionary(), False
+            self._places.update((p, places[p]) for p in self.state if p in places)
+            for p in filter(self._in_file, self.state):
+                self._file.write(*self._filed(p))
+
+    def refresh(self) -> None:
+        """As MasterWeights.refresh; the next step does it."""
+        self._versions = WeakTensorKeyDictionary()
+
+    def __getstate__(self) -> dict:
+        raise TypeError(
+            "expected state_dict() to save an OffloadedOptimizer, found pickle or deepcopy; save that instead"
+        )

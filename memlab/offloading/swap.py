@@ -1,0 +1,286 @@
+"""Swapping activations: what the forward saves leaves for the host or a file, and comes back before backward needs it.
+
+Saved-tensor hooks are the place. Autograd hands `pack` each tensor that an op saves, and gets a handle in its stead; so
+nothing keeps the tensor on the device. Backward hands the handle to `unpack`. Between the two stand three questions.
+
+What leaves? The same bytes only once: of a (storage, version) one copy serves all views that lie in it (`footprint`),
+so a storage that eight ops save is sent once. Parameters and buffers stay. What is written to after it was saved has
+left already, as it was: gradients are right where autograd alone would refuse. (Hooks switch its check off, so for a
+tensor that stays it is made here.)
+
+When does it come back? Backward asks in the reverse order of saving, so with each tensor that it takes the next ones
+are on their way: as many as it would use while one is transferred.
+
+Which, if not all may leave? Those that are away longest, times their bytes: measured in the step before.
+
+Sources: Rhu et al. 2016 (vDNN: offload and prefetch in reverse order); Zhang et al. 2019 (AutoSwap: area of absence).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import threading
+from collections import deque
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+from torch.autograd.graph import saved_tensors_hooks
+
+from memlab.offloading.choice import Forward
+from memlab.offloading.files import open_unnamed
+from memlab.offloading.footprint import footprint, needed, shape_in
+from memlab.offloading.owned import Owned, is_bytes, on_host
+from memlab.offloading.pieces import Handle, Kept, Piece, Source, written_to
+from memlab.offloading.store import Store, store_for
+from memlab.units import parse_bytes
+
+_current_task = torch._C._current_graph_task_id  # -1 outside backward
+
+
+def swap_activations(
+    to: str | os.PathLike = "cpu",
+    *,
+    prefetch: int | str = "auto",
+    min_bytes: int | str = "4 KiB",
+    budget_bytes: int | str | None = None,
+    ram_bytes: int | str = "64 MiB",
+) -> Swap:
+    """A context for the forward: what it saves for backward leaves the device, and comes back ahead of need.
+
+        swap = swap_activations(to="/fast/disk")
+        for x, y in batches:
+            with swap:
+                loss = model(x, y)
+            loss.backward()
+
+    Gradients are the same, bit for bit. Around `checkpoint`, only the inputs of checkpointed blocks are swapped.
+
+    to: "cpu", the host's memory; tensors that are there already stay. Or a folder: bytes go through the host's memory,
+      and those that backward wants last spill to an unnamed file there, which is gone when nothing is swapped any more.
+    prefetch: how many tensors come back ahead of need. "auto": as many as backward uses while one is transferred, as
+      measured. 0: each write and each read is waited for.
+    min_bytes: storages below it stay. (A small view of a large storage leaves, alone: so the storage can be freed.)
+    budget_bytes: the most that may be elsewhere at once; the rest stays. From the second forward on those leave whose
+      idle time × bytes is largest, as long as a forward saves the same sizes as the one before; else who comes first.
+    ram_bytes: with a folder, the host memory for each device that all goes through, and that is filled first. It is
+      made at the first need and kept as long as the swap; with "cpu" it grows by chunks, and is pinned for CUDA.
+
+    Where the file cannot grow, OSError is raised in the forward that saves, at the latest as the context ends. In
+    imagined hardware the same tensors leave, the host's memory is imagined too, and there is no file.
+
+    Raises ValueError for a prefetch below 0 or no int, OSError if the folder is missing or cannot be written to.
+    """
+    if prefetch != "auto" and (not isinstance(prefetch, int) or isinstance(prefetch, bool) or prefetch < 0):
+        raise ValueError(f"expected prefetch='auto' or a number of tensors, 0 or more; found {prefetch!r}")
+    folder = None if to == "cpu" else Path(to)
+    if folder is not None:
+        open_unnamed(folder).close()
+    budget = math.inf if budget_bytes is None else parse_bytes(budget_bytes)
+    return Swap(folder, prefetch, parse_bytes(min_bytes), budget, parse_bytes(ram_bytes))
+
+
+class Swap:
+    """What `swap_activations` returns: a context manager that can be entered for each forward, one after the other."""
+
+    def __init__(self, folder: Path | None, prefetch: int | str, min_bytes: int, budget_bytes: float, ram_bytes: int):
+        self.folder, self.prefetch, self.min_bytes = folder, prefetch, min_bytes
+        self.budget_bytes, self.ram_bytes = budget_bytes, ram_bytes
+        self.elsewhere_bytes = 0  # what is away at present
+        self._stores: dict[tuple, Store] = {}  # by device, and by the mode of imagined tensors
+        self._known: dict[int, Source] = {}  # by the storage's address, which another may have once it died
+        self._owned = Owned()
+        self._present: dict[Piece, None] = {}  # pieces that are on the device again, or on their way
+        self._forward = Forward()
+        self._stack: ExitStack | None = None
+        self._task = -1  # the latest backward
+        self._lock, self._lost = threading.Lock(), deque()
+
+    @property
+    def moved_bytes(self) -> int:
+        """What left since the context was last entered."""
+        return self._forward.moved_bytes
+
+    @property
+    def freed_bytes(self) -> int:
+        """What of the device's memory died since then because it had left: storages that backward still wants.
+
+        Less than `moved_bytes` if somebody else holds what left; more if a small view left for a large storage.
+        """
+        return sum(self._forward.freed)
+
+    def __enter__(self) -> Swap:
+        with self._locked():
+            if self._stack is not None:
+                raise RuntimeError("expected one forward at a time in a swap, found it entered twice; make another")
+            self._forget_present()
+            self._forward = Forward(self._forward.records, self.budget_bytes)
+        with ExitStack() as stack:
+            stack.enter_context(self._owned)
+            stack.enter_context(saved_tensors_hooks(self._pack, self._unpack))
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, kind, *_) -> None:
+        stack, self._stack = self._stack, None
+        stack.close()
+        with self._locked():
+            self._known.clear()
+            try:
+                for store in self._stores.values():
+                    store.settle()
+            except OSError:
+                if kind is None:
+                    raise
+            finally:
+                self._close_if_empty()
+
+    # ---- the hooks
+
+    def _pack(self, tensor: Tensor) -> Kept | Handle:
+        """An op saves a tensor: give autograd something to hold instead."""
+        if not is_bytes(tensor) or tensor in self._owned or (self.folder is None and on_host(tensor)):
+            return Kept(tensor)
+        if tensor.untyped_storage().nbytes() < self.min_bytes:
+            return Kept(tensor)
+        with self._locked():
+            piece = self._piece(tensor)
+            if piece.parcel is None:
+                return Kept(tensor, piece.record)
+            piece.handles += 1
+            return Handle(piece, shape_in(tensor, piece.footprint), self._lose)
+
+    def _piece(self, tensor: Tensor) -> Piece:
+        """The piece that covers the tensor: one that left before, or else one of its own, which leaves if it may."""
+        storage, version, wanted = tensor.untyped_storage(), tensor._version, footprint(tensor)
+        source = self._known.get(storage._cdata)
+        if source is None or source.storage() is not storage:
+            source = self._known[storage._cdata] = Source(storage, self._forward)
+        for piece in source.pieces:
+            if piece.version == version and piece.footprint.covers(wanted):
+                return piece
+        forward, nbytes = self._forward, wanted.nbytes
+        record, leaves = forward.next_tensor(nbytes, self.budget_bytes - self.elsewhere_bytes)
+        piece = Piece(source, version, wanted, record)
+        if leaves:
+            piece.store = self._store(tensor)
+            piece.parcel = piece.store.put(needed(tensor, wanted), nbytes)
+            piece.order, piece.number = forward.order, len(forward.order)
+            forward.order.append(piece)
+            forward.moved_bytes += nbytes
+            self.elsewhere_bytes += nbytes
+        source.pieces.append(piece)
+        return piece
+
+    def _unpack(self, handle: Kept | Handle) -> Tensor:
+        """Backward wants the tensor."""
+        inside = _current_task() != -1
+        record = handle.record if isinstance(handle, Kept) else handle.piece.record
+        if inside and record is not None:
+            record.wanted()
+        if isinstance(handle, Kept):
+            return handle.unchanged()
+        with self._locked():
+            piece, store = handle.piece, handle.piece.store
+            if inside:
+                self._enter_backward()
+                store.gaps.end()
+            tensor = handle.shape.of(store.take(piece.parcel))
+            if piece.parcel.spoilt:
+                raise written_to(tensor, "it was while its copy to the host ran")
+            piece.waiting = (piece.waiting or piece.handles) - 1
+            if inside and piece.waiting and piece.handles > 1:
+                self._present[piece] = None
+            else:
+                self._forget(piece)
+            if inside:
+                self._bring_ahead(piece)
+                store.gaps.begin()
+            return tensor
+
+    def _bring_ahead(self, piece: Piece) -> None:
+        """Begin to bring what was saved just before this piece: backward wants it next."""
+        ahead = piece.store.depth() if self.prefetch == "auto" else self.prefetch
+        for i in range(piece.number - 1, -1, -1):
+            if not ahead:
+                break
+            if (near := piece.order[i]) is not None:
+                near.store.bring(near.parcel)
+                self._present[near] = None
+                ahead -= 1
+
+    def _enter_backward(self) -> None:
+        """Once a backward: see to it that its end lets go of what it brought and did not use up."""
+        if (task := _current_task()) != self._task:
+            self._task = task
+            self._forget_present()
+            Variable._execution_engine.queue_callback(self._leave_backward)
+
+    def _leave_backward(self) -> None:
+        with self._locked():
+            self._forget_present()
+
+    def _forget_present(self) -> None:
+        for piece in list(self._present):
+            self._forget(piece)
+        for store in self._stores.values():
+            store.gaps.pause()
+
+    def _forget(self, piece: Piece) -> None:
+        self._present.pop(piece, None)
+        piece.store.forget(piece.parcel)
+        piece.waiting = 0
+
+    # ---- keeping house
+
+    def _store(self, tensor: Tensor) -> Store:
+        """The store of the tensor's device."""
+        key = tensor.device, getattr(tensor, "fake_mode", None)
+        if key not in self._stores:
+            self._stores[key] = store_for(tensor, self.folder, self.ram_bytes, synchronous=self.prefetch == 0)
+        return self._stores[key]
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        """One thread at a time. A handle may die at any moment, in any thread, so it only says so: see `_lose`."""
+        try:
+            with self._lock:
+                yield
+        finally:
+            self._end_lost()
+
+    def _lose(self, piece: Piece) -> None:
+        """A handle of the piece died: its part of the graph is gone."""
+        self._lost.append(piece)
+        self._end_lost()
+
+    def _end_lost(self) -> None:
+        """End the pieces whose last handle died; if this is not the moment, who holds the lock does it afterwards."""
+        while self._lost and self._lock.acquire(blocking=False):
+            try:
+                while self._lost:
+                    piece = self._lost.popleft()
+                    piece.handles -= 1
+                    if not piece.handles:
+                        self._end(piece)
+                self._close_if_empty()
+            finally:
+                self._lock.release()
+
+    def _end(self, piece: Piece) -> None:
+        piece.store.drop(piece.parcel)
+        self._present.pop(piece, None)
+        piece.source.pieces.remove(piece)
+        piece.order[piece.number] = None
+        self.elsewhere_bytes -= piece.footprint.nbytes
+
+    def _close_if_empty(self) -> None:
+        """Outside the context and with nothing elsewhere: no file and no thread."""
+        if self._stack is None and not self.elsewhere_bytes:
+            for store in self._stores.values():
+                store.close()

@@ -1,0 +1,769 @@
+"""An optimizer on the host: the same step bit for bit, wherever its states lie; the device holds what is promised."""
+
+import copy
+import errno
+import gc
+import io
+import os
+import subprocess
+import sys
+import threading
+import weakref
+
+import pytest
+import torch
+from torch import nn, optim
+
+from memlab.book.steps import metered_step
+from memlab.memory_arithmetic import Transformer, training_step
+from memlab.memory_timeline import Meter, imagine
+from memlab.mixed_precision import LossScaler, MasterWeights
+from memlab.offloading import OffloadedOptimizer, host_gradients, host_link, host_optimizer, state_file
+from memlab.units import KiB, MiB
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+SHAPES = [(30, 4), (5,), (0,), (2, 3, 4), (7, 1), (1,)]
+CARD = "imagined H100-80GB"
+
+
+def parameters(dtype=BF16, shapes=SHAPES, seed=0) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(seed)
+    return [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in shapes]
+
+
+def backward(params, seed, but=()) -> None:
+    """Gradients through autograd, the same for every list of parameters of these shapes."""
+    generator = torch.Generator().manual_seed(seed)
+    for number, p in enumerate(params):
+        weights = torch.randn(p.shape, generator=generator).to(p.dtype)
+        if number not in but and p.requires_grad:
+            (p * weights).sum().backward()
+
+
+def reference(params, kind, **options) -> optim.Optimizer:
+    first = params[0]["params"][0] if isinstance(params[0], dict) else params[0]
+    halves = first.dtype in (BF16, FP16)
+    return MasterWeights(params, kind, **options) if halves else kind(params, **options)
+
+
+def assert_same_states(ours: dict, theirs: dict) -> None:
+    assert ours["param_groups"] == theirs["param_groups"] and ours["state"].keys() == theirs["state"].keys()
+    for number, states in theirs["state"].items():
+        assert ours["state"][number].keys() == states.keys()
+        for name, value in states.items():
+            mine = ours["state"][number][name]
+            assert not torch.is_tensor(value) or (mine.dtype == value.dtype and torch.equal(mine, value))
+
+
+@pytest.fixture(params=["cpu", "folder"])
+def to(request, tmp_path):
+    return "cpu" if request.param == "cpu" else tmp_path
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_behind(tmp_path):
+    yield
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("memlab")]
+    assert not os.listdir(tmp_path)
+
+
+# ---- the step is the same
+
+ALGORITHMS = {
+    "SGD": (optim.SGD, {"lr": 0.1}),
+    "SGD, Nesterov": (optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+    "Adam": (optim.Adam, {}),
+    "AdamW, for-loop": (optim.AdamW, {"foreach": False}),
+    "AdamW, foreach, AMSGrad": (optim.AdamW, {"foreach": True, "amsgrad": True}),
+    "AdamW, fused": (optim.AdamW, {"fused": True}),
+    "Adagrad": (optim.Adagrad, {"initial_accumulator_value": 0.1}),
+    "RAdam": (optim.RAdam, {}),
+}
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_weights_and_states_are_those_of_the_plain_optimizer_bit_for_bit(name, gradients, dtype, to):
+    kind, options = ALGORITHMS[name]
+    ours, theirs = parameters(dtype), parameters(dtype)
+    groups = lambda params: [{"params": params[:2]}, {"params": params[2:], "lr": 0.3}]  # noqa: E731
+    plain = reference(groups(theirs), kind, **options)
+    offloaded = OffloadedOptimizer(groups(ours), kind, to=to, gradients=gradients, chunk_bytes=200, **options)
+    for step in range(5):
+        for params in (ours, theirs):
+            backward(params, step, but=(1, 4) if step == 2 else (4,) if step < 2 else ())
+            backward(params, 10 + step, but=(0, 4))  # accumulated
+        for optimizer in (offloaded, plain):
+            optimizer.step()
+            optimizer.zero_grad()
+    assert all(torch.equal(p, q) for p, q in zip(ours, theirs, strict=True))
+    assert_same_states(offloaded.state_dict(), plain.state_dict())
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, "1 KiB", None])
+def test_the_size_of_a_chunk_changes_nothing(chunk_bytes, to):
+    ours, theirs = parameters(), parameters()
+    offloaded = OffloadedOptimizer(ours, optim.AdamW, to=to, chunk_bytes=chunk_bytes)
+    plain = MasterWeights(theirs, optim.AdamW)
+    for step in range(3):
+        backward(ours, step)
+        backward(theirs, step)
+        offloaded.step()
+        plain.step()
+    assert all(torch.equal(p, q) for p, q in zip(ours, theirs, strict=True))
+
+
+def test_frozen_and_unused_parameters_cost_nothing_and_unfreezing_one_needs_no_call(to):
+    params = parameters()
+    params[0].requires_grad_(False)
+    offloaded = OffloadedOptimizer(params, optim.AdamW, to=to, gradients=True)
+    backward(params, 0, but=(1,))
+    offloaded.step()
+    assert set(offloaded.state) == set(params[2:])
+    params[0].requires_grad_(True)
+    before = params[0].detach().clone()
+    backward(params, 1)
+    offloaded.step()
+    assert set(offloaded.state) == set(params) and not torch.equal(params[0], before)
+    backward(params, 2)
+    assert params[0].grad is None
+
+
+def test_a_parameter_added_later_is_stepped_and_its_gradient_leaves_too(to):
+    ours, theirs = parameters(), parameters()
+    offloaded = OffloadedOptimizer(ours[:1], optim.AdamW, to=to, gradients=True)
+    plain = MasterWeights(theirs[:1], optim.AdamW)
+    for optimizer, params in ((offloaded, ours), (plain, theirs)):
+        backward(params[:1], 0)
+        optimizer.step()
+        optimizer.add_param_group({"params": params[1:], "lr": 0.1})
+        optimizer.zero_grad()
+        backward(params, 1)
+        optimizer.step()
+    assert all(p.grad is None for p in ours)
+    assert all(torch.equal(p, q) for p, q in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_a_tied_weight_has_one_gradient_and_is_stepped_once(gradients, to):
+    def trained(make):
+        torch.manual_seed(0)
+        embedding, head = nn.Embedding(8, 4).to(BF16), nn.Linear(4, 8, bias=False).to(BF16)
+        head.weight = embedding.weight
+        optimizer = make([embedding.weight])
+        for _ in range(3):
+            head(embedding(torch.arange(8))).float().logsumexp(-1).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return embedding.weight.detach()
+
+    ours = trained(lambda p: OffloadedOptimizer(p, optim.AdamW, to=to, gradients=gradients, lr=0.1))
+    assert torch.equal(ours, trained(lambda p: MasterWeights(p, optim.AdamW, lr=0.1)))
+
+
+def test_layouts_without_order_or_with_holes_are_stepped_alike(to):
+    base = torch.randn(6, 4).to(BF16)
+    weights = [
+        base.t(),
+        base[::2],
+        base[:, 1:3],
+        torch.randn(2, 3, 4, 4).to(BF16).to(memory_format=torch.channels_last),
+    ]
+    ours, theirs = ([nn.Parameter(w.clone(memory_format=torch.preserve_format)) for w in weights] for _ in range(2))
+    ours.append(nn.Parameter(base.clone()[:, 1:3]))
+    theirs.append(nn.Parameter(base.clone()[:, 1:3]))
+    offloaded = OffloadedOptimizer(ours, optim.AdamW, to=to, gradients=True, lr=0.1)
+    plain = MasterWeights(theirs, optim.AdamW, lr=0.1)
+    for step in range(3):
+        backward(ours, step)
+        backward(theirs, step)
+        offloaded.step()
+        plain.step()
+        plain.zero_grad()
+    assert all(torch.equal(p, q) for p, q in zip(ours, theirs, strict=True))
+
+
+def test_what_others_write_to_a_weight_is_taken_over(to):
+    ours, theirs = parameters(), parameters()
+    offloaded, plain = OffloadedOptimizer(ours, optim.AdamW, to=to), MasterWeights(theirs, optim.AdamW)
+    for step in range(4):
+        for optimizer, params in ((offloaded, ours), (plain, theirs)):
+            backward(params, step)
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                if step == 1:
+                    params[0].mul_(2)
+                if step == 2:
+                    params[3].data.add_(1)
+                    optimizer.refresh()
+    assert all(torch.equal(p, q) for p, q in zip(ours, theirs, strict=True))
+    assert_same_states(offloaded.state_dict(), plain.state_dict())
+
+
+def test_a_scheduler_moves_the_rate(to):
+    ours, theirs = parameters(), parameters()
+    pairs = [
+        (OffloadedOptimizer(ours, optim.SGD, to=to, lr=1.0), ours),
+        (MasterWeights(theirs, optim.SGD, lr=1.0), theirs),
+    ]
+    for optimizer, params in pairs:
+        scheduler = optim.lr_scheduler.CosineAnnealingLR(optimizer, 5)
+        for step in range(4):
+            backward(params, step)
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+    assert all(torch.equal(p, q) for p, q in zip(ours, theirs, strict=True))
+
+
+def test_a_sparse_gradient_is_stepped_and_refused_where_it_should_leave(to):
+    def trained(make):
+        layer = nn.Embedding.from_pretrained(torch.ones(4, 2, dtype=BF16), freeze=False, sparse=True)
+        optimizer = make(layer.parameters())
+        for _ in range(3):
+            layer(torch.tensor([0, 2, 2])).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return layer.weight.detach()
+
+    ours = trained(lambda p: OffloadedOptimizer(p, optim.SparseAdam, to=to, lr=0.1))
+    assert torch.equal(ours, trained(lambda p: MasterWeights(p, optim.SparseAdam, lr=0.1)))
+    with pytest.raises(TypeError, match="expected dense gradients, found a sparse one; use gradients=False"):
+        trained(lambda p: OffloadedOptimizer(p, optim.SparseAdam, to=to, gradients=True, lr=0.1))
+
+
+# ---- clipping, scaling
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
+def test_clipping_offloaded_gradients_is_clipping_fp32_ones(norm_type, to):
+    ours, theirs = ([p for p in parameters() if p.numel()] for _ in range(2))
+    offloaded = OffloadedOptimizer(ours, optim.AdamW, to=to, gradients=True)
+    plain = MasterWeights(theirs, optim.AdamW)
+    for step in range(3):
+        backward(ours, step)
+        backward(theirs, step)
+        plain.widen_gradients()
+        norm = offloaded.clip_grad_norm_(0.5, norm_type)
+        expected = nn.utils.clip_grad_norm_(theirs, 0.5, norm_type)
+        assert norm.dtype is FP32 and torch.equal(norm, expected) and norm > 0.5
+        for optimizer in (offloaded, plain):
+            optimizer.step()
+            optimizer.zero_grad()
+    assert all(torch.equal(p, q) for p, q in zip(ours, theirs, strict=True))
+
+
+def test_clipping_what_stays_is_torchs_clipping(to):
+    ours, theirs = parameters(), parameters()
+    offloaded = OffloadedOptimizer(ours, optim.AdamW, to=to)
+    backward(ours, 0)
+    backward(theirs, 0)
+    assert torch.equal(offloaded.clip_grad_norm_(0.1), nn.utils.clip_grad_norm_(theirs, 0.1))
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(ours, theirs, strict=True))
+
+
+def test_a_gradient_after_clipping_is_refused_and_zero_grad_forgets_the_clipping():
+    (p,) = parameters(shapes=[(4,)])
+    offloaded = OffloadedOptimizer([p], optim.SGD, lr=1.0, gradients=True)
+    assert offloaded.clip_grad_norm_(1.0) == 0
+    backward([p], 0)
+    offloaded.clip_grad_norm_(1e-3)
+    with pytest.raises(
+        RuntimeError, match=r"step\(\) or zero_grad\(\) after clip_grad_norm_\(\), found another gradient"
+    ):
+        backward([p], 1)
+    offloaded.zero_grad()
+    p.sum().backward()
+    before = p.detach().clone()
+    offloaded.step()
+    assert torch.equal(p, (before.float() - 1).to(BF16))
+
+
+def test_a_norm_of_nan_raises_if_told_to():
+    (p,) = parameters(shapes=[(4,)])
+    offloaded = OffloadedOptimizer([p], optim.SGD, gradients=True)
+    (p * torch.nan).sum().backward()
+    with pytest.raises(RuntimeError, match="finite norm, found nan"):
+        offloaded.clip_grad_norm_(1.0, error_if_nonfinite=True)
+
+
+@pytest.mark.parametrize("scaler", [LossScaler, lambda **options: torch.amp.GradScaler("cpu", **options)])
+def test_a_loss_scaler_works_on_gradients_that_stay_and_is_refused_for_those_that_leave(scaler, to):
+    ours, theirs = parameters(FP16), parameters(FP16)
+    for params, optimizer in (
+        (ours, OffloadedOptimizer(ours, optim.AdamW, to=to)),
+        (theirs, MasterWeights(theirs, optim.AdamW)),
+    ):
+        scale = scaler(init_scale=8.0, growth_interval=1)
+        for step in range(4):
+            loss = sum((p * (step + 1)).sum() for p in params) * (torch.inf if step == 2 else 1)
+            scale.scale(loss).backward()
+            scale.step(optimizer)
+            scale.update()
+            optimizer.zero_grad()
+        assert scale.get_scale() == 8.0 * 2 * 2 / 2 * 2
+    assert all(torch.equal(p, q) for p, q in zip(ours, theirs, strict=True))
+    leaving, scale = OffloadedOptimizer(ours, optim.AdamW, to=to, gradients=True), scaler(init_scale=8.0)
+    scale.scale(ours[0].sum()).backward()
+    with pytest.raises(RuntimeError, match="expected gradients=False with a loss scaler"):
+        scale.step(leaving)
+
+
+# ---- saving and resuming
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize("gradients", [False, True])
+def test_a_run_that_stops_and_resumes_elsewhere_is_the_run_that_does_not_stop(dtype, gradients, to, tmp_path):
+    whole, params = parameters(dtype), parameters(dtype)
+    plain = reference(whole, optim.AdamW)
+    makers = [
+        lambda: OffloadedOptimizer(params, optim.AdamW, to=to, gradients=gradients),
+        lambda: OffloadedOptimizer(params, optim.AdamW, to=tmp_path),
+        lambda: reference(params, optim.AdamW),
+        lambda: OffloadedOptimizer(params, optim.AdamW),
+        lambda: OffloadedOptimizer(params, optim.AdamW, to=to, gradients=gradients),
+    ]
+    saved = None
+    for step, make in enumerate(makers):
+        optimizer = make()
+        if saved is not None:
+            saved.seek(0)
+            optimizer.load_state_dict(torch.load(saved, weights_only=True))
+        for seed in (2 * step, 2 * step + 1):
+            for each, its in ((optimizer, params), (plain, whole)):
+                backward(its, seed)
+                each.step()
+                each.zero_grad()
+        torch.save(optimizer.state_dict(), saved := io.BytesIO())
+        del optimizer
+    assert all(torch.equal(p, q) for p, q in zip(params, whole, strict=True))
+
+
+def test_loading_the_state_of_a_start_forgets_what_there_was(to):
+    ours, theirs = parameters(), parameters()
+    offloaded, plain = OffloadedOptimizer(ours, optim.AdamW, to=to), MasterWeights(theirs, optim.AdamW)
+    start = copy.deepcopy(offloaded.state_dict())
+    backward(ours, 0)
+    offloaded.step()
+    offloaded.load_state_dict(start)
+    with torch.no_grad():
+        for p, q in zip(ours, theirs, strict=True):
+            p.copy_(q)
+    for optimizer, params in ((offloaded, ours), (plain, theirs)):
+        optimizer.zero_grad()
+        backward(params, 1)
+        optimizer.step()
+    assert_same_states(offloaded.state_dict(), plain.state_dict())
+
+
+def test_a_state_dict_of_bf16_states_is_refused_and_nothing_changes(to):
+    params = parameters()
+    offloaded, plain = OffloadedOptimizer(params, optim.AdamW, to=to), optim.AdamW(parameters())
+    backward(params, 0)
+    backward(plain.param_groups[0]["params"], 0)
+    offloaded.step()
+    plain.step()
+    before = copy.deepcopy(offloaded.state_dict())
+    with pytest.raises(ValueError, match="a master of shape None where"):
+        offloaded.load_state_dict(plain.state_dict())
+    assert_same_states(offloaded.state_dict(), before)
+
+
+def test_pickling_is_refused():
+    with pytest.raises(TypeError, match=r"expected state_dict\(\) to save"):
+        copy.deepcopy(OffloadedOptimizer(parameters(), optim.SGD))
+
+
+# ---- what is held
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_on_a_card_are_weights_and_gradients_or_weights_alone_and_the_rest_is_on_the_host(dtype, gradients):
+    each, size = (64, 32), dtype.itemsize
+    with imagine("H100-80GB"):
+        model = nn.ParameterList([nn.Parameter(torch.zeros(each, dtype=dtype)) for _ in range(10)])
+        optimizer = OffloadedOptimizer(model.parameters(), optim.AdamW, gradients=gradients, fused=True)
+        for _ in range(2):
+            with Meter(model, optimizer) as meter:
+                for p in model:
+                    p.sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    total, one = 10 * 64 * 32, 64 * 32
+    card, host = meter.timeline.on(CARD), meter.timeline.on("cpu")
+    loss = size + size  # and its gradient
+    held = size * (one if gradients else total)
+    assert card.peak_bytes == size * total + held + loss
+    assert card.bytes_at(len(card.events)) == size * total
+    assert host.bytes_at(len(host.events)) == 12 * total + 10 * 4  # master, two moments, and the step counters
+    copies, widened = size * total, 4 * total * (dtype is BF16)  # of one chunk, for the model is small
+    assert host.peak_bytes == 12 * total + 10 * 4 + copies + widened
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_on_imagined_hardware_main_memory_stands_for_the_folder(gradients, tmp_path):
+    found = []
+    for to in ("cpu", tmp_path):
+        with imagine("H100-80GB"):
+            model = nn.ParameterList([nn.Parameter(torch.zeros(64, 32, dtype=BF16)) for _ in range(3)])
+            optimizer = OffloadedOptimizer(model.parameters(), optim.AdamW, to=to, gradients=gradients)
+            with Meter(model, optimizer) as meter:
+                for p in model:
+                    p.sum().backward()
+                optimizer.step()
+        found.append([(event.delta, event.op) for event in meter.timeline.events])
+        assert meter.timeline.on("cpu").peak_bytes > 12 * 3 * 64 * 32
+    assert found[0] == found[1]
+
+
+def test_with_a_folder_two_chunks_are_in_memory_while_the_step_lasts_and_none_after(tmp_path):
+    tensors, each = 8, 1024
+    model = nn.ParameterList(parameters(shapes=[(each,)] * tensors))
+    optimizer = OffloadedOptimizer(model.parameters(), optim.AdamW, to=tmp_path, chunk_bytes=2 * 4 * each, fused=True)
+    for _ in range(2):
+        backward(model, 0)
+        with Meter(model, optimizer) as meter:
+            optimizer.step()
+    timeline, chunk = meter.timeline, 2 * each
+    held = tensors * each * 4 + tensors * 4  # weights, gradients, counters
+    assert timeline.peak_bytes == held + 2 * 12 * chunk + 4 * chunk
+    assert timeline.bytes_at(len(timeline.events)) == held
+    assert all(state.keys() == {"step"} for state in optimizer.state.values())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts blocks, as Linux does")
+def test_room_for_all_states_is_taken_before_anything_is_stepped(tmp_path):
+    params = parameters(shapes=[(64, 1024)] * 4)
+    optimizer = OffloadedOptimizer(params, optim.AdamW, to=tmp_path, chunk_bytes=1)
+    sizes, write = [], state_file.StateFile.write
+
+    def watched(self, region, tensors):
+        sizes.append(os.fstat(self._file.fileno()).st_blocks * 512)
+        write(self, region, tensors)
+
+    backward(params, 0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(state_file.StateFile, "write", watched)
+        optimizer.step()
+    assert sizes[0] == sizes[-1] >= 12 * 4 * 64 * 1024
+
+
+# ---- faults
+
+
+def test_a_folder_that_is_not_there_or_not_writable_is_named(tmp_path):
+    with pytest.raises(OSError, match="expected a folder that files can be made in .*nowhere.*No such file") as caught:
+        OffloadedOptimizer(parameters(), optim.SGD, to=tmp_path / "nowhere")
+    assert caught.value.errno == errno.ENOENT
+
+
+def test_a_full_disk_is_found_before_anything_is_stepped_and_named(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    params = parameters()
+    before = [p.detach().clone() for p in params]
+    optimizer = OffloadedOptimizer(params, optim.AdamW, to=tmp_path)
+    backward(params, 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", full, raising=False)
+        with pytest.raises(OSError, match=f"expected room for .* in '{tmp_path}', found: No space left") as caught:
+            optimizer.step()
+    assert caught.value.errno == errno.ENOSPC
+    assert all(torch.equal(p, b) for p, b in zip(params, before, strict=True)) and not optimizer.state
+    optimizer.step()  # there is room again
+    assert not torch.equal(params[0], before[0])
+
+
+def test_a_write_that_fails_in_a_step_is_named_and_the_states_are_not_used_again(tmp_path, monkeypatch):
+    params = parameters()
+    optimizer = OffloadedOptimizer(params, optim.AdamW, to=tmp_path, chunk_bytes=1)
+    backward(params, 0)
+    optimizer.step()
+    good = copy.deepcopy(optimizer.state_dict())
+
+    class Broken:
+        def __init__(self, file):
+            self.file = file
+
+        failed = False
+
+        def write(self, data):
+            if self.failed:
+                return self.file.write(data)
+            self.failed = True
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        def __getattr__(self, name):
+            return getattr(self.file, name)
+
+    file = optimizer._file._file
+    monkeypatch.setattr(optimizer._file, "_file", Broken(file))
+    with pytest.raises(OSError, match=f"expected to write .* in '{tmp_path}', found: Input/output error"):
+        optimizer.step()
+    monkeypatch.setattr(optimizer._file, "_file", file)
+    with pytest.raises(OSError, match="found a failed write; load a state dict"):
+        optimizer.step()
+    optimizer.load_state_dict(good)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_a_step_that_raises_halfway_leaves_states_beside_their_masters(gradients, to):
+    class Halfway(optim.SGD):
+        def step(self, closure=None):
+            for m in self.param_groups[0]["params"]:
+                if m.numel() == 3 and self.defaults["lr"] == 7:
+                    raise ArithmeticError("no")
+                m.sub_(m.grad)
+                self.state[m]["sum"] = torch.ones_like(m)
+
+    params = parameters(shapes=[(2,), (3,), (4,)])
+    optimizer = OffloadedOptimizer(params, Halfway, to=to, chunk_bytes=1, gradients=gradients, lr=7)
+    start = [p.detach().float() for p in params]
+    for p in params:
+        p.sum().backward()
+    with pytest.raises(ArithmeticError):
+        optimizer.step()
+    states = optimizer.state_dict()["state"]
+    assert torch.equal(states[0]["master"], start[0] - 1) and torch.equal(params[0], (start[0] - 1).to(BF16))
+    assert torch.equal(states[1]["master"], start[1]) and 2 not in states
+    assert optimizer._passage is None and not optimizer._coming
+
+
+def test_a_killed_process_leaves_no_file(tmp_path):
+    code = """
+import os, signal, sys, torch
+from memlab.offloading import OffloadedOptimizer
+p = torch.nn.Parameter(torch.ones(1000, dtype=torch.bfloat16))
+optimizer = OffloadedOptimizer([p], torch.optim.AdamW, to=sys.argv[1], gradients=True)
+p.sum().backward()
+optimizer.step()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    assert subprocess.run([sys.executable, "-c", code, tmp_path], timeout=100).returncode == -9
+    assert not os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize("close", [True, False])
+def test_hooks_and_the_file_go_with_the_optimizer_or_when_it_is_closed(close, to):
+    params = parameters()
+    optimizer = OffloadedOptimizer(params, optim.AdamW, to=to, gradients=True)
+    backward(params, 0)
+    optimizer.step()
+    file, gone = optimizer._file and optimizer._file._file, weakref.ref(optimizer)
+    if close:
+        optimizer.close()
+        with pytest.raises(RuntimeError, match="found one that was closed"):
+            optimizer.step()
+    else:
+        del optimizer
+        gc.collect()
+        assert gone() is None
+    assert not any(p._post_accumulate_grad_hooks for p in params)
+    assert file is None or file.closed
+    backward(params, 1)
+    assert params[0].grad is not None
+
+
+def test_what_cannot_be_offloaded_is_refused():
+    with pytest.raises(TypeError, match="expected an optimizer's class"):
+        OffloadedOptimizer(parameters(), optim.SGD(parameters()))
+    with pytest.raises(ValueError, match="closure"):
+        OffloadedOptimizer(parameters(), optim.LBFGS)
+    with pytest.raises(ValueError, match="at least 1"):
+        OffloadedOptimizer(parameters(), optim.SGD, chunk_bytes=0)
+
+
+# ---- the link, with streams that run as late as they may
+
+
+class Late(torch.utils._python_dispatch.TorchDispatchMode):
+    """A stand-in for a stream: copies issued in it happen when somebody waits for them, and not before."""
+
+    def __init__(self, device=None):
+        super().__init__()
+        self.waiting = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.copy_.default:
+            self.waiting.append(args[:2])
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+    def run(self, count: int) -> None:
+        while count > 0 and self.waiting:
+            target, source = self.waiting.pop(0)
+            with torch.no_grad():
+                target.copy_(source)
+            count -= 1
+
+    def synchronize(self):
+        self.run(len(self.waiting))
+
+    def wait_stream(self, other):
+        if other is not None:
+            other.synchronize()
+
+    def record_event(self):
+        return LateEvent(self)
+
+
+class LateEvent:
+    def __init__(self, stream):
+        self.stream, self.last = stream, stream.waiting[-1] if stream.waiting else None
+
+    def synchronize(self):
+        waiting = [id(pair) for pair in self.stream.waiting]
+        if id(self.last) in waiting:
+            self.stream.run(waiting.index(id(self.last)) + 1)
+
+
+class Now:
+    """The stream on which the device computes: it is never behind."""
+
+    waiting = ()
+
+    def synchronize(self):
+        pass
+
+    def wait_stream(self, other):
+        other.synchronize()
+
+
+@pytest.fixture
+def late_device(monkeypatch):
+    """CPU tensors pass for a device's, and the two ways of the link are late."""
+    streams = []
+
+    def stream(device=None):
+        streams.append(Late())
+        return streams[-1]
+
+    memory = lambda nbytes: torch.full((nbytes,), 123, dtype=torch.uint8)  # noqa: E731
+    monkeypatch.setattr(host_link, "LINKED", ("cpu",))
+    monkeypatch.setattr(host_optimizer, "on_host", lambda tensor: not isinstance(tensor, nn.Parameter))
+    monkeypatch.setattr(host_gradients, "pinned", memory)
+    monkeypatch.setattr(host_link, "pinned", memory)
+    monkeypatch.setattr(torch.cuda, "Stream", stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: Now())
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: None)
+    return streams
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize("chunk_bytes", [1, 200, None])
+def test_over_a_late_link_the_step_is_the_same_and_nothing_is_on_its_way_after(
+    late_device, gradients, dtype, chunk_bytes, to
+):
+    ours, theirs = parameters(dtype), parameters(dtype)
+    offloaded = OffloadedOptimizer(ours, optim.AdamW, to=to, gradients=gradients, chunk_bytes=chunk_bytes)
+    plain = reference(theirs, optim.AdamW)
+    for step in range(5):
+        for params in (ours, theirs):
+            backward(params, step)
+            backward(params, 10 + step, but=(1,))
+        for optimizer in (offloaded, plain):
+            optimizer.step()
+            optimizer.zero_grad()
+        assert not any(stream.waiting for stream in late_device)
+        assert all(torch.equal(p, q) for p, q in zip(ours, theirs, strict=True))
+    assert len(late_device) == 2
+    assert_same_states(offloaded.state_dict(), plain.state_dict())
+
+
+def test_where_there_is_no_memory_to_pin_pageable_memory_does_and_it_is_said(monkeypatch):
+    def none_left(*args, pin_memory=False, **kwargs):
+        if pin_memory:
+            raise RuntimeError("CUDA error: out of memory")
+        return torch.zeros(*args, **kwargs)
+
+    monkeypatch.setattr(host_link.torch, "empty", none_left)
+    with pytest.warns(UserWarning, match="expected 1.0 KiB of memory to pin, found none"):
+        assert host_link.pinned(KiB).nbytes == KiB
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("gradients", [False, True])
+def test_on_a_gpu_the_step_is_that_of_the_cpu_and_its_bytes_those_of_the_table(gradients, to):
+    shapes = [(256, 256)] * 20
+    ours, theirs = [nn.Parameter(p.detach().cuda()) for p in parameters(shapes=shapes)], parameters(shapes=shapes)
+    offloaded = OffloadedOptimizer(ours, optim.AdamW, to=to, gradients=gradients, chunk_bytes="1 MiB", fused=True)
+    plain = MasterWeights(theirs, optim.AdamW, fused=True)
+    for step in range(5):
+        for p, q in zip(ours, theirs, strict=True):
+            weights = torch.randn(p.shape, generator=torch.Generator().manual_seed(step)).to(BF16)
+            (p * weights.cuda()).sum().backward()
+            (q * weights).sum().backward()
+        for optimizer in (offloaded, plain):
+            optimizer.step()
+            optimizer.zero_grad()
+        torch.cuda.synchronize()
+        assert torch.cuda.memory_allocated() < 3 * MiB  # 2.5 MiB of weights
+    assert all(torch.equal(p.cpu(), q) for p, q in zip(ours, theirs, strict=True))
+
+
+# ---- predicted and metered
+
+SIZES = Transformer(layers=2, width=32, heads=2, vocabulary=64, context=32)
+
+
+@pytest.mark.parametrize("offload", ["states", "states and gradients"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"precision": "mixed", "tokens": 32},
+        {"precision": "mixed", "tokens": 4, "first_step": True, "optimizer": "momentum"},
+        {"precision": "mixed", "tokens": 4, "micro_batches": 3, "implementation": "fused"},
+        {"precision": "mixed", "tokens": 32, "segments": 2, "micro_batches": 2},
+        {"precision": "fp32", "tokens": 4, "optimizer": "sgd"},
+        {"precision": "autocast", "tokens": 32, "segments": 1},
+    ],
+    ids=str,
+)
+def test_the_predicted_peak_of_the_card_is_the_metered_one(offload, options):
+    options = options | {"offload": offload}
+    step = training_step(SIZES, 2, **options)
+    with imagine("H100-80GB"):
+        timeline = metered_step(SIZES, 2, device="cuda", **options)
+    card, host = timeline.on(CARD), timeline.on("cpu")
+    assert card.peak_bytes == step.peak_bytes
+    if "segments" not in options:
+        found = {name: nbytes for name, nbytes in card.bytes_by_category(card.peak_event).items() if nbytes}
+        assert step.peak.by_category().items() <= found.items() | {("activation", 0)}
+    assert host.bytes_at(len(host.events)) == step.in_main_memory.of("optimizer_state").nbytes
+
+
+def test_bytes_a_parameter_are_those_of_zero_offload():
+    model = Transformer(layers=24, width=2048, heads=16, vocabulary=256, context=1024)
+    table = {}
+    for offload in (None, "states", "states and gradients"):
+        step = training_step(model, 1, 1024, precision="mixed", implementation="fused", offload=offload)
+        end = step.moment("optimizer step").by_category()
+        here = sum(end.get(name, 0) for name in ("parameter", "gradient", "optimizer_state"))
+        table[offload] = [round(nbytes / model.parameters, 3) for nbytes in (here, step.in_main_memory.nbytes)]
+    assert table == {None: [16, 0], "states": [4, 12], "states and gradients": [2, 14]}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"offload": "gradients"}, "expected offload to be one of None, 'states', 'states and gradients'"),
+        ({"offload": "states", "hardware": "cpu"}, "expected hardware='gpu' to offload from"),
+        ({"offload": "states", "precision": "bf16"}, "use 'mixed'"),
+    ],
+)
+def test_what_has_no_closed_form_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        training_step(SIZES, 2, 4, **options)
+
+
+def test_a_metered_step_on_the_cpu_refuses_to_offload():
+    with pytest.raises(ValueError, match="expected hardware='gpu' to offload from"):
+        metered_step(SIZES, 2, 4, offload="states", precision="mixed")

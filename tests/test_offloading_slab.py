@@ -1,0 +1,297 @@
+"""The slab, the file and the footprint of a view: where swapped bytes are, and which they are."""
+
+import errno
+import os
+import threading
+import weakref
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from memlab.memory_timeline import Meter, imagine
+from memlab.offloading.choice import Forward, Record, choose
+from memlab.offloading.files import SpillFile
+from memlab.offloading.footprint import footprint, needed, shape_in
+from memlab.offloading.slab import ALIGNMENT, Gaps, Slab
+
+# ---- slab
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 400), st.integers(0, 100)), max_size=60))
+def test_what_gaps_hand_out_never_overlaps_and_all_given_back_is_one_gap(steps):
+    gaps, taken = Gaps(2048), []
+    for take, nbytes, which in steps:
+        if take or not taken:
+            start = gaps.take(nbytes)
+            if start is None:
+                assert all(gap < nbytes for _, gap in gaps.free)
+            else:
+                taken.append((start, nbytes))
+        else:
+            gaps.give(*taken.pop(which % len(taken)))
+        cells = [cell for start, n in taken for cell in range(start // ALIGNMENT, -(-(start + n) // ALIGNMENT))]
+        assert len(set(cells)) == len(cells)
+        assert gaps.taken_bytes == ALIGNMENT * len(cells) == 2048 - sum(gap for _, gap in gaps.free)
+    for piece in taken:
+        gaps.give(*piece)
+    assert gaps.free == [(0, 2048)]
+
+
+def test_a_slab_is_allocated_once_and_its_pieces_are_aligned_views_of_it():
+    slab = Slab(1024)
+    assert slab.allocated_bytes == 0
+    with Meter() as meter:
+        rooms = [slab.take(n) for n in (100, 200, 300)]
+        slab.give(rooms[1])
+        again = slab.take(128)
+    assert meter.timeline.peak_bytes == slab.allocated_bytes == 1024
+    assert all(room.bytes.data_ptr() % ALIGNMENT == 0 for room in rooms)
+    assert again.start == rooms[1].start and slab.taken_bytes == 128 + 128 + 320
+
+
+def test_a_slab_of_fixed_size_says_when_it_is_full_and_one_that_grows_adds_chunks_of_powers_of_two():
+    slab = Slab(256)
+    assert slab.take(300) is None and slab.take(200) and slab.take(100) is None
+    growing = Slab()
+    growing.CHUNK_BYTES = 1024
+    sizes = [growing.take(n) and growing.allocated_bytes for n in (1000, 100, 3000, 500)]
+    assert sizes == [1024, 2048, 2048 + 4096, 2048 + 4096]
+
+
+def test_without_pinned_memory_there_is_one_warning_and_ordinary_memory(monkeypatch):
+    def none_left(nbytes):
+        raise RuntimeError("CUDA error: out of memory\nmore lines")
+
+    monkeypatch.setattr("memlab.offloading.slab.pinned_bytes", none_left)
+    slab = Slab(pinned=True)
+    slab.CHUNK_BYTES = 1024
+    with pytest.warns(UserWarning, match="expected 1.0 KiB of pinned memory, found none .CUDA error: out of memory."):
+        room = slab.take(1000)
+    assert slab.take(1000).bytes.numel() == room.bytes.numel() == 1000  # no second warning: it would be an error
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="pinned memory needs a GPU")
+def test_on_a_machine_with_a_gpu_the_slab_is_pinned():
+    assert Slab(4096, pinned=True).take(100).bytes.is_pinned()
+
+
+def test_beside_an_imagined_card_the_slab_lies_in_main_memory():
+    with imagine("H100-80GB"), Meter() as meter:
+        slab = Slab(4096)
+        slab.take(100)
+    assert meter.timeline.on("cpu").peak_bytes == 4096
+    assert "imagined H100-80GB" not in meter.timeline.devices
+
+
+# ---- file
+
+
+@pytest.fixture
+def file(tmp_path):
+    spill = SpillFile(tmp_path)
+    yield spill
+    spill.close()
+    assert not any(thread.name.startswith("memlab") for thread in threading.enumerate())
+    assert not tmp_path.exists() or os.listdir(tmp_path) == []
+
+
+def numbers(nbytes: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+def test_what_is_read_from_a_file_is_what_was_written(file, monkeypatch):
+    monkeypatch.setattr("memlab.offloading.files.SLICE_BYTES", 1000)  # so that it takes several calls
+    sources = [numbers(n, n) for n in (1, 999, 1000, 12_345)]
+    regions = [file.write(source)[0] for source in sources]
+    for source, region in zip(reversed(sources), reversed(regions), strict=True):
+        target = torch.zeros_like(source)
+        assert file.read(region, target).result() > 0
+        assert torch.equal(source, target)
+    assert file.taken_bytes == 64 + 1024 + 1024 + 12_352
+
+
+def test_a_region_that_was_given_back_is_used_again(file):
+    first, _ = file.write(numbers(1000))
+    second, _ = file.write(numbers(500))
+    file.give(first)
+    third, writing = file.write(numbers(900))
+    writing.result()
+    assert (third.start, second.start) == (first.start, 1024)
+    assert os.fstat(file._file.fileno()).st_size == 1024 + 500
+
+
+def test_a_file_without_a_name_and_a_thread_are_there_only_while_needed(tmp_path):
+    before = threading.active_count()
+    file = SpillFile(tmp_path)
+    assert threading.active_count() == before
+    file.write(numbers(1000))[1].result()
+    assert threading.active_count() == before + 1 and os.listdir(tmp_path) == []
+    memory = weakref.ref(file._file)
+    file.close()
+    assert threading.active_count() == before and memory() is None
+    file.close()
+    _, writing = file.write(numbers(10))  # and it can be used again
+    writing.result()
+    file.close()
+
+
+def test_a_short_write_is_continued_and_a_file_that_ends_early_is_an_error(file):
+    region, writing = file.write(numbers(1000))
+    writing.result()
+    os.truncate(file._file.fileno(), 600)
+    with pytest.raises(OSError, match="expected to read 1000 B in folder .*, found: the file ended early"):
+        file.read(region, torch.zeros(1000, dtype=torch.uint8)).result()
+
+
+def test_a_full_disk_is_an_error_that_names_the_folder_the_bytes_and_what_to_do(file, monkeypatch):
+    file.write(numbers(64))[1].result()
+
+    class Full:
+        def seek(self, _): ...
+        def write(self, _):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        def close(self): ...
+
+    real, file._file = file._file, Full()
+    _, writing = file.write(numbers(2048))
+    with pytest.raises(OSError, match=rf"write 2.0 KiB in folder '{file.folder}', found: No space .*; free some space"):
+        writing.result()
+    assert writing.exception().errno == errno.ENOSPC
+    file._file = real
+
+
+def test_a_folder_that_is_gone_is_an_error_that_names_it(tmp_path):
+    folder = tmp_path / "gone"
+    with pytest.raises(FileNotFoundError, match=f"expected to make a file in folder '{folder}'"):
+        SpillFile(folder).write(numbers(10))
+
+
+# ---- footprint
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.numel(), dtype=tensor.dtype).copy_(tensor.reshape(-1)).view(torch.uint8)
+
+
+def copied(tensor: torch.Tensor) -> torch.Tensor:
+    """What comes back if a tensor leaves alone."""
+    sent = footprint(tensor)
+    memory = torch.full((-(-sent.nbytes // 16) * 16,), 255, dtype=torch.uint8)
+    source = needed(tensor, sent)
+    assert source.numel() * source.element_size() == sent.nbytes
+    memory[: sent.nbytes].view(tensor.dtype).view(source.shape).copy_(source)
+    return shape_in(tensor, sent).of(memory)
+
+
+DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex128]
+
+
+@st.composite
+def views(draw) -> torch.Tensor:
+    """Any view of one storage: cut, stepped, permuted, expanded, overlapping, of another dtype."""
+    dtype = draw(st.sampled_from(DTYPES))
+    base = torch.arange(96 * 16, dtype=torch.int32).to(torch.uint8)
+    base = (base % 2 if dtype is torch.bool else base).view(dtype)
+    size = draw(st.lists(st.integers(1, 5), max_size=4))
+    stride = [draw(st.integers(0, 20)) for _ in size]
+    span = sum((n - 1) * s for n, s in zip(size, stride, strict=True))
+    return base.as_strided(size, stride, draw(st.integers(0, base.numel() - 1 - span))) if span < base.numel() else base
+
+
+@settings(deadline=None, max_examples=400)
+@given(views())
+def test_any_view_comes_back_with_its_values_and_sends_no_more_than_it_must(view):
+    back = copied(view)
+    assert back.dtype == view.dtype and back.shape == view.shape
+    assert torch.equal(bits(back), bits(view))
+    sent = footprint(view)
+    places = torch.arange(view.untyped_storage().nbytes() // view.element_size())
+    distinct = places.as_strided(view.shape, view.stride(), view.storage_offset()).unique().numel()
+    assert sent.nbytes <= max(distinct * view.element_size(), sent.end - sent.start // 64 * 64)
+    assert sent.nbytes >= distinct * view.element_size()
+    if not sent.holes:
+        assert all(n == 1 or a == b for n, a, b in zip(view.shape, back.stride(), view.stride(), strict=True))
+        assert back.storage_offset() * back.element_size() % 64 == view.storage_offset() * view.element_size() % 64
+
+
+@settings(deadline=None, max_examples=300)
+@given(views(), views())
+def test_a_footprint_that_covers_another_has_its_bytes(one, other):
+    sent = footprint(one)
+    if one.dtype == other.dtype and sent.covers(footprint(other)):
+        memory = torch.full((-(-sent.nbytes // 16) * 16,), 255, dtype=torch.uint8)
+        source = needed(one, sent)
+        memory[: sent.nbytes].view(one.dtype).view(source.shape).copy_(source)
+        back = shape_in(other, sent).of(memory)
+        assert torch.equal(bits(back), bits(other))
+
+
+@pytest.mark.parametrize(
+    "make, nbytes",
+    [
+        (lambda: torch.zeros(8, 4), 128),
+        (lambda: torch.zeros(8, 4).t(), 128),
+        (lambda: torch.zeros(1024).expand(4, 1024), 4096),  # 16 KiB of elements, 4 KiB of bytes
+        (lambda: torch.zeros(8, 64).unflatten(1, (4, 16))[:, 1], 8 * 16 * 4),  # a quarter of each row
+        (lambda: torch.zeros(64, 64)[16:32], 4096),
+        (lambda: torch.zeros(1000)[999], 32),  # from byte 3968 = 62 · 64 on, up to its last, 3999
+        (lambda: torch.zeros(100).unfold(0, 10, 1), 400),  # windows that overlap
+        (lambda: torch.zeros(200).as_strided((50, 50), (2, 2)), 788),  # 2500 elements at 99 places, with holes
+        (lambda: torch.zeros(4, 6, 5).transpose(0, 2), 480),
+    ],
+)
+def test_the_bytes_that_a_view_needs(make, nbytes):
+    assert footprint(make()).nbytes == nbytes
+
+
+def test_a_transpose_shares_the_copy_of_what_has_holes_and_other_dtypes_that_of_what_has_none():
+    fused = torch.zeros(8, 3, 16)
+    q = footprint(fused[:, 0])
+    assert q.holes and q.covers(footprint(fused[:, 0].t())) and q.covers(footprint(fused[:, 0].unsqueeze(0)))
+    assert not q.covers(footprint(fused[:, 1])) and not q.covers(footprint(fused[:, 0].view(torch.int16)))
+    assert footprint(fused).covers(footprint(fused.view(torch.int16)[3:]))
+
+
+# ---- choice
+
+
+def test_idle_time_times_bytes_decides_and_no_choice_exceeds_the_budget():
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(50):
+        records = []
+        for i in range(8):
+            nbytes, wait = torch.randint(1, 50, (2,), generator=generator).tolist()
+            records.append(Record(nbytes, float(i), float(i + wait)))
+        budget = int(torch.randint(1, 200, (), generator=generator))
+        chosen = choose(records, budget)
+        assert sum(records[i].nbytes for i in chosen) <= budget
+        left = budget - sum(records[i].nbytes for i in chosen)
+        assert all(records[i].nbytes > left for i in range(8) if i not in chosen)
+    equal = [Record(10, float(i), float(20 - i)) for i in range(5)]  # the first saved is wanted last
+    assert choose(equal, 30) == {0, 1, 2}
+
+
+def test_a_tensor_that_backward_never_wanted_counts_as_away_to_the_end():
+    assert choose([Record(10, 0.0, 5.0), Record(10, 1.0, None), Record(10, 2.0, 9.0)], 10) == {1}
+
+
+def test_a_forward_follows_the_one_before_as_long_as_the_sizes_are_the_same():
+    before = [Record(10, 0.0, 9.0), Record(80, 1.0, 8.0), Record(20, 2.0, 7.0)]
+
+    def leaves(sizes):
+        forward, left, taken = Forward(before, 100), 100, []
+        for nbytes in sizes:
+            _, go = forward.next_tensor(nbytes, left)
+            left -= nbytes * go
+            taken.append(go)
+        return taken
+
+    assert leaves([10, 80, 20]) == [False, True, True]
+    assert leaves([10, 50, 20, 20]) == [False, True, True, True]  # from the second on, who comes first
+    assert leaves([10, 80, 20, 5]) == [False, True, True, False]
+    first = Forward([Record(10, 0.0), Record(80, 1.0)], 100)  # a forward without backward says nothing
+    assert [first.next_tensor(n, 100)[1] for n in (10, 80)] == [True, True]
