@@ -23,6 +23,7 @@ from tests import (
     exercises_memory_hierarchy,
     exercises_memory_timeline,
     exercises_mixed_precision,
+    exercises_offloading,
 )
 
 ANSWERS = {
@@ -33,6 +34,7 @@ ANSWERS = {
     "mixed_precision": exercises_mixed_precision,
     "gradient_accumulation": exercises_gradient_accumulation,
     "gradient_checkpointing": exercises_gradient_checkpointing,
+    "offloading": exercises_offloading,
 }
 NOTEBOOKS = {path.stem: path for path in sources()}
 

@@ -68,11 +68,13 @@ class ImaginedLink(Link):
         self._in_flight: deque[Tensor] = deque()
 
     def down(self, source: Tensor, target: Tensor, written_to: Callable[[], None]) -> None:
+        """Copy at once, and hold the source as a GPU would."""
         target.copy_(source)
         self._in_flight.append(source)
         self.settle(IN_FLIGHT)
 
     def settle(self, keep: int = 0) -> None:
+        """Let go of the sources."""
         while len(self._in_flight) > keep:
             self._in_flight.popleft()
 
@@ -88,11 +90,13 @@ class CudaLink(Link):
         self._in_flight: deque[tuple] = deque()
 
     def down(self, source: Tensor, target: Tensor, written_to: Callable[[], None]) -> None:
+        """Copy on the link's stream, and hold the source until the computation waits for that."""
         mark, main = self._copy(source, target), torch.cuda.current_stream(self.device)
         self._in_flight.append((mark, main, source, source._version, written_to))
         self.settle(IN_FLIGHT)
 
     def up(self, source: Tensor, target: Tensor) -> torch.cuda.Event:
+        """Copy on the link's stream."""
         return self._copy(source, target)
 
     def _copy(self, source: Tensor, target: Tensor) -> torch.cuda.Event:
@@ -105,13 +109,16 @@ class CudaLink(Link):
         return self.last
 
     def wait(self, mark: torch.cuda.Event) -> None:
+        """Let the current stream wait."""
         torch.cuda.current_stream(self.device).wait_event(mark)
 
     def synchronize(self, mark: torch.cuda.Event | None) -> None:
+        """Let the calling thread wait; None: there was no copy."""
         if mark is not None:
             mark.synchronize()
 
     def settle(self, keep: int = 0) -> None:
+        """Let the streams that made the sources wait, and let go of them."""
         while len(self._in_flight) > keep:
             mark, main, source, version, written_to = self._in_flight.popleft()
             main.wait_event(mark)
@@ -119,9 +126,11 @@ class CudaLink(Link):
                 written_to()
 
     def now(self) -> torch.cuda.Event:
+        """An event on the current stream."""
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self.device))
         return event
 
     def seconds(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float | None:
+        """By the events; None if the second has not come."""
         return begin.elapsed_time(end) / 1000 if end.query() else None
