@@ -161,7 +161,7 @@ class MasterWeights(Optimizer):
                 m.grad = gradient.to(m.device, m.dtype)
         if narrow:  # in one block of memory, which a CPU's allocator finds again; many small ones it gives back
             numels = [m.numel() for _, m in narrow]
-            block = torch.empty(sum(numels), dtype=torch.float32, device=masters[0].device)
+            block = self._block(sum(numels), masters[0].device)
             for (_, m), piece in zip(narrow, block.split(numels), strict=True):
                 m.grad = piece.as_strided(m.shape, m.stride())
             torch._foreach_copy_([m.grad for _, m in narrow], [gradient for gradient, _ in narrow])
@@ -170,6 +170,10 @@ class MasterWeights(Optimizer):
             gradients = [m.grad._values() if m.grad.is_sparse else m.grad for m in masters]
             precise = torch.float32 if scale.device.type == "mps" else torch.float64
             torch._foreach_mul_(gradients, scale.to(precise).reciprocal().float().to(gradients[0].device))
+
+    def _block(self, numel: int, device: torch.device) -> Tensor:
+        """Memory for the FP32 gradients of a chunk. Returns (numel,) of FP32, of any values."""
+        return torch.empty(numel, dtype=torch.float32, device=device)
 
     # ---- masters
 

@@ -21,6 +21,12 @@ from memlab.book.measures.memory_arithmetic import imagined_step
 from memlab.book.measures.memory_hierarchy import tiled_attention_digits_and_bytes, tiled_attention_time
 from memlab.book.measures.memory_timeline import import_time, meter_cost_per_op, meter_exactness, meter_time
 from memlab.book.measures.mixed_precision import loss_scaling, master_weights
+from memlab.book.measures.offloading import (
+    offloaded_step,
+    streamed_weights,
+    swapped_to_files,
+    swapped_to_the_host,
+)
 from memlab.book.measures.pictures import pictures_that_move
 
 MEASURES = (
@@ -44,5 +50,9 @@ MEASURES = (
     selective_step,
     attention_backward,
     optimal_plans,
+    swapped_to_files,
+    swapped_to_the_host,
+    offloaded_step,
+    streamed_weights,
     pictures_that_move,
 )
