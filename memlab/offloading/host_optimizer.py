@@ -210,7 +210,7 @@ class OffloadedOptimizer(MasterWeights):
 
     def _block(self, numel: int, device: torch.device) -> Tensor:
         """Kept between steps where states are: memory that is given back and asked for again costs page faults."""
-        if self._file is not None:
+        if self._passage is not None:
             return super()._block(numel, device)
         if self._gradients_block is None or self._gradients_block.numel() < numel:
             self._gradients_block = None
