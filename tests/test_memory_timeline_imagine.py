@@ -15,7 +15,7 @@ from torch.optim import optimizer as optim
 from torch.utils.checkpoint import checkpoint
 
 from memlab.book.workloads import GPT, LSTM, text_batch
-from memlab.memory_timeline import CARDS, Meter, OutOfMemory, imagine, main_memory
+from memlab.memory_timeline import CARDS, Meter, OutOfMemory, imagine, in_main_memory, main_memory, on_imagined_card
 from memlab.memory_timeline.gpu_autocast import CAST_TO_FP32, RESULT_IN_FP32
 from memlab.memory_timeline.gpu_ops import _choose
 from memlab.units import GiB, MiB, format_bytes, parse_bytes
@@ -272,6 +272,21 @@ def test_what_is_made_in_main_memory_lies_beside_the_card_and_counts_for_no_budg
     assert [event.delta for event in card.events] == [2 * MiB, back.nbytes]
     assert later.timeline.on("cpu").peak_bytes == 2 * MiB
     assert later.timeline.on("imagined H100-80GB").peak_bytes == 2 * MiB + total.nbytes
+
+
+@pytest.mark.parametrize("card, beside", [("H100-80GB", True), ("cpu", False)])
+def test_a_tensor_says_whether_it_lies_on_the_imagined_card_or_in_main_memory(card, beside):
+    with imagine(card):
+        made = torch.empty(4)
+        with main_memory():
+            copy = made.clone()
+        for tensor in (made, made[1:]):
+            assert on_imagined_card(tensor) == beside and in_main_memory(tensor) == (not beside)
+        for tensor in (copy, copy[1:]):
+            assert in_main_memory(tensor) and not on_imagined_card(tensor)
+    real = torch.empty(4)
+    assert in_main_memory(real) and not on_imagined_card(real)
+    assert not in_main_memory(real.to("meta"))
 
 
 def test_main_memory_is_where_a_real_tensor_lies_anyway_and_where_an_imagined_cpu_has_all():

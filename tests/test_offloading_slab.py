@@ -1,6 +1,7 @@
-"""The slab, the file and the footprint of a view: where swapped bytes are, and which they are."""
+"""The slab, a layout, files and the footprint of a view: where bytes are elsewhere, and which they are."""
 
 import errno
+import mmap
 import os
 import threading
 import weakref
@@ -14,7 +15,10 @@ from memlab.memory_timeline import Meter, imagine
 from memlab.offloading.choice import Forward, Record, choose
 from memlab.offloading.files import SpillFile
 from memlab.offloading.footprint import footprint, needed, shape_in
+from memlab.offloading.layout import flat_bytes, laid_out, views_of
 from memlab.offloading.slab import ALIGNMENT, Gaps, Slab
+from memlab.offloading.unnamed import UnnamedFile
+from memlab.units import MiB
 
 # ---- slab
 
@@ -62,10 +66,12 @@ def test_a_slab_of_fixed_size_says_when_it_is_full_and_one_that_grows_adds_chunk
 
 
 def test_without_pinned_memory_there_is_one_warning_and_ordinary_memory(monkeypatch):
-    def none_left(nbytes):
-        raise RuntimeError("CUDA error: out of memory\nmore lines")
+    def none_left(*size, pin_memory=False, _empty=torch.empty, **options):
+        if pin_memory:
+            raise RuntimeError("CUDA error: out of memory\nmore lines")
+        return _empty(*size, **options)
 
-    monkeypatch.setattr("memlab.offloading.slab.pinned_bytes", none_left)
+    monkeypatch.setattr(torch, "empty", none_left)
     slab = Slab(pinned=True)
     slab.CHUNK_BYTES = 1024
     with pytest.warns(UserWarning, match="expected 1.0 KiB of pinned memory, found none .CUDA error: out of memory."):
@@ -86,7 +92,120 @@ def test_beside_an_imagined_card_the_slab_lies_in_main_memory():
     assert "imagined H100-80GB" not in meter.timeline.devices
 
 
-# ---- file
+# ---- layout
+
+
+def test_tensors_side_by_side_are_aligned_and_keep_dense_strides():
+    tensors = [torch.zeros(3), torch.zeros(2, 3, dtype=torch.bfloat16).t(), torch.zeros(8, 4)[:, :2], torch.zeros(0)]
+    flat = torch.zeros(flat_bytes(tensors), dtype=torch.uint8)
+    views = views_of(flat, tensors)
+    assert flat.numel() == laid_out(tensors)[1] == 3 * 64
+    assert [v.shape for v in views] == [t.shape for t in tensors]
+    assert [v.stride() for v in views] == [(1,), (1, 3), (2, 1), (1,)]
+    assert [v.storage_offset() * v.element_size() for v in views] == [0, 64, 128, 192]
+
+
+def test_a_layout_in_the_middle_of_other_bytes_stays_within_its_own():
+    tensors = [torch.randn(5, dtype=torch.float64), torch.randn(3, 4).t(), torch.randn(6, 4)[::2], torch.tensor(True)]
+    memory = torch.full((64 + flat_bytes(tensors) + 64,), 77, dtype=torch.uint8)
+    for view, tensor in zip(views_of(memory[64:-64], tensors), tensors, strict=True):
+        view.copy_(tensor)
+    again = views_of(memory[64:-64].clone(), tensors)
+    assert all(torch.equal(view, tensor) for view, tensor in zip(again, tensors, strict=True))
+    assert (memory[:64] == 77).all() and (memory[-64:] == 77).all()
+
+
+# ---- a file without a name
+
+
+class Slow:
+    """Moves a thousand bytes a call at the most, as a system may."""
+
+    def __init__(self, raw):
+        self.raw = raw
+
+    def write(self, view):
+        return self.raw.write(view[:1000])
+
+    def readinto(self, view):
+        return self.raw.readinto(view[:1000])
+
+    def __getattr__(self, name):
+        return getattr(self.raw, name)
+
+
+@pytest.fixture(params=[lambda raw: raw, Slow], ids=["whole", "in parts"])
+def unnamed(request, tmp_path):
+    file = UnnamedFile(tmp_path)
+    file.raw = request.param(file.raw)
+    yield file
+    assert os.listdir(tmp_path) == []
+    file.close()
+    assert file.raw.closed
+
+
+@pytest.mark.parametrize("promised", [True, False])
+def test_a_reserved_file_has_room_on_the_disk_and_what_was_written_stays(unnamed, monkeypatch, promised):
+    if not promised:
+        monkeypatch.delattr(os, "posix_fallocate", raising=False)
+    before, after = torch.randn(1000), torch.empty(1000)
+    unnamed.reserve(5000)
+    unnamed.write(16, before)
+    for nbytes in (3 * MiB + 5, 100):  # the second has its room already
+        unnamed.reserve(nbytes)
+        found = os.fstat(unnamed.raw.fileno())
+        assert found.st_size == unnamed.reserved_bytes == 3 * MiB + 5 <= found.st_blocks * 512
+    unnamed.read(16, after)
+    assert torch.equal(before, after)
+
+
+@pytest.mark.parametrize(
+    "tensor", [torch.randn(40, 30), torch.randn(40, 30).t(), torch.randn(7).to(torch.bfloat16), torch.empty(0)]
+)
+def test_a_dense_tensors_bytes_are_written_and_read_whole(unnamed, tensor):
+    into = torch.empty_like(tensor)
+    unnamed.write(123, tensor)
+    unnamed.read(123, into)
+    assert torch.equal(into, tensor) and into.stride() == tensor.stride()
+    into.untyped_storage().resize_(0)  # nothing holds it
+
+
+def test_a_window_on_the_file_outlives_it_and_shows_what_is_written(unnamed):
+    unnamed.reserve(4096)
+    window = unnamed.mapped(0, 4096)
+    unnamed.write(8, torch.arange(4, dtype=torch.uint8))
+    window[0] = 9
+    into = torch.empty(12, dtype=torch.uint8)
+    unnamed.read(0, into)
+    assert into.tolist() == [9, 0, 0, 0, 0, 0, 0, 0, 0, 1, 2, 3] == list(window[:12])
+    unnamed.close()
+    assert window[0] == 9
+    window.close()
+
+
+def test_all_that_fails_in_a_file_names_the_folder_the_bytes_and_what_to_do(tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    file = UnnamedFile(tmp_path)
+    monkeypatch.setattr(os, "posix_fallocate", full, raising=False)
+    monkeypatch.setattr(mmap, "mmap", full)
+    for call, wanted, found in (
+        (lambda: file.reserve(2048), "find room for 2.0 KiB", "No space left on device"),
+        (lambda: file.mapped(0, 1024), "map 1.0 KiB", "No space left on device"),
+        (lambda: file.read(0, torch.empty(3)), "read 12 B", "the file ended early"),
+    ):
+        with pytest.raises(OSError) as caught:
+            call()
+        assert caught.value.strerror == (
+            f"expected to {wanted} in folder '{tmp_path}', found: {found}; free some space there, or name another "
+            "folder that exists, is writable and has room"
+        )
+    assert file.reserved_bytes == 0
+    file.close()
+
+
+# ---- a file that is spilled to
 
 
 @pytest.fixture
@@ -102,8 +221,7 @@ def numbers(nbytes: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
 
 
-def test_what_is_read_from_a_file_is_what_was_written(file, monkeypatch):
-    monkeypatch.setattr("memlab.offloading.files.SLICE_BYTES", 1000)  # so that it takes several calls
+def test_what_is_read_from_a_file_is_what_was_written(file):
     sources = [numbers(n, n) for n in (1, 999, 1000, 12_345)]
     regions = [file.write(source)[0] for source in sources]
     for source, region in zip(reversed(sources), reversed(regions), strict=True):
@@ -120,7 +238,7 @@ def test_a_region_that_was_given_back_is_used_again(file):
     third, writing = file.write(numbers(900))
     writing.result()
     assert (third.start, second.start) == (first.start, 1024)
-    assert os.fstat(file._file.fileno()).st_size == 1024 + 500
+    assert os.fstat(file._file.raw.fileno()).st_size == 1024 + 500
 
 
 def test_a_file_without_a_name_and_a_thread_are_there_only_while_needed(tmp_path):
@@ -138,10 +256,10 @@ def test_a_file_without_a_name_and_a_thread_are_there_only_while_needed(tmp_path
     file.close()
 
 
-def test_a_short_write_is_continued_and_a_file_that_ends_early_is_an_error(file):
+def test_a_file_that_ends_early_is_an_error(file):
     region, writing = file.write(numbers(1000))
     writing.result()
-    os.truncate(file._file.fileno(), 600)
+    os.truncate(file._file.raw.fileno(), 600)
     with pytest.raises(OSError, match="expected to read 1000 B in folder .*, found: the file ended early"):
         file.read(region, torch.zeros(1000, dtype=torch.uint8)).result()
 
@@ -156,12 +274,12 @@ def test_a_full_disk_is_an_error_that_names_the_folder_the_bytes_and_what_to_do(
 
         def close(self): ...
 
-    real, file._file = file._file, Full()
+    real, file._file.raw = file._file.raw, Full()
     _, writing = file.write(numbers(2048))
     with pytest.raises(OSError, match=rf"write 2.0 KiB in folder '{file.folder}', found: No space .*; free some space"):
         writing.result()
     assert writing.exception().errno == errno.ENOSPC
-    file._file = real
+    file._file.raw = real
 
 
 def test_a_folder_that_is_gone_is_an_error_that_names_it(tmp_path):

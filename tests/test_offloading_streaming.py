@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import textwrap
 import threading
 import weakref
@@ -25,7 +24,6 @@ from memlab.memory_timeline import Meter, OutOfMemory, imagine, main_memory
 from memlab.offloading import courier as courier_page
 from memlab.offloading import homes, stream_weights
 from memlab.offloading.courier import Courier
-from memlab.offloading.homes import HomesInFiles, flat_bytes, views_of
 
 CARD = "H100-80GB"
 
@@ -426,16 +424,6 @@ def test_an_imagined_card_shows_what_streaming_saves_from_a_folder_too():
     assert max(timeline.curves["parameter"]) == rest + 2 * layer
 
 
-def test_a_layers_range_is_aligned_and_views_keep_dense_strides():
-    tensors = [torch.zeros(3), torch.zeros(2, 3, dtype=torch.bfloat16).t(), torch.zeros(8, 4)[:, :2], torch.zeros(0)]
-    flat = torch.zeros(flat_bytes(tensors), dtype=torch.uint8)
-    views = views_of(flat, tensors)
-    assert flat.numel() == 3 * 64
-    assert [v.shape for v in views] == [t.shape for t in tensors]
-    assert [v.stride() for v in views] == [(1,), (1, 3), (2, 1), (1,)]
-    assert [v.storage_offset() * v.element_size() for v in views] == [0, 64, 128, 192]
-
-
 # ---- the rest of the model's life
 
 
@@ -564,14 +552,14 @@ def test_a_missing_folder_is_named_before_anything_moves(tmp_path):
 def test_a_full_disk_is_named_at_the_start_and_the_model_is_as_it_was(tmp_path, monkeypatch, room_for):
     calls = []
 
-    def reserve(file, nbytes):
-        calls.append(nbytes)
+    def reserve(*call):
+        calls.append(call)
         if len(calls) > room_for:
             raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(homes, "reserve", reserve)
+    monkeypatch.setattr(os, "posix_fallocate", reserve, raising=False)
     model, plain, before = gpt(), gpt(), open_files()
-    with pytest.raises(OSError, match=f"room for .* in {tmp_path}, found: No space left on device"):
+    with pytest.raises(OSError, match=f"room for .* in folder '{tmp_path}', found: No space left on device"):
         stream_weights(model, model.blocks, tmp_path).__enter__()
     assert alike(list(model.parameters()), list(plain.parameters()))
     assert hooks_of(model) == 0 and threads() == [] and open_files() == before
@@ -671,27 +659,6 @@ def test_a_killed_process_leaves_no_file(tmp_path):
     )
     assert done.returncode == -signal.SIGKILL
     assert os.listdir(tmp_path) == []
-
-
-def test_where_no_room_can_be_promised_it_is_filled_with_zeros(tmp_path, monkeypatch):
-    monkeypatch.delattr(os, "posix_fallocate", raising=False)
-    with tempfile.TemporaryFile(dir=tmp_path, buffering=0) as file:
-        homes.reserve(file, 3 * 2**20 + 5)
-        assert os.fstat(file.fileno()).st_size == 3 * 2**20 + 5
-    model = HomesInFiles(tmp_path)
-    (home,) = model.make([100])
-    home.flat.fill_(7)
-    into = torch.zeros(100, dtype=torch.uint8)
-    home.read(into)
-    assert torch.equal(into, home.flat)
-    model.close()
-
-
-def test_without_pinned_memory_there_is_a_warning_and_ordinary_memory():
-    if torch.cuda.is_available():
-        pytest.skip("memory can be pinned here")
-    with pytest.warns(UserWarning, match="pinned memory, found none"):
-        assert homes.pinned_bytes(64).numel() == 64
 
 
 # ---- a GPU's streams, by a stand-in

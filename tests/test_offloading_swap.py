@@ -102,7 +102,7 @@ def swap(request, tmp_path, monkeypatch):
         monkeypatch.setattr(store, "Link", LateLink)
         monkeypatch.setattr(torch, "empty", nonsense)
     if request.param == "late copies":
-        monkeypatch.setattr("memlab.offloading.swap.on_host", lambda tensor: False)
+        monkeypatch.setattr("memlab.offloading.swap.in_main_memory", lambda tensor: False)
         made = swap_activations("cpu", prefetch=2)
     else:
         sizes = {"late copies, a small slab": "300 KiB", "late copies, no slab": 0}
@@ -652,7 +652,7 @@ def failing(monkeypatch, after: int, error: OSError):
 
     def _open(self):
         opened(self)
-        self._file = File(self._file)
+        self._file.raw = File(self._file.raw)
 
     monkeypatch.setattr(SpillFile, "_open", _open)
 
@@ -721,7 +721,7 @@ def test_a_read_that_fails_is_an_error_that_names_the_folder(tmp_path, monkeypat
     with swap:
         loss = model(*batch)
     (only,) = swap._stores.values()
-    os.truncate(only.file._file.fileno(), 1000)
+    os.truncate(only.file._file.raw.fileno(), 1000)
     with pytest.raises(OSError, match=f"expected to read .* in folder '{tmp_path}'"):
         loss.backward()
     del loss

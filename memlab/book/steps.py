@@ -15,10 +15,9 @@ from memlab.memory_arithmetic.optimizers import CHUNK_BYTES
 from memlab.memory_arithmetic.shapes import balanced, one_of, positive
 from memlab.memory_arithmetic.step import PRECISIONS, refuse_offload
 from memlab.memory_hierarchy import OpCounter
-from memlab.memory_timeline import Meter, Timeline
+from memlab.memory_timeline import Meter, Timeline, in_main_memory
 from memlab.mixed_precision.master_weights import MasterWeights
 from memlab.offloading import OffloadedOptimizer
-from memlab.offloading.host_link import on_host
 
 OPTIMIZERS = {
     "sgd": (torch.optim.SGD, {"lr": 1e-3}),
@@ -119,7 +118,7 @@ def metered_step(
             checkpoint_blocks(network, segments)
     finally:
         torch.set_default_dtype(usual)
-    refuse_offload(offload, precision, "cpu" if on_host(next(network.parameters())) else "gpu")
+    refuse_offload(offload, precision, "cpu" if in_main_memory(next(network.parameters())) else "gpu")
     algorithm = made(network.parameters(), optimizer, implementation, precision, chunk_bytes, offload)
     group = [
         tuple(torch.randint(model.vocabulary, (batch, tokens), device=device) for _ in range(2))

@@ -14,7 +14,7 @@ CPU) and `budget` (when it is full).
 """
 
 from memlab.memory_timeline.budget import OutOfMemory
-from memlab.memory_timeline.imagine import CARDS, imagine, main_memory
+from memlab.memory_timeline.imagine import CARDS, imagine, in_main_memory, main_memory, on_imagined_card
 from memlab.memory_timeline.meter import Meter
 from memlab.memory_timeline.timeline import CATEGORIES, Event, Line, Span, Storage, Timeline
 
@@ -29,5 +29,7 @@ __all__ = [
     "Storage",
     "Timeline",
     "imagine",
+    "in_main_memory",
     "main_memory",
+    "on_imagined_card",
 ]

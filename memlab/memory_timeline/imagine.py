@@ -115,6 +115,17 @@ def main_memory() -> Iterator[None]:
         mode.beside_card = before
 
 
+def on_imagined_card(tensor: Tensor) -> bool:
+    """Whether a tensor lies on a GPU that is imagined, and not in the main memory beside it."""
+    imagined = isinstance(tensor, FakeTensor) and getattr(tensor.fake_mode, "imagines", None) in CARDS
+    return imagined and not hasattr(tensor.untyped_storage(), "in_main_memory")
+
+
+def in_main_memory(tensor: Tensor) -> bool:
+    """Whether a tensor lies in the host's main memory: neither on a GPU nor on an imagined card."""
+    return tensor.is_cpu and not on_imagined_card(tensor)
+
+
 class ImaginedHardware:
     """What `imagine` returns: a context manager that can be entered again, one block at a time."""
 

@@ -17,7 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memlab.offloading.homes import FileHome, Home, pinned_bytes, views_of
+from memlab.offloading.homes import FileHome, Home
+from memlab.offloading.layout import views_of
+from memlab.offloading.slab import pinned_bytes
 
 
 class Courier:
@@ -87,7 +89,7 @@ class Courier:
     ) -> None:
         (gradient,) = sent
         if self.on_gpu:
-            (landed,) = views_of(through, [place])
+            (landed,) = views_of(through[: place.nbytes], [place])
             with torch.cuda.stream(self.down):
                 self.down.wait_event(here)
                 landed.copy_(gradient, non_blocking=True)

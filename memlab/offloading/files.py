@@ -1,9 +1,5 @@
 """The file that swapped bytes spill to, and the thread that writes and reads it.
 
-The file has no name. The system gives its blocks back when the last handle is closed, and closes all handles when a
-process ends, however it ends: nothing can be left over, not even by `kill -9`. (Where a system has no unnamed files,
-the file has a name and is marked to be deleted when closed.)
-
 One thread does all reading and writing, in the order it is asked to. So a region may be given to somebody else while
 its last bytes are still being written: what is written later lies on top.
 """
@@ -11,21 +7,17 @@ its last bytes are still being written: what is written later lies on top.
 from __future__ import annotations
 
 import os
-import tempfile
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import NamedTuple
 
 from torch import Tensor
 
 from memlab.offloading.slab import Gaps
-from memlab.units import MiB, TiB, format_bytes
-
-SLICE_BYTES = 16 * MiB  # asked of the system in one call
+from memlab.offloading.unnamed import UnnamedFile
+from memlab.units import TiB
 
 
 class Region(NamedTuple):
@@ -45,10 +37,10 @@ class SpillFile:
     """
 
     def __init__(self, folder: str | os.PathLike):
-        self.folder = Path(folder)
+        self.folder = folder
         self._gaps = Gaps(1024 * TiB)
-        self._file, self._worker = None, None
-        self._close_file: Callable[[], None] | None = None
+        self._file: UnnamedFile | None = None
+        self._worker: ThreadPoolExecutor | None = None
 
     @property
     def taken_bytes(self) -> int:
@@ -60,11 +52,11 @@ class SpillFile:
         if self._file is None:
             self._open()
         region = Region(self._gaps.take(source.numel()), source.numel())
-        return region, self._worker.submit(self._move, self._file.write, "write", region, source, ready)
+        return region, self._worker.submit(timed, self._file.write, region.start, source, ready)
 
     def read(self, region: Region, target: Tensor, ready: Callable[[], None] | None = None) -> Future:
         """Begin to read a region into target, (nbytes,) of uint8 on the host. ready: as in `write`."""
-        return self._worker.submit(self._move, self._file.readinto, "read", region, target, ready)
+        return self._worker.submit(timed, self._file.read, region.start, target, ready)
 
     def give(self, region: Region) -> None:
         """Give a region back, whose bytes are wanted no longer."""
@@ -74,32 +66,24 @@ class SpillFile:
         """End the thread and give the file's blocks back; the next write begins with an empty file."""
         if self._file is None:
             return
-        worker, self._worker, self._file = self._worker, None, None
+        worker, file, self._worker, self._file = self._worker, self._file, None, None
         inside = threading.current_thread() in worker._threads  # the garbage collector runs in any thread
         worker.shutdown(wait=not inside, cancel_futures=True)
-        self._close_file()
+        file.close()
 
     def _open(self) -> None:
-        file = open_unnamed(self.folder)
+        self._file = UnnamedFile(self.folder)
         self._gaps = Gaps(1024 * TiB)
-        self._close_file = weakref.finalize(self, file.close)
-        self._file, self._worker = file, ThreadPoolExecutor(1, thread_name_prefix="memlab-swap")
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="memlab-swap")
 
-    def _move(self, call, verb: str, region: Region, memory: Tensor, ready: Callable[[], None] | None) -> float:
-        """In the worker: seek, and write or read slice by slice. Returns the seconds it took."""
-        if ready is not None:
-            ready()
-        begin, done, view = time.perf_counter(), 0, memoryview(memory.numpy())
-        try:
-            call.__self__.seek(region.start)
-            while done < region.nbytes:
-                moved = call(view[done : done + SLICE_BYTES])
-                if not moved:
-                    raise OSError(0, "the file ended early")
-                done += moved
-        except OSError as error:
-            raise explained(error, f"{verb} {format_bytes(region.nbytes)}", self.folder) from error
-        return time.perf_counter() - begin
+
+def timed(move: Callable[[int, Tensor], None], start: int, memory: Tensor, ready: Callable[[], None] | None) -> float:
+    """In the worker: when it is ready, write or read. Returns the seconds it took."""
+    if ready is not None:
+        ready()
+    begin = time.perf_counter()
+    move(start, memory)
+    return time.perf_counter() - begin
 
 
 class NoFile:
@@ -130,20 +114,3 @@ def at_once() -> Future:
     future: Future = Future()
     future.set_result(0.0)
     return future
-
-
-def open_unnamed(folder: Path):
-    """A file in `folder` that nobody else can see, without a buffer. Raises OSError that names the folder."""
-    try:
-        return tempfile.TemporaryFile(dir=folder, buffering=0)
-    except OSError as error:
-        raise explained(error, "make a file", folder) from error
-
-
-def explained(error: OSError, wanted: str, folder: Path) -> OSError:
-    """The same kind of error, which says what was wanted, where, and what to do."""
-    return type(error)(
-        error.errno,
-        f"expected to {wanted} in folder '{folder}', found: {error.strerror or error}; free some space there, or swap "
-        "to another folder that exists, is writable and has room for what is moved (swap.moved_bytes)",
-    )

@@ -16,9 +16,9 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
+from memlab.offloading.layout import Shape
 from memlab.offloading.slab import ALIGNMENT
 
 
@@ -64,21 +64,8 @@ def needed(tensor: Tensor, found: Footprint) -> Tensor:
     return tensor.as_strided(found.size, found.stride, found.start // found.itemsize)
 
 
-class Shape(NamedTuple):
-    """How to make a view from the bytes of a footprint that covers it."""
-
-    dtype: torch.dtype
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset_bytes: int
-
-    def of(self, memory: Tensor) -> Tensor:
-        """The view. memory: (bytes,) of uint8; as many bytes as a multiple of every itemsize."""
-        return memory.view(self.dtype).as_strided(self.size, self.stride, self.offset_bytes // self.dtype.itemsize)
-
-
 def shape_in(tensor: Tensor, sent: Footprint) -> Shape:
-    """The tensor's shape in the bytes of a footprint that covers its own."""
+    """How to make the tensor from the bytes of a footprint that covers its own."""
     size, stride = tuple(tensor.shape), tensor.stride()
     offset_bytes = tensor.storage_offset() * tensor.element_size() - sent.start
     if sent.holes:  # strides of the same order, without the holes

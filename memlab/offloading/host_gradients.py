@@ -18,8 +18,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from memlab.memory_timeline import main_memory
-from memlab.offloading.host_link import Link, Links, on_host, pinned
+from memlab.memory_timeline import in_main_memory, main_memory
+from memlab.offloading.host_link import Link, Links
+from memlab.offloading.slab import pinned_bytes
 from memlab.offloading.state_file import Region, StateFile
 
 
@@ -73,7 +74,7 @@ class HostGradients:
             elif p in self.held:
                 self.held[p].add_(gradient.to("cpu"))
             else:
-                self.held[p] = gradient if on_host(gradient) else gradient.to("cpu", copy=True)
+                self.held[p] = gradient if in_main_memory(gradient) else gradient.to("cpu", copy=True)
 
     def loaded(self, p: Tensor) -> Tensor:
         """A parameter's gradient in memory; a copy, if it is in the file."""
@@ -125,7 +126,7 @@ class HostGradients:
         if first and p in self._homes:
             place = self._homes[p]
         else:
-            place = pinned(gradient.nbytes).view(gradient.dtype).view(gradient.shape)
+            place = pinned_bytes(gradient.nbytes).view(gradient.dtype).view(gradient.shape)
         if first:
             self.held[p] = self._homes[p] = place
         self._falling.append((link.fall(gradient, place), p, place, first))

@@ -6,40 +6,16 @@ and write it by itself. Pinning is slow, so two buffers each way are pinned once
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
-from memlab.memory_timeline import CARDS
-from memlab.offloading.state_file import carved, laid_out
-from memlab.units import format_bytes
+from memlab.offloading.layout import laid_out
+from memlab.offloading.slab import pinned_bytes
 
 LINKED = ("cuda",)
 """Device types with streams and pinned memory."""
-
-
-def on_host(tensor: Tensor) -> bool:
-    """Whether a tensor lies in main memory: neither on a GPU nor on an imagined card."""
-    if isinstance(tensor, FakeTensor) and getattr(tensor.fake_mode, "imagines", None) in CARDS:
-        return hasattr(tensor.untyped_storage(), "in_main_memory")
-    return tensor.device.type == "cpu"
-
-
-def pinned(nbytes: int) -> Tensor:
-    """Pinned memory, (nbytes,) of uint8. Pageable, with a warning, where the system has no more to pin."""
-    try:
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-    except RuntimeError as error:
-        found = str(error).splitlines()[0]
-        warnings.warn(
-            f"expected {format_bytes(nbytes)} of memory to pin, found none ({found}); transfers go through pageable "
-            "memory, right but slower",
-            stacklevel=2,
-        )
-        return torch.empty(nbytes, dtype=torch.uint8)
 
 
 class Links:
@@ -110,8 +86,8 @@ class Link:
         self._turns[way] ^= 1
         if key in self._events:
             self._events.pop(key).synchronize()
-        pieces, nbytes = laid_out({str(number): tensor for number, tensor in enumerate(tensors)})
+        shapes, nbytes = laid_out(tensors)
         if key not in self._buffers or self._buffers[key].nbytes < nbytes:
             self._buffers.pop(key, None)
-            self._buffers[key] = pinned(nbytes)
-        return key, [carved(self._buffers[key], *piece) for piece in pieces.values()]
+            self._buffers[key] = pinned_bytes(nbytes)
+        return key, [shape.of(self._buffers[key]) for shape in shapes]

@@ -23,11 +23,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from memlab.memory_timeline import main_memory
+from memlab.memory_timeline import in_main_memory, main_memory
 from memlab.mixed_precision.master_weights import HALVES, MasterWeights
 from memlab.offloading.host_gradients import HostGradients
-from memlab.offloading.host_link import Links, on_host
-from memlab.offloading.state_file import Passage, Region, StateFile, padded
+from memlab.offloading.host_link import Links
+from memlab.offloading.slab import rounded
+from memlab.offloading.state_file import Passage, Region, StateFile
 from memlab.units import MiB, parse_bytes
 
 Chunk = list[tuple[dict, Tensor]]
@@ -104,7 +105,7 @@ class OffloadedOptimizer(MasterWeights):
     # ---- where things are
 
     def _needs_master(self, p: Tensor) -> bool:
-        return p.dtype in HALVES or not on_host(p)
+        return p.dtype in HALVES or not in_main_memory(p)
 
     def _wide(self, p: Tensor) -> Tensor:
         with main_memory():
@@ -115,7 +116,7 @@ class OffloadedOptimizer(MasterWeights):
 
     def _gradient(self, p: Tensor) -> Tensor:
         gradient = self._host.held.get(p, p.grad) if self._host.held else p.grad
-        return gradient if on_host(gradient) else gradient.to("cpu", copy=True)
+        return gradient if in_main_memory(gradient) else gradient.to("cpu", copy=True)
 
     def _in_file(self, p: Tensor) -> bool:
         return self._file is not None and not isinstance(p, FakeTensor)
@@ -233,7 +234,7 @@ class OffloadedOptimizer(MasterWeights):
                 if id(group) not in sizes:
                     sizes[id(group)] = self._state_itemsizes(group)
                 for itemsize in (*sizes[id(group)], *([max(4, p.itemsize)] if self._needs_master(p) else [])):
-                    nbytes += padded(itemsize * p.numel())
+                    nbytes += rounded(itemsize * p.numel())
         self._file.reserve(nbytes)
 
     def _state_itemsizes(self, group: dict) -> list[int]:

@@ -57,14 +57,3 @@ def is_bytes(tensor: Tensor) -> bool:
         and tensor.device.type in ("cpu", "cuda")
         and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
     )
-
-
-def on_imagined_card(tensor: Tensor) -> bool:
-    """Whether the tensor is on a GPU that is imagined, and not in the host's memory beside it."""
-    imagined = isinstance(tensor, FakeTensor) and getattr(tensor.fake_mode, "imagines", "cpu") != "cpu"
-    return imagined and not hasattr(tensor.untyped_storage(), "in_main_memory")
-
-
-def on_host(tensor: Tensor) -> bool:
-    """Whether the tensor is in the host's memory."""
-    return tensor.is_cpu and not on_imagined_card(tensor)

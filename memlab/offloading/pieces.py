@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from memlab.offloading.choice import Forward, Record
-from memlab.offloading.footprint import Footprint, Shape
+from memlab.offloading.footprint import Footprint
+from memlab.offloading.layout import Shape
 from memlab.offloading.store import Parcel, Store
 
 

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from memlab.offloading.courier import Courier
-from memlab.offloading.homes import Home, flat_bytes, views_of
+from memlab.offloading.homes import Home
+from memlab.offloading.layout import flat_bytes, views_of
 
 _current_task = torch._C._current_graph_task_id  # -1 outside backward
 

@@ -110,26 +110,25 @@ class Slab:
 
     def _add(self, nbytes: int) -> None:
         with main_memory():
-            self._chunks.append((self._allocate(nbytes), Gaps(nbytes)))
-
-    def _allocate(self, nbytes: int) -> Tensor:
-        if self.pinned:
-            try:
-                return pinned_bytes(nbytes)
-            except RuntimeError as error:
-                self.pinned = False
-                warnings.warn(
-                    f"expected {format_bytes(nbytes)} of pinned memory, found none ({str(error).splitlines()[0]}); "
-                    "copies go through ordinary memory, which is slower: offload less, or raise the limit of locked "
-                    "memory (ulimit -l)",
-                    stacklevel=2,
-                )
-        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+            if self.pinned:
+                memory = pinned_bytes(nbytes)
+                self.pinned = memory.is_pinned()  # else one warning is enough
+            else:
+                memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        self._chunks.append((memory, Gaps(nbytes)))
 
 
 def pinned_bytes(nbytes: int) -> Tensor:
-    """(nbytes,) of uint8 in pinned memory. Raises RuntimeError where there is no GPU, or no such memory left."""
-    return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+    """(nbytes,) of uint8 in pinned memory; in ordinary memory, with a warning, where the system has no more to pin."""
+    try:
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+    except RuntimeError as error:
+        warnings.warn(
+            f"expected {format_bytes(nbytes)} of pinned memory, found none ({str(error).splitlines()[0]}); copies go "
+            "through ordinary memory, which is slower: offload less, or raise the limit of locked memory (ulimit -l)",
+            stacklevel=2,
+        )
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
 
 def rounded(nbytes: int) -> int:

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from memlab.memory_timeline import on_imagined_card
 from memlab.offloading.files import NoFile, SpillFile
 from memlab.offloading.link import CudaLink, ImaginedLink, Link
-from memlab.offloading.owned import on_imagined_card
 from memlab.offloading.slab import Room, Slab, rounded
 
 MOST_AHEAD = 8  # parcels on their way back at once, however slow the link

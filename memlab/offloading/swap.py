@@ -32,12 +32,13 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.autograd.graph import saved_tensors_hooks
 
+from memlab.memory_timeline import in_main_memory
 from memlab.offloading.choice import Forward
-from memlab.offloading.files import open_unnamed
 from memlab.offloading.footprint import footprint, needed, shape_in
-from memlab.offloading.owned import Owned, is_bytes, on_host
+from memlab.offloading.owned import Owned, is_bytes
 from memlab.offloading.pieces import Handle, Kept, Piece, Source, written_to
 from memlab.offloading.store import Store, store_for
+from memlab.offloading.unnamed import UnnamedFile
 from memlab.units import parse_bytes
 
 _current_task = torch._C._current_graph_task_id  # -1 outside backward
@@ -80,7 +81,7 @@ def swap_activations(
         raise ValueError(f"expected prefetch='auto' or a number of tensors, 0 or more; found {prefetch!r}")
     folder = None if to == "cpu" else Path(to)
     if folder is not None:
-        open_unnamed(folder).close()
+        UnnamedFile(folder).close()
     budget = math.inf if budget_bytes is None else parse_bytes(budget_bytes)
     return Swap(folder, prefetch, parse_bytes(min_bytes), budget, parse_bytes(ram_bytes))
 
@@ -144,7 +145,7 @@ class Swap:
 
     def _pack(self, tensor: Tensor) -> Kept | Handle:
         """An op saves a tensor: give autograd something to hold instead."""
-        if not is_bytes(tensor) or tensor in self._owned or (self.folder is None and on_host(tensor)):
+        if not is_bytes(tensor) or tensor in self._owned or (self.folder is None and in_main_memory(tensor)):
             return Kept(tensor)
         if tensor.untyped_storage().nbytes() < self.min_bytes:
             return Kept(tensor)
