@@ -213,7 +213,8 @@ class StreamedWeights:
         layer = self._owners.get(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else None
         if layer is not None:
             return tensor, tensor._version, None, layer, layer.version
-        return (tensor if outer is None else outer[0](tensor)), tensor._version, outer, None, -1
+        # detached: an op's own result, saved by it, would hold the graph that holds it, and neither could ever be freed
+        return (tensor.detach() if outer is None else outer[0](tensor)), tensor._version, outer, None, -1
 
     def _unpack(self, saved: tuple) -> Tensor:
         """Backward wants the tensor: if it is a weight, the layer is needed."""
