@@ -55,5 +55,5 @@ def is_bytes(tensor: Tensor) -> bool:
         and tensor.layout is torch.strided
         and tensor.numel() > 0
         and tensor.device.type in ("cpu", "cuda")
-        and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
+        and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized or tensor.is_nested)
     )
