@@ -33,7 +33,7 @@ MOST_AHEAD = 8  # parcels on their way back at once, however slow the link
 class Parcel:
     """Some bytes that left: where they are now."""
 
-    __slots__ = ("memory", "nbytes", "reading", "region", "returned", "room", "spoilt", "writing")
+    __slots__ = ("memory", "nbytes", "reading", "region", "returned", "room", "spoilt", "taken_at", "writing")
 
     def __init__(self, nbytes: int):
         self.nbytes = nbytes
@@ -42,6 +42,7 @@ class Parcel:
         self.reading = None  # on the way from the file, to `memory` or to `room`
         self.memory: Tensor | None = None  # on the device again; `returned` marks the end of the copy there
         self.returned: Any = None
+        self.taken_at: int | None = None  # the memory's version when it was first taken
         self.spoilt = False  # written to while it was copied
 
 
@@ -223,6 +224,8 @@ class Store:
         if parcel.returned is not None:
             self.link.wait(parcel.returned)
             parcel.returned = None
+        if parcel.taken_at is None:
+            parcel.taken_at = parcel.memory._version
         return parcel.memory
 
     def _finish_reading(self, parcel: Parcel) -> None:
@@ -257,7 +260,7 @@ class Store:
             self.link.wait(parcel.returned)
             parcel.returned = None
         if parcel.memory is not None:
-            parcel.memory = parcel.reading = None
+            parcel.memory = parcel.reading = parcel.taken_at = None
 
     def drop(self, parcel: Parcel) -> None:
         """The parcel is wanted no longer: what it takes of slab and file is free."""

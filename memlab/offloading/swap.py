@@ -194,6 +194,8 @@ class Swap:
             tensor = handle.shape.of(store.take(piece.parcel))
             if piece.parcel.spoilt:
                 raise written_to(tensor, "it was while its copy to the host ran")
+            if tensor._version != piece.parcel.taken_at:
+                raise written_to(tensor, "backward wrote to it, and wants it as it was again")
             piece.waiting = (piece.waiting or piece.handles) - 1
             if inside and piece.waiting and piece.handles > 1:
                 self._present[piece] = None
