@@ -20,6 +20,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as F
 from torch.nn.modules.module import _global_forward_pre_hooks as module_hooks
 
@@ -433,6 +434,26 @@ def test_what_is_written_to_after_it_was_saved_gives_right_gradients_or_autograd
         torch.testing.assert_close(found, expected)
 
 
+def test_what_a_backward_writes_to_is_not_given_to_the_next(swap):
+    class Sine(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x.sin()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return ctx.saved_tensors[0].cos_().mul_(gradient)
+
+    x = values(64, 64)
+    with swap:
+        h = x * 2
+        square = h * h
+        y = square.sum() + Sine.apply(h).sum()  # whose backward comes first
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
+
+
 def test_a_weight_written_to_between_forward_and_backward_is_autograds_error(swap):
     """Hooks switch autograd's own check off; the tensors that stay are checked here."""
     layer, x = nn.Linear(64, 64), values(64, 64)
@@ -491,6 +512,37 @@ def test_sparse_conjugated_and_negated_tensors_stay_and_are_right(swap):
     with swap:
         y = loss(x)
     assert torch.equal(torch.autograd.grad(y, x)[0], torch.autograd.grad(loss(x), x)[0])
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_tensor_stays_and_is_right(swap):
+    x, linear = values(7, 64), nn.Linear(64, 64)
+
+    def loss(x):
+        hidden = F.relu(linear(torch.nested.as_nested_tensor([x[:3], x[3:]])))
+        return torch.nested.to_padded_tensor(hidden, 0.0).square().sum()
+
+    with swap:
+        y = loss(x)
+    assert torch.equal(torch.autograd.grad(y, x)[0], torch.autograd.grad(loss(x), x)[0])
+
+
+@pytest.mark.filterwarnings("ignore:Using `torch.compile")
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_compiled_model_is_compiled_once_and_swapped(tmp_path, inside):
+    torch._dynamo.reset()
+    graphs, swap = CompileCounterWithBackend("aot_eager"), swap_activations(tmp_path)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.BatchNorm1d(64), nn.Linear(64, 1))
+    x = values(256, 64)
+    expected = step(model, (x,))
+    if inside:  # hooks of modules and of saved tensors are then run, not traced
+        model.compile(backend=graphs)
+    else:
+        model = torch.compile(model, backend=graphs)
+    for _ in range(3):
+        assert alike(step(model, (x,), swap), expected)
+        assert swap.moved_bytes == 2 * 256 * 64 * 4
+    assert graphs.frame_count == (not inside)
 
 
 def test_on_a_cpu_swapping_to_the_cpu_moves_nothing_and_changes_nothing():

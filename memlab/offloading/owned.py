@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import Module, Parameter
-from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.modules.module import _global_forward_pre_hooks
 
 
 class Owned:
@@ -21,14 +21,14 @@ class Owned:
     def __enter__(self) -> Owned:
         self._storages: dict[int, weakref.ref] = {}
         self._walked: weakref.WeakSet[Module] = weakref.WeakSet()
-        self._hook = register_module_forward_pre_hook(self._note)
+        _global_forward_pre_hooks[f"memlab-owned-{id(self)}"] = self._note  # one name: torch.compile looks at it
         return self
 
     def __exit__(self, *_) -> None:
-        self._hook.remove()
+        del _global_forward_pre_hooks[f"memlab-owned-{id(self)}"]
 
     def _note(self, module: Module, _inputs: Any) -> None:
-        if module in self._walked:
+        if torch.compiler.is_compiling() or module in self._walked:
             return
         for each in module.modules():
             self._walked.add(each)

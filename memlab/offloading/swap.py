@@ -143,6 +143,7 @@ class Swap:
 
     # ---- the hooks
 
+    @torch._disable_dynamo
     def _pack(self, tensor: Tensor) -> Kept | Handle:
         """An op saves a tensor: give autograd something to hold instead."""
         if not is_bytes(tensor) or tensor in self._owned or (self.folder is None and in_main_memory(tensor)):
@@ -178,6 +179,7 @@ class Swap:
         source.pieces.append(piece)
         return piece
 
+    @torch._disable_dynamo
     def _unpack(self, handle: Kept | Handle) -> Tensor:
         """Backward wants the tensor."""
         inside = _current_task() != -1
