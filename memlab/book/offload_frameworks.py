@@ -142,7 +142,7 @@ def zero_offload_bytes(optimizer) -> dict[str, int]:
     masters = optimizer.single_partition_of_fp32_groups
     states = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
     kept = {
-        "weights, on the GPU": optimizer.bit16_groups_flat,
+        "weights, on the device": optimizer.bit16_groups_flat,
         "master weights": masters,
         "Adam's states": [state for state in states if state.dim()],  # a counter is none
         "gradients, in FP32": [master.grad for master in masters],

@@ -80,7 +80,7 @@ class HostGradients:
         """A parameter's gradient in memory; a copy, if it is in the file."""
         gradient = self.held[p]
         if isinstance(gradient, Region):
-            memory = torch.empty(gradient.nbytes, dtype=torch.uint8)
+            memory = torch.empty(gradient.nbytes, dtype=torch.uint8, device="cpu")
             self._file.read(gradient, memory)
             gradient = gradient.tensors(memory)["gradient"]
         return gradient
@@ -93,7 +93,7 @@ class HostGradients:
         with main_memory():
             norms = [norm(self.loaded(p)) for p in params if p in self.held and p.numel()]
             if not norms:
-                return torch.zeros(())
+                return torch.zeros((), device="cpu")
             total = norm(torch.stack(norms))
             if error_if_nonfinite and not total.isfinite():
                 raise RuntimeError(f"expected gradients of a finite norm, found {total.item()}; skip the step")

@@ -239,7 +239,7 @@ class OffloadedOptimizer(MasterWeights):
 
     def _state_itemsizes(self, group: dict) -> list[int]:
         """Bytes an element of each state that a parameter has, found by a step of a small one."""
-        trial = torch.zeros(2, 3)
+        trial = torch.zeros(2, 3, device="cpu")
         trial.grad = torch.zeros_like(trial)
         optimizer = self._make([group | {"params": [trial]}])
         try:

@@ -67,7 +67,7 @@ class StateFile:
         for name, shape in region.shapes.items():
             tensor = tensors[name].detach()
             if tensor.stride() != shape.stride:
-                tensor = torch.empty_strided(shape.size, shape.stride, dtype=shape.dtype).copy_(tensor)
+                tensor = torch.empty_strided(shape.size, shape.stride, dtype=shape.dtype, device="cpu").copy_(tensor)
             self._file.write(region.offset + shape.offset_bytes, tensor)
         self.torn = before
 
@@ -78,7 +78,7 @@ class StateFile:
     def mapped(self) -> Tensor:
         """The whole file as a tensor, (bytes,) of uint8, read where it is looked at; what you write to it is yours."""
         if not self._file.reserved_bytes:
-            return torch.empty(0, dtype=torch.uint8)
+            return torch.empty(0, dtype=torch.uint8, device="cpu")
         return torch.frombuffer(self._file.mapped(0, self._file.reserved_bytes, mmap.ACCESS_COPY), dtype=torch.uint8)
 
     def close(self) -> None:
@@ -94,7 +94,7 @@ class Passage:
 
     def __init__(self, file: StateFile, nbytes: int):
         self._file = file
-        self._buffers = deque(torch.empty(nbytes, dtype=torch.uint8) for _ in range(2))
+        self._buffers = deque(torch.empty(nbytes, dtype=torch.uint8, device="cpu") for _ in range(2))
         self._reading: deque[tuple[Future, list[dict[str, Tensor]]]] = deque()
         self._writing: deque[Future] = deque()
 
