@@ -166,6 +166,28 @@ def test_inference_frozen_layers_and_a_partly_streamed_model(to):
         assert len(weights.host_parameters()) == 3 * len(list(streamed.blocks[0].parameters()))
 
 
+def test_a_forward_without_backward_keeps_nothing_of_what_its_ops_saved(tmp_path):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))  # Tanh saves its own result
+    with stream_weights(model, [model[0], model[2]], to=tmp_path):
+        y = model(torch.ones(2, 8)).exp()
+        saved = weakref.ref(y.untyped_storage())
+        del y
+        assert saved() is None
+
+
+def test_a_parameter_that_is_unfrozen_inside_the_block_has_its_gradient_at_home(tmp_path):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model[0].weight.requires_grad_(False)
+    with stream_weights(model, model, to=tmp_path):
+        model[0].weight.requires_grad_(True)
+        model(torch.ones(2, 8)).sum().backward()
+        assert model[0].weight.grad is None
+    found = model[0].weight.grad.clone()
+    model.zero_grad()
+    model(torch.ones(2, 8)).sum().backward()
+    assert torch.equal(found, model[0].weight.grad)
+
+
 @pytest.mark.parametrize("order", [[3, 2, 1, 0], [0, 1, 0, 1, 3], [2], [0, 0, 0]])
 def test_layers_in_another_order_used_twice_or_skipped_are_right(to, order):
     def forward(model, x):

@@ -29,6 +29,7 @@ class StreamedLayer:
         self.number, self.module, self.parameters = number, module, parameters
         self.nbytes = flat_bytes(parameters)
         self.trained = sum(p.requires_grad for p in parameters)
+        self.watched: set[int] = set()  # the parameters whose gradients are caught, by their places
         self.calls = 0  # that are running
         self.home: Home | None = None
         self.gradient_home: Home | None = None
@@ -170,7 +171,7 @@ class Residency:
             twin.grad = self.courier.run(views_of, layer.gradient_home.flat, layer.twins)[number]
         sent = [gradient]  # the thread holds the list, and lets go of the gradient when its work is done
         self.leaving.append((layer, self.courier.take(twin.grad, sent, add), sent))
-        if self.prefetch == 0 or sum(each is layer for each, *_ in self.leaving) == layer.trained:
+        if self.prefetch == 0 or sum(each is layer for each, *_ in self.leaving) == len(layer.watched):
             self.settle(self.prefetch)
 
     def settle(self, layers: int) -> None:

@@ -166,10 +166,16 @@ class StreamedWeights:
             if module is layer.module or next(module.parameters(recurse=False), None) is not None:
                 needed = module.register_forward_pre_hook(lambda *_: self._need(layer), prepend=True)
                 stack.callback(needed.remove)  # before the hooks of others, which may look at weights
+        self._watch(layer, stack)
+
+    def _watch(self, layer: StreamedLayer, stack: ExitStack) -> None:
+        """Catch the gradients of those parameters that are trained, also of one that is unfrozen later."""
         for number, p in enumerate(layer.parameters):
-            if p.requires_grad:
+            if p.requires_grad and number not in layer.watched:
                 complete = p.register_post_accumulate_grad_hook(functools.partial(self._complete, layer, number))
                 stack.callback(complete.remove)
+                layer.watched.add(number)
+                layer.twins[number].requires_grad_()
 
     def _bring_back(self, layer: StreamedLayer) -> None:
         """A layer's weights and gradients are its parameters' own again, where they were."""
@@ -197,6 +203,7 @@ class StreamedWeights:
     def _forward(self, layer: StreamedLayer, forward: Callable, *args, **kwargs) -> Any:
         """The layer's own forward, while its weights are there."""
         self._need(layer)
+        self._watch(layer, self._undo)
         layer.calls += 1
         try:
             with self._catching():
