@@ -372,6 +372,18 @@ def test_a_state_dict_of_bf16_states_is_refused_and_nothing_changes(to):
     assert_same_states(offloaded.state_dict(), before)
 
 
+def test_of_two_optimizers_that_take_a_gradient_the_second_says_so():
+    (p,) = made = [nn.Parameter(torch.ones(3))]
+    first, second = (OffloadedOptimizer(made, optim.SGD, lr=1.0, gradients=True) for _ in range(2))
+    with pytest.raises(RuntimeError, match=r"found that another optimizer .* has taken it; close\(\) that one"):
+        p.sum().backward()
+    second.close()
+    first.zero_grad()
+    p.sum().backward()
+    first.step()
+    assert torch.equal(p, torch.zeros(3))
+
+
 def test_pickling_is_refused():
     with pytest.raises(TypeError, match=r"expected state_dict\(\) to save"):
         copy.deepcopy(OffloadedOptimizer(parameters(), optim.SGD))

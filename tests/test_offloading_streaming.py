@@ -279,6 +279,19 @@ def test_a_checkpoint_inside_a_layer_finds_the_weights_there_and_as_few_layers_a
     assert max(meter.timeline.curves["parameter"]) == two_layers + rest
 
 
+def test_an_optimizer_over_the_models_own_parameters_is_refused_and_one_made_elsewhere_is_not(tmp_path):
+    model, other = gpt(), gpt()
+    before = torch.optim.SGD(model.parameters(), lr=1.0)
+    with stream_weights(model, model.blocks, tmp_path) as weights:
+        model(*batch()).backward()
+        with pytest.raises(RuntimeError, match=r"expected an optimizer over streamed.parameters\(\)"):
+            before.step()
+        torch.optim.SGD(weights.parameters(), lr=1.0).step()
+        other(*batch()).backward()
+        torch.optim.SGD(other.parameters(), lr=1.0).step()
+    before.step()
+
+
 def test_a_checkpointed_layer_keeps_its_inputs_only(tmp_path):
     model = gpt(dropout=0.0)
     kept = {}

@@ -905,3 +905,21 @@ def test_on_a_gpu_a_tensor_written_to_while_it_is_copied_gives_right_gradients_o
             assert "modified by an inplace operation" in str(error)
         else:
             torch.testing.assert_close(found, x.cos())
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+@pytest.mark.filterwarnings("ignore:This process")
+def test_a_forked_child_is_told_that_what_was_swapped_is_not_its_own(tmp_path):
+    x = torch.randn(64, 1024, requires_grad=True)
+    with swap_activations(tmp_path, ram_bytes="64 KiB") as swap:
+        loss = (x.sin().exp() * 2).exp().sum()
+    assert swap.elsewhere_bytes
+    child = os.fork()
+    if child == 0:
+        try:
+            loss.backward()
+        except RuntimeError as error:
+            os._exit(0 if "found a fork of it" in str(error) else 1)
+        os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    loss.backward()

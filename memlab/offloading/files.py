@@ -52,11 +52,11 @@ class SpillFile:
         if self._file is None:
             self._open()
         region = Region(self._gaps.take(source.numel()), source.numel())
-        return region, self._worker.submit(timed, self._file.write, region.start, source, ready)
+        return region, self._submit(self._file.write, region.start, source, ready)
 
     def read(self, region: Region, target: Tensor, ready: Callable[[], None] | None = None) -> Future:
         """Begin to read a region into target, (nbytes,) of uint8 on the host. ready: as in `write`."""
-        return self._worker.submit(timed, self._file.read, region.start, target, ready)
+        return self._submit(self._file.read, region.start, target, ready)
 
     def give(self, region: Region) -> None:
         """Give a region back, whose bytes are wanted no longer."""
@@ -71,7 +71,16 @@ class SpillFile:
         worker.shutdown(wait=not inside, cancel_futures=True)
         file.close()
 
+    def _submit(self, move: Callable[[int, Tensor], None], start: int, memory: Tensor, ready) -> Future:
+        if self._process != os.getpid():
+            raise RuntimeError(
+                "expected the process that swapped these tensors, found a fork of it, which has no thread to bring "
+                "them; run forward and backward in one process"
+            )
+        return self._worker.submit(timed, move, start, memory, ready)
+
     def _open(self) -> None:
+        self._process = os.getpid()
         self._file = UnnamedFile(self.folder)
         self._gaps = Gaps(1024 * TiB)
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="memlab-swap")

@@ -59,6 +59,10 @@ class HostGradients:
     @torch.no_grad()
     def take(self, p: Tensor) -> None:
         """Move a gradient to the host, and add it to what is there. Raises TypeError for a sparse one."""
+        if p.grad is None:
+            raise RuntimeError(
+                "expected a gradient, found that another optimizer with gradients=True has taken it; close() that one"
+            )
         if p.grad.is_sparse:
             raise TypeError("expected dense gradients, found a sparse one; use gradients=False, or sparse=False")
         if self.clipping is not None:

@@ -44,6 +44,9 @@ class Link:
     def wait(self, mark: Any) -> None:
         """Let the computation wait for a copy's end."""
 
+    def uses(self, memory: Tensor) -> None:
+        """The computation uses memory that may have been allocated for another stream of the device."""
+
     def synchronize(self, mark: Any) -> None:
         """Let the calling thread wait for a copy's end."""
 
@@ -112,6 +115,9 @@ class CudaLink(Link):
         """Let the current stream wait."""
         torch.cuda.current_stream(self.device).wait_event(mark)
 
+    def uses(self, memory: Tensor) -> None:
+        memory.record_stream(torch.cuda.current_stream(self.device))
+
     def synchronize(self, mark: torch.cuda.Event | None) -> None:
         """Let the calling thread wait; None: there was no copy."""
         if mark is not None:
@@ -133,4 +139,4 @@ class CudaLink(Link):
 
     def seconds(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float | None:
         """By the events; None if the second has not come."""
-        return begin.elapsed_time(end) / 1000 if end.query() else None
+        return begin.elapsed_time(end) / 1000 if begin.query() and end.query() else None

@@ -221,9 +221,9 @@ class Store:
             parcel.memory[: parcel.nbytes].copy_(on_host)
         if parcel.memory is None:
             self._up(parcel)
-        if parcel.returned is not None:
+        if parcel.returned is not None:  # each time: another stream may take it next
             self.link.wait(parcel.returned)
-            parcel.returned = None
+        self.link.uses(parcel.memory)
         if parcel.taken_at is None:
             parcel.taken_at = parcel.memory._version
         return parcel.memory

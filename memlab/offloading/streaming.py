@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import Variable
 from torch.autograd.graph import saved_tensors_hooks
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from memlab.memory_timeline import main_memory
 from memlab.offloading.courier import Courier
@@ -136,6 +137,7 @@ class StreamedWeights:
                 self._send_home(layer, home)
                 self._install(layer, stack)
             stack.enter_context(manners(self.model, residency, self._courier))
+            stack.callback(register_optimizer_step_pre_hook(self._refuse_step).remove)
             stack.enter_context(self._catching())  # outside layers too: what backward saves for its own backward
             stack.callback(residency.empty)
             self._undo = stack.pop_all()
@@ -190,6 +192,15 @@ class StreamedWeights:
             own = torch.empty_like(tensor, device=self.device if self.returns else "cpu")
         self._courier.run(own.copy_, tensor)
         return own
+
+    def _refuse_step(self, optimizer: torch.optim.Optimizer, *_) -> None:
+        """Before any optimizer's step: the streamed parameters' gradients are at home, so it would train nothing."""
+        mine = {id(p) for layer in self._residency.layers for p in layer.parameters}
+        if any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
+            raise RuntimeError(
+                "expected an optimizer over streamed.parameters(), whose gradients are on the host; found one that has "
+                "streamed parameters of the model itself, which have none: make it inside the block"
+            )
 
     # ---- a layer is needed
 

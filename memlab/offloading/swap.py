@@ -60,7 +60,8 @@ def swap_activations(
                 loss = model(x, y)
             loss.backward()
 
-    Gradients are the same, bit for bit. Around `checkpoint`, only the inputs of checkpointed blocks are swapped.
+    Gradients are the same, bit for bit, as long as each write to a saved tensor is one that its version counts (through
+    `.data`, NumPy or a kernel of one's own it is not). Around `checkpoint`, only inputs of checkpointed blocks leave.
 
     to: "cpu", the host's memory; tensors that are there already stay. Or a folder: bytes go through the host's memory,
       and those that backward wants last spill to an unnamed file there, which is gone when nothing is swapped any more.
