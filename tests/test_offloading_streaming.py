@@ -495,9 +495,21 @@ def test_zero_grad_of_the_model_clears_what_is_at_home(to):
 
 def test_a_conversion_is_refused(to):
     model = gpt()
-    with stream_weights(model, model.blocks, to), pytest.raises(RuntimeError, match="convert it before the block"):
+    with (
+        stream_weights(model, model.blocks, to),
+        pytest.raises(RuntimeError, match="convert or copy it before the block"),
+    ):
         model.double()
     model.double()
+
+
+def test_a_copy_is_refused_whose_weights_would_be_empty(to):
+    model = gpt()
+    with stream_weights(model, model.blocks, to):
+        with pytest.raises(RuntimeError, match="convert or copy it before the block"):
+            copy.deepcopy(model)
+        copy.deepcopy(model.head)
+    assert alike(list(copy.deepcopy(model).parameters()), list(model.parameters()))
 
 
 def test_weights_written_between_forward_and_backward_are_an_error(to):

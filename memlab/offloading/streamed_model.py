@@ -98,7 +98,8 @@ def manners(model: nn.Module, residency: Residency, courier: Courier) -> Iterato
         clear = functools.partial(zero_grad, model.zero_grad, residency, courier)
         stack.enter_context(replaced_method(model, "zero_grad", clear))
         for layer in residency.layers:
-            stack.enter_context(replaced_method(layer.module, "_apply", refuse_conversion))
+            for name in ("_apply", "__deepcopy__"):
+                stack.enter_context(replaced_method(layer.module, name, refuse_conversion))
             for hook in (
                 layer.module.register_state_dict_post_hook(functools.partial(as_at_home, layer)),
                 layer.module.register_load_state_dict_pre_hook(functools.partial(before_loading, layer, residency)),
@@ -142,7 +143,7 @@ def after_loading(layer: StreamedLayer, courier: Courier, *_) -> None:
 
 
 def refuse_conversion(*_, **__) -> None:
-    """In place of a module's `to`, `half` and the like."""
+    """In place of a module's `to`, `half` and the like, and of a copy of it, whose weights would be empty."""
     raise RuntimeError(
-        "expected a model that stays as it is while its weights are streamed; convert it before the block"
+        "expected a model that stays as it is while its weights are streamed; convert or copy it before the block"
     )
