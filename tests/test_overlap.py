@@ -10,7 +10,6 @@ from memlab.book.overlap import (
     TOKENS,
     WIDTHS,
     block_of,
-    draw_depth,
     draw_overlap,
     draw_schedule,
     draw_too_much,
@@ -20,7 +19,6 @@ from memlab.book.overlap import (
     may_leave_bytes,
     overlap_table,
     part_runs,
-    policy_table,
     send_part,
     too_much_table,
 )
@@ -118,18 +116,6 @@ def test_too_much_as_a_table_has_nothing_the_knee_and_all_of_each_link():
     rows = too_much_table(runs).rows
     assert [row[1] for row in rows if row[0] == "slow"] == ["0 %", f"{PARTS[knee(runs['slow'])]} %", "100 %"]
     assert rows[0][2:4] == ["0 B", "740.0 MiB"]
-
-
-def test_asking_ahead_waits_less_in_words_and_in_the_picture():
-    alt = draw_depth(STEP, SPEEDS, 80).alt
-    on_demand, ahead = (float(part.split(" s")[0]) for part in alt.split("fast: ")[1].split("; ")[0].split(", "))
-    assert ahead < on_demand
-
-
-def test_the_policies_table_says_where_none_fits():
-    rows = policy_table(STEP, [700 * MiB, 10 * MiB], SPEEDS["fast"]).rows
-    assert [row[1] for row in rows] == [*POLICIES, *POLICIES]
-    assert [row[2] for row in rows] == ["30"] * 3 + ["does not fit"] * 3
 
 
 @pytest.mark.parametrize("draw", [lambda: draw_overlap(link="carrier pigeon"), lambda: draw_overlap(width=100)])

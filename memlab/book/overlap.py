@@ -18,14 +18,13 @@ from memlab.book.style import (
     SMALL_SIZE,
     Picture,
     byte_unit,
-    canvas,
     finish,
 )
 from memlab.book.tables import Table
 from memlab.memory_arithmetic import Transformer
 from memlab.memory_arithmetic.shapes import one_of
 from memlab.offloading.overlap import LINKS, Overlap, block_overlap, hidden_tokens, hidden_width
-from memlab.offloading.schedule import POLICIES, chosen, ordered, plan_sends
+from memlab.offloading.schedule import POLICIES, chosen, ordered
 from memlab.offloading.simulation import Held, Run, simulate
 from memlab.units import format_bytes
 
@@ -307,44 +306,3 @@ def too_much_table(runs: Mapping[str, Sequence[Run]], parts: Sequence[int] = PAR
             peak, sent = format_bytes(run.peak_bytes), format_bytes(run.sent_bytes)
             rows.append((name, f"{parts[at]} %", sent, peak, f"{run.step_seconds:.3g}", f"{run.stall_seconds:.2g}"))
     return Table(["link", "part", "sent", "peak", "step (s)", "of it waits (s)"], rows)
-
-
-def draw_depth(
-    tensors: Sequence[Held],
-    links: Mapping[str, float],
-    part: int = 50,
-    policy: str = "first come",
-    depths: Sequence[int] = tuple(range(13)),
-    title: str = "",
-) -> Picture:
-    """Seconds of waiting by the prefetch depth, a line a link: how many tensors ahead of need one is asked for."""
-    sent = chosen(tensors, policy, part / 100 * may_leave_bytes(tensors))
-    figure, axes = canvas(8, 3.2)
-    words = []
-    for number, (name, speed) in enumerate(links.items()):
-        waits = [simulate(tensors, sent, speed, depth=depth).stall_seconds for depth in depths]
-        look = {
-            "color": LINE_COLOURS[number % 7],
-            "linestyle": LINE_STYLES[number % 4],
-            "marker": "osD^vPX"[number % 7],
-        }
-        axes.plot(depths, waits, label=name, markersize=4, linewidth=1.4, **look)
-        words.append(f"{name}: {waits[0]:.3g} s on demand, {waits[-1]:.3g} s with {depths[-1]} ahead")
-    axes.set_ylim(bottom=0)
-    axes.legend(loc="upper right", frameon=False, fontsize=SMALL_SIZE)
-    finish(axes, "tensors asked for ahead of need", "waits (s)", title)
-    return Picture(figure, f"What a step waits by its prefetch depth. {'; '.join(words)}.")
-
-
-def policy_table(tensors: Sequence[Held], limits: Sequence[int], bytes_per_second: float, **options) -> Table:
-    """For each limit on the device's bytes and each policy: the fastest step that fits, and what it sends."""
-    rows = []
-    for limit in limits:
-        for policy in POLICIES:
-            found = plan_sends(tensors, limit, policy, bytes_per_second, **options)
-            said = ("does not fit", "–", "–", "–")
-            if found is not None:
-                sent, run = found
-                said = f"{run.step_seconds:.4g}", f"{run.stall_seconds:.2g}", format_bytes(run.sent_bytes), len(sent)
-            rows.append((format_bytes(limit), policy, *said))
-    return Table(["limit", "policy", "step (s)", "of it waits (s)", "sent", "tensors"], rows)
