@@ -44,6 +44,10 @@ class Link:
     def wait(self, mark: Any) -> None:
         """Let the computation wait for a copy's end."""
 
+    def release(self, mark: Any) -> None:
+        """Let whoever gets the target's memory next wait for the end of the copy to it."""
+        self.wait(mark)
+
     def uses(self, memory: Tensor) -> None:
         """The computation uses memory that may have been allocated for another stream of the device."""
 
@@ -98,9 +102,9 @@ class CudaLink(Link):
         self._in_flight.append((mark, main, source, source._version, written_to))
         self.settle(IN_FLIGHT)
 
-    def up(self, source: Tensor, target: Tensor) -> torch.cuda.Event:
-        """Copy on the link's stream."""
-        return self._copy(source, target)
+    def up(self, source: Tensor, target: Tensor) -> tuple[torch.cuda.Event, torch.cuda.Stream]:
+        """Copy on the link's stream. The mark also names the stream that the target was allocated for."""
+        return self._copy(source, target), torch.cuda.current_stream(self.device)
 
     def _copy(self, source: Tensor, target: Tensor) -> torch.cuda.Event:
         main = torch.cuda.current_stream(self.device)  # asked for here: inside the block below it is our own stream
@@ -111,9 +115,14 @@ class CudaLink(Link):
             self.last = self.now()
         return self.last
 
-    def wait(self, mark: torch.cuda.Event) -> None:
+    def wait(self, mark: tuple[torch.cuda.Event, torch.cuda.Stream]) -> None:
         """Let the current stream wait."""
-        torch.cuda.current_stream(self.device).wait_event(mark)
+        torch.cuda.current_stream(self.device).wait_event(mark[0])
+
+    def release(self, mark: tuple[torch.cuda.Event, torch.cuda.Stream]) -> None:
+        """Let the stream wait to which the allocator gives the memory back."""
+        event, main = mark
+        main.wait_event(event)
 
     def uses(self, memory: Tensor) -> None:
         memory.record_stream(torch.cuda.current_stream(self.device))

@@ -257,7 +257,7 @@ class Store:
     def forget(self, parcel: Parcel) -> None:
         """Let go of the parcel's memory on the device; it can be brought again."""
         if parcel.returned is not None:  # or what is allocated there next would be written to
-            self.link.wait(parcel.returned)
+            self.link.release(parcel.returned)
             parcel.returned = None
         if parcel.memory is not None:
             parcel.memory = parcel.reading = parcel.taken_at = None
