@@ -125,6 +125,7 @@ class CudaLink(Link):
         main.wait_event(event)
 
     def uses(self, memory: Tensor) -> None:
+        """Tell the allocator of the current stream."""
         memory.record_stream(torch.cuda.current_stream(self.device))
 
     def synchronize(self, mark: torch.cuda.Event | None) -> None:
