@@ -354,7 +354,7 @@ def test_a_storage_that_eight_entries_save_leaves_once(swap):
 
 
 def test_a_tensor_and_its_transpose_share_one_copy_and_neither_gets_the_others_strides(swap):
-    """The wrong gradients of trl's issue 6241 and ms-swift's 10157."""
+    """Where ms-swift's pull request 10157 found a transpose with its original's copy."""
     x, w = values(48, 64), values(48, 32, seed=1)
 
     def loss(x, w):
