@@ -12,19 +12,17 @@ from memlab.memory_arithmetic import Transformer, preset
 from memlab.memory_hierarchy import OpCounter
 from memlab.memory_timeline import Meter, Timeline, imagine
 from memlab.offloading.overlap import (
-    HOST_BYTES,
     LINKS,
     Overlap,
     block_bytes,
     block_flops,
     block_overlap,
-    hidden_tokens,
     hidden_width,
-    host_step,
     transfer_seconds,
 )
 from memlab.offloading.schedule import POLICIES, best_sends, chosen, held_in, least_depth, ordered, plan_sends
 from memlab.offloading.simulation import Held, simulate
+from memlab.offloading.traffic import HOST_BYTES, hidden_tokens, host_step
 
 SIZES = {"width": 256, "heads": 2, "vocabulary": 64, "context": 128}
 BATCH, TOKENS = 2, 128

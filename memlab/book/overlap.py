@@ -23,9 +23,10 @@ from memlab.book.style import (
 from memlab.book.tables import Table
 from memlab.memory_arithmetic import Transformer
 from memlab.memory_arithmetic.shapes import one_of
-from memlab.offloading.overlap import LINKS, Overlap, block_overlap, hidden_tokens, hidden_width
+from memlab.offloading.overlap import LINKS, Overlap, block_overlap, hidden_width
 from memlab.offloading.schedule import POLICIES, chosen, ordered
 from memlab.offloading.simulation import Held, Run, simulate
+from memlab.offloading.traffic import hidden_tokens
 from memlab.units import format_bytes
 
 # ---- transfer against arithmetic

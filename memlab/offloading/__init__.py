@@ -7,7 +7,8 @@ cannot be left behind).
 
 Activations: `files` (where they spill to), `link` (copies beside the computation), `footprint` and `pieces` (which
 bytes of a storage a tensor is made of, and what stands in the graph for it), `owned` (what stays), `choice` (who leaves
-under a budget), `store` (where a piece is at present) and `swap` (the hooks: `swap_activations`).
+under a budget), `pace` (how long copies take), `store` (where a piece is at present) and `swap` (the hooks:
+`swap_activations`).
 
 Optimizer states: `state_file` (states in a file), `host_link` (buffers that take turns), `host_gradients` (gradients
 that leave in backward) and `host_optimizer` (the step on the host: `OffloadedOptimizer`).
@@ -15,21 +16,18 @@ that leave in backward) and `host_optimizer` (the step on the host: `OffloadedOp
 Weights, layer by layer: `homes` (where they lie), `courier` (who brings them), `residency` (which are on the device),
 `streamed_model` (how the model still saves and loads) and `streaming` (the moments: `stream_weights`).
 
-And when it is free: `overlap` (as formulas), `simulation` (as a step on paper) and `schedule` (what to send first).
+And when it is free: `overlap` and `traffic` (as formulas), `simulation` (as a step on paper) and `schedule` (what to
+send first).
 """
 
 from memlab.offloading.host_optimizer import OffloadedOptimizer
 from memlab.offloading.overlap import (
-    HOST_BYTES,
     LINKS,
-    HostStep,
     Overlap,
     block_bytes,
     block_flops,
     block_overlap,
-    hidden_tokens,
     hidden_width,
-    host_step,
     transfer_seconds,
 )
 from memlab.offloading.residency import resident_bytes
@@ -45,6 +43,7 @@ from memlab.offloading.schedule import (
 from memlab.offloading.simulation import Held, Run, Transfer, simulate
 from memlab.offloading.streaming import stream_weights
 from memlab.offloading.swap import swap_activations
+from memlab.offloading.traffic import HOST_BYTES, HostStep, hidden_tokens, host_step
 
 __all__ = [
     "HOST_BYTES",
