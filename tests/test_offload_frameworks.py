@@ -18,7 +18,7 @@ from memlab.memory_timeline import Meter, imagine, main_memory
 from memlab.mixed_precision import MasterWeights
 
 SIZES = {"layers": 2, "width": 64, "heads": 2, "context": 32}
-PARAMETERS = 134_912
+PARAMETERS = sum(parameter.numel() for parameter in GPT(**SIZES).parameters())
 CARD = "imagined H100-80GB"
 SIDE_BYTES = 4 * 256 * 256
 
