@@ -12,10 +12,11 @@ from torch.distributed.tensor import distribute_tensor
 from torch.nn import functional as F
 
 from memlab.book.frameworks import deepspeed_alone, has_deepspeed
-from memlab.book.offload_frameworks import Moves, counted_moves, in_host, one_rank, zero_offload_bytes
+from memlab.book.offload_frameworks import Moves, counted_moves, in_host, zero_offload_bytes
 from memlab.book.workloads import GPT, text_batch
 from memlab.memory_timeline import Meter, imagine, main_memory
 from memlab.mixed_precision import MasterWeights
+from memlab.ranks import one_rank
 
 SIZES = {"layers": 2, "width": 64, "heads": 2, "context": 32}
 PARAMETERS = sum(parameter.numel() for parameter in GPT(**SIZES).parameters())
@@ -183,20 +184,6 @@ def test_fsdp_sends_fp32_weights_to_the_card_twice_a_step_though_it_computes_in_
     assert moves.to_card_bytes == 4 * (parameters + again)
     assert moves.to_host_bytes == 4 * parameters
     assert meter.timeline.on(CARD).peak_bytes < 4 * parameters < meter.timeline.on("cpu").peak_bytes
-
-
-def test_one_rank_does_not_take_over_a_process_group_that_was_there():
-    with one_rank("cpu"):
-        with pytest.raises(RuntimeError, match="expected no process group"), one_rank("cpu"):
-            pass
-        assert torch.distributed.is_initialized()
-    assert not torch.distributed.is_initialized()
-
-
-def test_an_error_inside_one_rank_ends_its_group():
-    with pytest.raises(ZeroDivisionError), one_rank("cpu"):
-        1 / 0  # noqa: B018
-    assert not torch.distributed.is_initialized()
 
 
 # ---- DeepSpeed's ZeRO-Offload

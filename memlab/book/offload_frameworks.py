@@ -1,4 +1,4 @@
-"""Other people's offloading inside a notebook: started for one comparison, and what it moves is counted.
+"""Other people's offloading inside a notebook: what it moves is counted.
 
 PyTorch's `save_on_cpu` and FSDP2's `CPUOffloadPolicy` move tensors with `tensor.cpu()` and `tensor.to(device)`. Where
 the model itself lies in main memory, or on imagined hardware, both are calls that return their own tensor, and nothing
@@ -15,7 +15,6 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from memlab.memory_timeline.imagine import main_memory
@@ -97,31 +96,6 @@ def in_host(tensor: Tensor) -> bool:
 def _plain(tensor: Tensor) -> bool:
     """Whether a tensor's bytes are its own: a DTensor's are not, its local part is moved by itself."""
     return tensor.layout is torch.strided and not is_traceable_wrapper_subclass(tensor)
-
-
-@contextlib.contextmanager
-def one_rank(device: str | None = None) -> Iterator[DeviceMesh]:
-    """A process group with one rank, this process, without a launcher, network or port. Yields its mesh.
-
-        with one_rank() as mesh:
-            fully_shard(model, mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
-
-    device: "cuda" or "cpu", whose mesh it is; None: the GPU's where there is one. For imagined hardware, "cpu".
-
-    Afterwards there is no process group. Raises RuntimeError where there is one already.
-    """
-    if torch.distributed.is_initialized():
-        raise RuntimeError(
-            "expected no process group, since this one ends with its block; found one: call "
-            "torch.distributed.destroy_process_group() first"
-        )
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    backend = "nccl" if device == "cuda" else "gloo"
-    torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
-        yield torch.distributed.init_device_mesh(device, (1,))
-    finally:
-        torch.distributed.destroy_process_group()
 
 
 def zero_offload_bytes(optimizer) -> dict[str, int]:

@@ -280,12 +280,7 @@ class Meter(TorchDispatchMode):
                 if known is None or storage.nbytes() != self._sizes[known]:
                     self._note_storage(storage, result, number, phase, line)
         elif kind is list:
-            for item in result:
-                if isinstance(item, Tensor):
-                    self._note(item, number, phase, line)
-                elif isinstance(item, (list, tuple)):
-                    for inner in item:
-                        self._note(inner, number, phase, line)
+            self._note_all(result, number, phase, line)
         return result
 
     def _phase(self, caller: FrameType | None, passed: int) -> str:
@@ -313,6 +308,14 @@ class Meter(TorchDispatchMode):
                 history.last_read[number] = op
                 if (forward_op := self._ops[op].forward_op) >= 0:
                     history.read_in_backward += (number, forward_op)
+
+    def _note_all(self, results: list | tuple, op: int, phase: str, line: int) -> None:
+        """An op's results, in lists of any depth: all_gather's are in three."""
+        for item in results:
+            if isinstance(item, Tensor):
+                self._note(item, op, phase, line)
+            elif isinstance(item, (list, tuple)):
+                self._note_all(item, op, phase, line)
 
     def _note(self, tensor: Tensor, op: int, phase: str, line: int) -> None:
         """An op's result: its storages are new, have another size, or are as they were."""

@@ -58,7 +58,10 @@ def modules_of(model: object) -> list[torch.nn.Module]:
 
 
 def owned_by_model(modules: Iterable[torch.nn.Module]) -> Iterator[Owned]:
-    """Parameters, their gradients, and buffers. Tied parameters come once. Raises ValueError for a model on meta."""
+    """Parameters, their gradients, and buffers. Tied parameters come once. Raises ValueError for a model on meta.
+
+    A Parameter that is registered as a buffer is a parameter: weights that are gathered from elsewhere for a time.
+    """
     for module in modules:
         for name, parameter in module.named_parameters():
             if parameter.is_meta:
@@ -71,7 +74,8 @@ def owned_by_model(modules: Iterable[torch.nn.Module]) -> Iterator[Owned]:
                 if parameter.grad is not None:
                     yield Owned(parameter.grad, "gradient", name)
         for name, buffer in module.named_buffers():
-            yield Owned(buffer, "buffer", name)
+            gathered = isinstance(buffer, torch.nn.Parameter)  # kept as a buffer, so that no optimizer finds it
+            yield Owned(buffer, "parameter" if gathered else "buffer", name)
 
 
 def owned_by_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> Iterator[Owned]:

@@ -1,10 +1,33 @@
 """Ranks: the same function in several processes that talk to each other, real or imagined.
 
-Read the pages in this order: `collectives` (what ranks say to each other, under one name in every PyTorch) and
-`launch` (`run_ranks`).
+Read the pages in this order.
+
+Talking: `collectives` (the two halves of an all-reduce, under one name in every PyTorch), `traffic` (how many bytes
+that takes) and `point_to_point` (from one rank to another).
+
+Being several: `launch` (`run_ranks`: a function in several processes), `server` (what they are forked from),
+`processes` (as the launcher sees them), `worker` (what happens in each), `failures` (who was to blame), `torchrun`
+(where the processes are there already) and `imagined` (where there are none).
 """
 
 from memlab.ranks.collectives import all_gather, reduce_scatter
+from memlab.ranks.failures import RankError
+from memlab.ranks.imagined import imagined_ranks, one_rank
 from memlab.ranks.launch import run_ranks
+from memlab.ranks.point_to_point import exchange, receive, send
+from memlab.ranks.traffic import Message, Traffic, ring_bytes
 
-__all__ = ["all_gather", "reduce_scatter", "run_ranks"]
+__all__ = [
+    "Message",
+    "RankError",
+    "Traffic",
+    "all_gather",
+    "exchange",
+    "imagined_ranks",
+    "one_rank",
+    "receive",
+    "reduce_scatter",
+    "ring_bytes",
+    "run_ranks",
+    "send",
+]

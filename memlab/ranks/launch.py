@@ -1,49 +1,99 @@
-"""Launch a function in several processes that talk to each other through torch.distributed."""
+"""Launch a function in several processes that talk to each other through torch.distributed.
+
+Each rank is a process of its own: its own Python, its own memory, its own timeline. The processes are forked from a
+small server that has imported PyTorch once, so a launch takes a tenth of a second or two. The function travels by value
+(cloudpickle): pickle knows functions by where they can be imported from, and a notebook's cell is no such place.
+"""
 
 from __future__ import annotations
 
-import multiprocessing
+import contextlib
+import linecache
+import math
 import os
 import pickle
 import tempfile
 from collections.abc import Callable
-from datetime import timedelta
+from pathlib import Path
 from typing import Any
+
+import cloudpickle
+import torch
+from torch import distributed
+
+from memlab.ranks import worker
+from memlab.ranks.processes import Processes
+from memlab.ranks.torchrun import run_this_rank, under_torchrun
 
 
 def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 60.0) -> list:
-    """Run `fn(rank, *args)` in `world` processes that form a process group, and return their results by rank."""
-    import cloudpickle
+    """Run `fn(rank, *args)` in `world` processes that form a process group, and return their results by rank.
 
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed", "cloudpickle", "memlab.memory_timeline"])
-    work = cloudpickle.dumps((fn, args))
-    with tempfile.TemporaryDirectory() as folder:
-        ranks, ends = [], []
-        for rank in range(world):
-            end, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=_rank, args=(rank, world, f"{folder}/store", timeout, work, theirs))
-            process.start()
-            theirs.close()
-            ranks.append(process)
-            ends.append(end)
-        results = [pickle.loads(end.recv()) for end in ends]
-        for process in ranks:
-            process.join()
-    return results
+        def total(rank):
+            x = torch.tensor([float(rank)])
+            torch.distributed.all_reduce(x)
+            return x.item()
 
+        run_ranks(total, 4)  # [6.0, 6.0, 6.0, 6.0]
 
-def _rank(rank: int, world: int, store: str, timeout: float, work: bytes, end) -> None:
-    import cloudpickle
-    import torch
-    from torch import distributed
+    fn: may stand in a notebook's cell, and may use what other cells define. It and `args` are copied to every rank.
+      The default process group is there; so are RANK, WORLD_SIZE and LOCAL_RANK. A rank begins with PyTorch's default
+      seed, and with its share of the CPU's threads.
+    Results are copied back, tensors in main memory. So return `meter.timeline`, not the model.
+    The group is NCCL's where there is a GPU for each rank (`cuda:<rank>` is then the current one), and gloo's else.
+    What ranks print is shown afterwards, grouped by rank, behind "rank 0 │".
+    timeout: seconds from when all ranks are ready.
 
-    torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    store = distributed.FileStore(store, world)
-    distributed.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout))
+    Raises RankError, which names the rank, when one raises, dies, does not end in time, or returns what cannot travel;
+    TypeError or ValueError for a call that cannot work; RuntimeError in a rank. Whatever happens, no process remains:
+    also when this one is interrupted or killed. (The server that forks ranks ends with this process.)
+
+    On several machines, start the same program with PyTorch's own launcher, on each of them:
+
+        torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m package.module
+
+    Each process then is one rank already. There, `run_ranks(fn, 8, ...)` launches nothing: it is this rank's call, and
+    returns all ranks' results in every one of them.
+    """
+    _check(fn, world, timeout)
+    if worker.in_rank():
+        raise RuntimeError(
+            f"expected run_ranks outside of ranks, found it in rank {os.environ['RANK']}: use this rank's process "
+            "group (torch.distributed.new_group makes smaller ones), or launch more ranks at once"
+        )
+    if under_torchrun():
+        return run_this_rank(fn, world, args, timeout)
     try:
-        fn, args = pickle.loads(work)
-        end.send(cloudpickle.dumps(fn(rank, *args)))
-    finally:
-        distributed.destroy_process_group()
+        work = cloudpickle.dumps((fn, args))
+    except Exception as error:
+        raise TypeError(
+            f"expected a function and arguments that can be copied to other processes, found {type(error).__name__}: "
+            f"{error}; make what cannot (files, locks, generators, a Meter) inside the function"
+        ) from error
+    with tempfile.TemporaryDirectory(prefix="memlab-ranks-", ignore_cleanup_errors=True) as folder:
+        (Path(folder) / "setup").write_bytes(pickle.dumps(_setup(world, timeout, work)))
+        with Processes(world, Path(folder), timeout) as processes:
+            return processes.results()
+
+
+def _check(fn, world, timeout) -> None:
+    if not callable(fn):
+        hint = "; pass the function itself, without calling it" if fn is None else ""
+        raise TypeError(f"expected a function fn(rank, *args), found {type(fn).__name__}{hint}")
+    if isinstance(world, bool) or not isinstance(world, int):
+        raise TypeError(f"expected world as a number of ranks, found {type(world).__name__}: run_ranks(fn, world)")
+    if world < 1:
+        raise ValueError(f"expected at least one rank, found world={world}")
+    if not isinstance(timeout, (int, float)) or not 0 < timeout < math.inf:
+        raise ValueError(f"expected timeout in seconds, more than 0 and finite, found {timeout!r}")
+
+
+def _setup(world: int, timeout: float, work: bytes) -> worker.Setup:
+    directory = None
+    with contextlib.suppress(FileNotFoundError):
+        directory = os.getcwd()
+    gpus = torch.cuda.is_available() and distributed.is_nccl_available() and torch.cuda.device_count() >= world
+    # A cell's text is in no file: only this process can tell it.
+    sources = {name: entry for name, entry in linecache.cache.items() if len(entry) == 4 and entry[1] is None}
+    threads = max(1, torch.get_num_threads() // world)
+    return worker.Setup(world, float(timeout), threads, gpus, dict(os.environ), directory, sources, work)

@@ -1,0 +1,77 @@
+"""The server from which ranks are forked: a process that has imported PyTorch, and never computes.
+
+To start Python and import PyTorch takes seconds; to copy a process that has done both takes milliseconds. Copying the
+launcher itself would be as quick, and unsafe: it has threads, and perhaps a GPU, and neither survives. So the server
+imports, and does nothing else. It is multiprocessing's own, and ends with the launcher.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from multiprocessing import spawn
+from unittest import mock
+
+_ONE_AT_A_TIME = threading.RLock()
+_preparation = spawn.get_preparation_data
+
+
+def fork_server() -> multiprocessing.context.BaseContext:
+    """multiprocessing with the server running; where there is no fork, ranks are started one by one, in seconds."""
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    from multiprocessing import forkserver, resource_tracker
+
+    context = multiprocessing.get_context("forkserver")
+    # What each rank would import again for itself: optimizers need torch's compiler, seconds; and what is in use here.
+    slow = ("torch.distributed.fsdp", "torch.distributed.optim", "torch.distributed.tensor.parallel")
+    used = [name for name in sys.modules if name.startswith("memlab.") and not name.startswith("memlab.book")]
+    with _ONE_AT_A_TIME:
+        context.set_forkserver_preload(
+            ["memlab.ranks.worker", "torch._dynamo", *(name for name in slow if name in sys.modules), *used]
+        )
+        # Ctrl-C goes to every process of a terminal or a notebook: the server outlives it from its first moment on.
+        resource_tracker.ensure_running()
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            forkserver.ensure_running()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return context
+
+
+@contextlib.contextmanager
+def without_program() -> Iterator[None]:
+    """What is started in this block does not run the launching program's file again: a rank needs nothing of it."""
+
+    def preparation(name: str) -> dict:
+        return {key: value for key, value in _preparation(name).items() if not key.startswith("init_main")}
+
+    with _ONE_AT_A_TIME, mock.patch.object(spawn, "get_preparation_data", preparation):
+        yield
+
+
+@contextlib.contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Let Ctrl-C wait until this block is through; a second one does not wait."""
+    if threading.current_thread() is not threading.main_thread() or not callable(signal.getsignal(signal.SIGINT)):
+        yield
+        return
+    interrupts = []
+
+    def note(number, frame):
+        interrupts.append(number)
+        if len(interrupts) > 1:
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if interrupts:
+            before(signal.SIGINT, None)

@@ -1,0 +1,266 @@
+"""Ranks that work: what they are given, what comes back, what they print, and that nothing of them remains."""
+
+from __future__ import annotations
+
+import os
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from torch import distributed
+
+from memlab.memory_timeline import Meter
+from memlab.ranks import RankError, all_gather, exchange, receive, reduce_scatter, run_ranks, send
+from tests.ranks_helpers import planted, raises
+
+WORLD = 4
+
+
+def ranks_alive() -> list[psutil.Process]:
+    """The processes that this process's fork server has started."""
+    return [rank for child in psutil.Process().children() for rank in child.children()]
+
+
+def files_of_launches() -> list[Path]:
+    import tempfile
+
+    return list(Path(tempfile.gettempdir()).glob("memlab-ranks-*"))
+
+
+# ---- what comes back
+
+
+@pytest.fixture(scope="module")
+def results():
+    @dataclass
+    class Facts:
+        """As defined in a cell: the launched process can import it from nowhere."""
+
+        environment: dict
+        threads: int
+        group: tuple
+        tensors: dict
+        timeline: object
+        talk: dict
+
+    def facts(rank, shared, factor):
+        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS")
+        piece, whole = torch.full((2,), float(rank)), torch.empty(2 * WORLD)
+        all_gather(whole, piece)
+        reduce_scatter(piece, whole)
+        weight = torch.nn.Parameter(shared * factor)
+        with Meter() as meter:
+            kept = torch.ones(1000) * rank
+        right, left = (rank + 1) % WORLD, (rank - 1) % WORLD
+        theirs = exchange(shared.t() + rank, right, torch.zeros(3, 2).t(), left)
+        nothing = exchange(torch.empty(0), right, torch.empty(0), left)
+        sent = torch.tensor([rank, rank], dtype=torch.int64)
+        if rank % 2 == 0:
+            send(sent, rank + 1)
+        else:
+            receive(sent, rank - 1)
+        return Facts(
+            {name: os.environ[name] for name in names},
+            torch.get_num_threads(),
+            (distributed.get_rank(), distributed.get_world_size(), distributed.get_backend()),
+            {"piece": piece, "whole": whole, "weight": weight, "view": kept[:2], "half": kept[:1].bfloat16()},
+            meter.timeline,
+            {"theirs": theirs, "nothing": nothing, "sent": sent},
+        )
+
+    shared = torch.arange(6.0).view(3, 2)
+    return Facts, shared, run_ranks(facts, WORLD, shared, 10.0)
+
+
+def test_results_come_back_by_rank_of_the_very_class_that_the_caller_defined(results):
+    kind, _, found = results
+    assert [type(facts) for facts in found] == [kind] * WORLD
+    assert [facts.group[:2] for facts in found] == [(rank, WORLD) for rank in range(WORLD)]
+
+
+def test_a_rank_knows_who_it_is_and_shares_the_cpus_threads(results):
+    for rank, facts in enumerate(results[2]):
+        assert [facts.environment[name] for name in ("RANK", "LOCAL_RANK")] == [str(rank)] * 2
+        assert facts.environment["WORLD_SIZE"] == facts.environment["LOCAL_WORLD_SIZE"] == str(WORLD)
+        assert facts.threads == int(facts.environment["OMP_NUM_THREADS"]) == max(1, torch.get_num_threads() // WORLD)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU for each rank the group is NCCL's")
+def test_without_gpus_the_group_is_gloos(results):
+    assert {facts.group[2] for facts in results[2]} == {"gloo"}
+
+
+def test_tensors_travel_there_and_back_by_value(results):
+    _, shared, found = results
+    for rank, facts in enumerate(found):
+        assert torch.equal(facts.tensors["weight"], shared * 10) and isinstance(
+            facts.tensors["weight"], torch.nn.Parameter
+        )
+        assert facts.tensors["view"].tolist() == [rank, rank] and facts.tensors["half"].dtype is torch.bfloat16
+        assert not any(tensor.is_shared() for tensor in facts.tensors.values())
+
+
+def test_gather_and_scatter_are_what_they_are_called(results):
+    for rank, facts in enumerate(results[2]):
+        assert facts.tensors["whole"].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+        assert facts.tensors["piece"].tolist() == [WORLD * rank] * 2
+
+
+def test_a_timeline_comes_back_and_still_quotes_its_lines(results):
+    for facts in results[2]:
+        timeline = facts.timeline
+        assert timeline.peak_bytes == 4000 + 4000
+        assert {storage.line.source for storage in timeline.storages.values()} == {"kept = torch.ones(1000) * rank"}
+
+
+def test_everyone_sends_to_the_right_while_receiving_from_the_left_whatever_the_layout(results):
+    _, shared, found = results
+    for rank, facts in enumerate(found):
+        assert torch.equal(facts.talk["theirs"], shared.t() + (rank - 1) % WORLD)
+        assert facts.talk["nothing"].numel() == 0
+        assert facts.talk["sent"].tolist() == [rank - rank % 2] * 2
+
+
+def test_more_ranks_than_cores_and_a_single_one():
+    def total(rank):
+        x = torch.ones(3, dtype=torch.float64)
+        distributed.all_reduce(x)
+        return x.tolist()
+
+    many = 2 * (os.cpu_count() or 1) + 5
+    assert run_ranks(total, many) == [[many] * 3] * many
+    assert run_ranks(total, 1) == [[1.0] * 3]
+
+
+def test_ranks_see_the_callers_directory_and_environment(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SET_LATELY", "yes")
+    for name in ("RANK", "WORLD_SIZE"):  # left by somebody, and no launcher's
+        monkeypatch.setenv(name, "7")
+    seen = run_ranks(lambda rank: (os.getcwd(), os.environ["SET_LATELY"], os.environ["WORLD_SIZE"]), 2)
+    assert seen == [(str(tmp_path), "yes", "2")] * 2
+    assert os.environ["RANK"] == "7"
+
+
+def test_two_threads_may_launch_at_once():
+    results = {}
+
+    def launch(name):
+        results[name] = run_ranks(lambda rank, name: (name, rank), 2, name)
+
+    threads = [threading.Thread(target=launch, args=(name,)) for name in "ab"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == {"a": [("a", 0), ("a", 1)], "b": [("b", 0), ("b", 1)]}
+
+
+# ---- what they print
+
+
+def test_printed_lines_are_grouped_by_rank_also_those_of_a_shell_and_of_c(capsys):
+    def prints(rank):
+        import ctypes
+        import sys
+
+        print("first", rank)
+        os.system(f"echo from a shell {rank}")
+        print("10 %\r100 %")
+        print("é\n\nlast", end="")
+        sys.stdout.flush()
+        ctypes.CDLL(None).printf(b" of C\n")
+        print("aside", file=sys.stderr)
+
+    run_ranks(prints, 2)
+    out, err = capsys.readouterr()
+    lines = ["first {0}", "from a shell {0}", "100 %", "é", "", "last of C"]
+    assert out == "".join(f"rank {rank} │ {line}".format(rank).rstrip() + "\n" for rank in (0, 1) for line in lines)
+    assert err == "rank 0 │ aside\nrank 1 │ aside\n"
+
+
+def test_what_was_printed_before_a_failure_is_shown(capsys):
+    def fails(rank):
+        print("about to")
+        if rank == 1:
+            raise ValueError
+
+    with pytest.raises(RankError):
+        run_ranks(fails, 2)
+    assert "rank 1 │ about to\n" in capsys.readouterr().out
+
+
+def test_of_very_much_only_the_end_is_shown(capsys):
+    run_ranks(lambda rank: print("x" * 100 + "\n" + "y" * (1 << 20) + "\nend"), 1)
+    shown = capsys.readouterr().out
+    assert len(shown) < (1 << 20) + 200 and shown.endswith("rank 0 │ end\n") and "bytes before this are left" in shown
+
+
+# ---- calls that cannot work
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ((None, 2), TypeError, r"found NoneType; pass the function itself"),
+        ((3, 2), TypeError, r"expected a function fn\(rank, \*args\), found int"),
+        ((print, 0), ValueError, "at least one rank, found world=0"),
+        ((print, -1), ValueError, "at least one rank"),
+        ((print, 2.0), TypeError, "world as a number of ranks, found float"),
+        ((print, True), TypeError, "world as a number"),
+        ((print, 2, threading.Lock()), TypeError, r"copied to other processes, found TypeError: .*lock"),
+    ],
+)
+def test_a_call_that_cannot_work_is_explained(arguments, error, words):
+    with pytest.raises(error, match=words):
+        run_ranks(*arguments)
+
+
+@pytest.mark.parametrize("timeout", [0, -1, float("nan"), float("inf"), None, "60"])
+def test_a_timeout_is_a_number_of_seconds(timeout):
+    with pytest.raises(ValueError, match="expected timeout in seconds"):
+        run_ranks(print, 2, timeout=timeout)
+
+
+def test_a_rank_cannot_launch_ranks():
+    def nested(rank):
+        from memlab.ranks import run_ranks
+
+        run_ranks(print, 2)
+
+    with pytest.raises(RankError, match=r"rank \d raised RuntimeError: expected run_ranks outside of ranks"):
+        run_ranks(nested, 2)
+
+
+# ---- nothing stays behind
+
+
+def test_nothing_stays_behind_neither_after_success_nor_after_failure(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    run_ranks(print, 1)  # the server that forks ranks is here to stay
+    me = psutil.Process()
+    before = me.num_fds(), threading.active_count(), dict(os.environ), len(me.children(recursive=True))
+    for _ in range(2):
+        run_ranks(print, 2)
+        assert planted(raises, culprit=1, world=2).rank == 1
+        assert (me.num_fds(), threading.active_count(), dict(os.environ), len(me.children(recursive=True))) == before
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_whoever_a_rank_started_ends_with_it(tmp_path):
+    def starts(rank, path):
+        import subprocess
+
+        path.write_text(str(subprocess.Popen(["sleep", "1000"]).pid))
+        if rank == 0:
+            raise ValueError("now")
+
+    with pytest.raises(RankError):
+        run_ranks(starts, 1, tmp_path / "pid")
+    with pytest.raises(psutil.NoSuchProcess):
+        sleeper = psutil.Process(int((tmp_path / "pid").read_text()))
+        sleeper.wait(5)
+        psutil.Process(sleeper.pid)

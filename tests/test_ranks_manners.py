@@ -1,0 +1,292 @@
+"""Ranks and whoever launches them: a script, a notebook's kernel, torchrun, an interrupt, a kill."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from memlab.ranks import torchrun
+
+ROOT = Path(__file__).parents[1]
+pytestmark = pytest.mark.skipif(os.name != "posix", reason="processes are watched through POSIX signals here")
+
+# A program without `if __name__ == "__main__"`, whose ranks say who they are and stay until they are ended.
+STAYS = """
+import os, subprocess, sys, time
+from pathlib import Path
+from memlab.ranks import run_ranks
+
+print("the program runs")
+
+def stay(rank, folder):
+    child = subprocess.Popen(["sleep", "1000"])
+    path = Path(folder, "pids", str(rank))
+    path.with_suffix(".part").write_text(f"{os.getpid()} {child.pid} {os.getppid()}")
+    path.with_suffix(".part").rename(path)
+    time.sleep(1000)
+
+os.makedirs(sys.argv[1] + "/pids")
+try:
+    run_ranks(stay, 2, sys.argv[1])
+finally:
+    print("and ends")
+"""
+
+
+def environment(folder: Path, **more: str) -> dict[str, str]:
+    cleaned = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "MASTER_ADDR")}
+    return {**cleaned, "PYTHONPATH": str(ROOT), "TMPDIR": str(folder / "tmp"), "OMP_NUM_THREADS": "1", **more}
+
+
+def staying(folder: Path) -> tuple[subprocess.Popen, list[psutil.Process]]:
+    """A program whose ranks are running, and every process that it has brought about."""
+    (folder / "tmp").mkdir()
+    (folder / "program.py").write_text(STAYS)
+    program = subprocess.Popen(
+        [sys.executable, folder / "program.py", folder],
+        env=environment(folder),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    until = time.monotonic() + 60
+    while len(list((folder / "pids").glob("[01]"))) < 2:
+        assert program.poll() is None, program.communicate()[1]
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    pids = {int(pid) for path in (folder / "pids").iterdir() for pid in path.read_text().split()}
+    pids |= {child.pid for child in psutil.Process(program.pid).children(recursive=True)}
+    return program, [psutil.Process(pid) for pid in pids]
+
+
+def leftovers(processes: list[psutil.Process], folder: Path) -> tuple[list, list]:
+    """Which of them live, and which files are there, after a moment in which they may end."""
+    _, alive = psutil.wait_procs(processes, timeout=10)
+    alive = [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+    until = time.monotonic() + 5
+    while (files := list((folder / "tmp").rglob("memlab*"))) and time.monotonic() < until:
+        time.sleep(0.05)
+    return alive, files
+
+
+def test_ctrl_c_ends_a_launch_with_all_that_it_started_and_does_not_run_the_program_again(tmp_path):
+    program, processes = staying(tmp_path)
+    os.killpg(program.pid, signal.SIGINT)  # as a terminal does: to all that the program has started
+    out, err = program.communicate(timeout=60)
+    assert out == "the program runs\nand ends\n" and err.count("KeyboardInterrupt") == 1
+    assert leftovers(processes, tmp_path) == ([], [])
+
+
+def test_ranks_end_by_themselves_when_their_launcher_is_killed(tmp_path):
+    program, processes = staying(tmp_path)
+    program.kill()
+    program.communicate(timeout=60)
+    assert leftovers(processes, tmp_path) == ([], [])
+
+
+def test_an_interrupt_at_any_moment_of_a_launch_leaves_nothing(tmp_path):
+    (tmp_path / "tmp").mkdir()
+    code = """
+        import os, psutil, signal, threading, time
+        from memlab.ranks import run_ranks
+
+        for delay in (0.5, 0.0, 0.01, 0.03, 0.06, 0.1, 0.2):  # at first, the server that forks ranks is not there yet
+            timer = threading.Timer(delay, os.kill, (os.getpid(), signal.SIGINT))
+            try:
+                timer.start()
+                run_ranks(lambda rank: time.sleep(1000), 3)
+            except KeyboardInterrupt:
+                ranks = [rank for child in psutil.Process().children() for rank in child.children()]
+                print("interrupted", len(psutil.wait_procs(ranks, timeout=5)[1]))
+            timer.join()
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    done = subprocess.run(command, env=environment(tmp_path), capture_output=True, text=True, timeout=100, check=False)
+    assert (done.stdout, done.returncode) == ("interrupted 0\n" * 7, 0), done.stderr
+    assert list((tmp_path / "tmp").rglob("memlab*")) == []
+
+
+# ---- in a notebook
+
+DEFINE = """
+import time, torch
+from dataclasses import dataclass
+from memlab.memory_timeline import Meter
+from memlab.ranks import RankError, run_ranks
+
+@dataclass
+class Found:
+    timeline: object
+    total: float
+
+def work(rank):
+    print("hello from a cell")
+    with Meter() as meter:
+        kept = torch.ones(10)
+    torch.distributed.all_reduce(kept)
+    return Found(meter.timeline, kept.sum().item())
+"""
+USE = """
+found = run_ranks(work, 2)
+print([isinstance(each, Found) for each in found], [each.total for each in found])
+print({storage.line.source for storage in found[0].timeline.storages.values()})
+"""
+FAIL = """
+def fails(rank):
+    if rank == 1:
+        raise ValueError("in a cell")
+    torch.distributed.barrier()
+
+run_ranks(fails, 2)
+"""
+HANG = "run_ranks(lambda rank: time.sleep(1000), 2)"
+LEFT = """
+import psutil
+ranks = [rank for child in psutil.Process().children() for rank in child.children()]
+print(len(psutil.wait_procs(ranks, timeout=5)[1]), run_ranks(lambda rank: rank, 2))
+"""
+
+
+@pytest.fixture(scope="module")
+def kernel(tmp_path_factory):
+    manager = pytest.importorskip("jupyter_client.manager").KernelManager(kernel_name="python3")
+    folder = tmp_path_factory.mktemp("kernel")
+    (folder / "tmp").mkdir()
+    manager.start_kernel(env=environment(folder), cwd=str(folder))
+    client = manager.blocking_client()
+    client.start_channels()
+    client.wait_for_ready(timeout=60)
+    yield manager, client
+    client.stop_channels()
+    manager.shutdown_kernel(now=True)
+    manager.cleanup_resources()
+
+
+def ran(client, code: str, while_busy=None) -> tuple[str, str]:
+    """What a cell prints, and the error that ends it."""
+    printed, error = [], ""
+    asked = client.execute(code)
+    if while_busy is not None:
+        while_busy()
+    while True:
+        message = client.get_iopub_msg(timeout=60)
+        if message["parent_header"].get("msg_id") != asked:
+            continue
+        kind, content = message["msg_type"], message["content"]
+        if kind == "stream":
+            printed.append(content["text"])
+        elif kind == "error":
+            error = f"{content['ename']}: {content['evalue']}"
+        elif kind == "status" and content["execution_state"] == "idle":
+            client.get_shell_msg(timeout=60)
+            return "".join(printed), error
+
+
+def test_a_function_of_a_cell_runs_in_ranks_and_its_lines_are_quoted(kernel):
+    assert ran(kernel[1], DEFINE) == ("", "")
+    printed, error = ran(kernel[1], USE)
+    assert error == ""
+    assert printed.splitlines() == [
+        "rank 0 │ hello from a cell",
+        "rank 1 │ hello from a cell",
+        "[True, True] [20.0, 20.0]",
+        "{'kept = torch.ones(10)'}",
+    ]
+    _, error = ran(kernel[1], FAIL)
+    assert error.startswith("RankError: rank 1 raised ValueError: in a cell\n")
+    assert '    raise ValueError("in a cell")\n' in error
+
+
+def test_interrupting_the_kernel_ends_the_ranks_and_the_next_launch_works(kernel):
+    def interrupt():
+        time.sleep(1.5)
+        kernel[0].interrupt_kernel()
+
+    ran(kernel[1], DEFINE)
+    _, error = ran(kernel[1], HANG, while_busy=interrupt)
+    assert error.startswith("KeyboardInterrupt")
+    assert ran(kernel[1], LEFT) == ("0 [0, 1]\n", "")
+
+
+# ---- under torchrun
+
+EXAMPLE = """
+import sys, torch
+from memlab.ranks import run_ranks
+
+def total(rank, factor):
+    print("a line of rank", rank, flush=True)
+    x = torch.ones(2) * factor
+    torch.distributed.all_reduce(x)
+    if sys.argv[2:] and rank == 1:
+        raise ValueError("under torchrun")
+    return rank, x.tolist()
+
+results = run_ranks(total, int(sys.argv[1]), 3.0)
+assert not torch.distributed.is_initialized()
+print(f"results {results}\\n", end="", flush=True)
+"""
+
+
+def under_torchrun(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
+    (folder / "tmp").mkdir()
+    (folder / "example.py").write_text(EXAMPLE)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    return subprocess.run(
+        [*command, folder / "example.py", *arguments],
+        env=environment(folder),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_the_same_file_runs_under_torchrun_and_every_rank_has_all_results(tmp_path):
+    done = under_torchrun(tmp_path, "2")
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [
+        "a line of rank 0",
+        "a line of rank 1",
+        *["results [(0, [6.0, 6.0]), (1, [6.0, 6.0])]"] * 2,
+    ]
+
+
+def test_under_torchrun_another_number_of_ranks_is_told_with_the_command(monkeypatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=r"expected 3 ranks, .*found 2 \(WORLD_SIZE\).*torchrun --nproc-per-node 3"):
+        torchrun.run_this_rank(print, 3, (), 1.0)
+
+
+def test_a_rank_of_torchruns_raises_its_own_error(tmp_path):
+    done = under_torchrun(tmp_path, "2", "fail")
+    assert done.returncode != 0 and "ValueError: under torchrun" in done.stderr
+    assert "results" not in done.stdout
+
+
+def test_a_single_rank_of_torchruns_forms_a_group_and_ends_it(monkeypatch):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    given = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    from memlab.ranks import one_rank, run_ranks
+
+    hook = sys.excepthook
+    assert run_ranks(lambda rank: json.dumps(rank), 1) == ["0"]
+    assert sys.excepthook is hook
+    with one_rank("cpu"), pytest.raises(RuntimeError, match="expected no process group, since run_ranks forms one"):
+        run_ranks(print, 1)

@@ -1,0 +1,275 @@
+"""What ranks send: counted where it is sent by hand, by the algorithm's formula where a library sends it."""
+
+from __future__ import annotations
+
+import math
+import pickle
+import sys
+import threading
+
+import pytest
+import torch
+from torch import distributed
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from memlab.memory_timeline import Meter, imagine
+from memlab.ranks import (
+    Message,
+    Traffic,
+    all_gather,
+    exchange,
+    imagined_ranks,
+    one_rank,
+    point_to_point,
+    reduce_scatter,
+    ring_bytes,
+    run_ranks,
+    send,
+)
+
+RANKS = 4
+
+
+# ---- one of many, imagined
+
+
+def reduced(state, bucket):
+    distributed.all_reduce(bucket.buffer())
+    done = torch.futures.Future()
+    done.set_result(bucket.buffer())
+    return done
+
+
+def test_rank_2_of_64_is_imagined_and_gone_afterwards():
+    hook = sys.excepthook
+    with imagined_ranks(64, rank=2) as mesh:
+        assert (distributed.get_rank(), distributed.get_world_size(), mesh.size()) == (2, 64, 64)
+        whole = torch.empty(64 * 3)
+        all_gather(whole, torch.ones(3))
+    assert not distributed.is_initialized() and sys.excepthook is hook
+
+
+@pytest.mark.parametrize("group", [lambda: imagined_ranks(2), lambda: one_rank("cpu")], ids=["imagined", "alone"])
+def test_a_group_that_was_there_is_not_taken_over_and_an_error_ends_ones_own(group):
+    with group():
+        with pytest.raises(RuntimeError, match="expected no process group"), group():
+            pass
+        assert distributed.is_initialized()
+    with pytest.raises(ZeroDivisionError), group():
+        1 / 0  # noqa: B018
+    assert not distributed.is_initialized()
+
+
+@pytest.mark.parametrize(("world", "rank"), [(0, 0), (2, 2), (2, -1)])
+def test_a_rank_is_one_of_its_world(world, rank):
+    with pytest.raises(ValueError, match=f"expected 0 ≤ rank < world, found rank {rank} of {world}"):
+        imagined_ranks(world, rank).__enter__()
+
+
+@pytest.mark.parametrize("ranks_first", [False, True])
+def test_fsdp_on_imagined_ranks_of_imagined_hardware_holds_one_64th(ranks_first):
+    hardware, ranks = imagine("H100-80GB"), imagined_ranks(64)
+    with ranks if ranks_first else hardware as first, hardware if ranks_first else ranks as second:
+        mesh = first if ranks_first else second
+        model = fully_shard(torch.nn.Linear(1024, 1024, bias=False), mesh=mesh)
+        with Meter(model) as meter, Traffic() as traffic:
+            model(torch.empty(2, 1024)).sum().backward()
+    assert meter.timeline.bytes_by_category(0)["parameter"] == 4 * 1024 * 1024 // 64
+    whole = 4 * 1024 * 1024
+    assert [(record.name, record.sent_bytes) for record in traffic.records] == [
+        ("all_gather", whole // 64 * 63),
+        ("reduce_scatter", whole // 64 * 63),
+    ]
+    events = [record.event for record in traffic.records]
+    assert 0 < events[0] < events[1] < len(meter.timeline)
+
+
+def test_ddp_runs_on_imagined_ranks_with_a_hook_that_says_when_a_bucket_is_through():
+    with imagined_ranks(8):
+        model = DistributedDataParallel(torch.nn.Linear(10, 10))
+        model.register_comm_hook(None, reduced)
+        with Traffic() as traffic:
+            model(torch.ones(2, 10)).sum().backward()
+    assert traffic.by_name() == {"all_reduce": 2 * 440 * 7 // 8}
+
+
+# ---- formulas
+
+
+def formula(call, rank=1, ranks=RANKS) -> list[Message]:
+    with imagined_ranks(ranks, rank), Traffic() as traffic:
+        call()
+    return traffic.records
+
+
+N = 4 * 40  # bytes of forty elements
+X, PIECES = torch.ones(40), [torch.ones(10)] * RANKS
+
+
+@pytest.mark.parametrize(
+    ("call", "name", "whole", "sent", "received"),
+    [
+        (lambda: distributed.all_reduce(X), "all_reduce", N, 240, 240),
+        (lambda: all_gather(X, X[:10]), "all_gather", N, 120, 120),
+        (lambda: distributed.all_gather(PIECES, X[:10]), "all_gather", N, 120, 120),
+        (lambda: reduce_scatter(X[:10], X), "reduce_scatter", N, 120, 120),
+        (lambda: distributed.reduce_scatter(X[:10], PIECES), "reduce_scatter", N, 120, 120),
+        (lambda: distributed.broadcast(X, 0), "broadcast", N, N, N),
+        (lambda: distributed.broadcast(X, 1), "broadcast", N, N, 0),
+        (lambda: distributed.broadcast(X, 2), "broadcast", N, 0, N),  # the last of the chain is the one before the root
+        (lambda: distributed.reduce(X, 1), "reduce", N, 0, N),
+        (lambda: distributed.reduce(X, 0), "reduce", N, N, 0),
+        (lambda: distributed.reduce(X, 3), "reduce", N, N, N),
+        (lambda: distributed.scatter(X[:10], PIECES, src=1), "scatter", N, 120, 0),
+        (lambda: distributed.scatter(X[:10], None, src=0), "scatter", N, 0, 40),
+        (lambda: distributed.gather(X[:10], PIECES, dst=1), "gather", N, 0, 120),
+        (lambda: distributed.gather(X[:10], None, dst=0), "gather", N, 40, 0),
+        (lambda: distributed.all_to_all_single(torch.empty(40), X), "all_to_all", N, 120, 120),
+        (
+            lambda: distributed.all_to_all_single(torch.empty(12, 2), X.view(20, 2), [3, 4, 5, 0], [5, 10, 5, 0]),
+            "all_to_all",
+            N,
+            8 * 10,
+            8 * 8,
+        ),
+    ],
+)
+def test_a_librarys_collective_is_counted_by_its_algorithms_formula(call, name, whole, sent, received):
+    assert formula(call) == [Message(name, whole, sent, received, RANKS, exact=False)]
+
+
+@pytest.mark.parametrize("name", ["all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce"])
+def test_what_all_ranks_send_is_what_all_receive(name):
+    calls = {
+        "all_reduce": lambda: distributed.all_reduce(X),
+        "all_gather": lambda: all_gather(X, X[:10]),
+        "reduce_scatter": lambda: reduce_scatter(X[:10], X),
+        "broadcast": lambda: distributed.broadcast(X, 2),
+        "reduce": lambda: distributed.reduce(X, 2),
+    }
+    records = [formula(calls[name], rank)[0] for rank in range(RANKS)]
+    total = sum(record.sent_bytes for record in records)
+    assert total == sum(record.received_bytes for record in records)
+    assert total == N * (RANKS - 1) * (2 if name == "all_reduce" else 1)
+
+
+def test_alone_nothing_is_sent():
+    with one_rank("cpu"), Traffic() as traffic:
+        distributed.all_reduce(X)
+        distributed.broadcast(X, 0)
+        all_gather(X, X)
+    assert [record.sent_bytes for record in traffic.records] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("ranks", range(1, 9))
+def test_the_formula_is_rounded_up_to_whole_bytes(ranks):
+    assert ring_bytes("all_reduce", 1001, ranks) == math.ceil(2 * 1001 * (ranks - 1) / ranks)
+    with pytest.raises(ValueError, match="expected one of all_reduce, .* found 'barrier'"):
+        ring_bytes("barrier", 1, ranks)
+
+
+def test_what_dtensor_says_is_counted_and_a_barrier_is_no_traffic():
+    def redistribute():
+        distributed.barrier()
+        mesh = distributed.init_device_mesh("cpu", (RANKS,))
+        with Traffic() as traffic:
+            distribute_tensor(torch.ones(8, 4), mesh, [Shard(0)], src_data_rank=None).redistribute(mesh, [Replicate()])
+        return traffic.records
+
+    with imagined_ranks(RANKS):
+        assert [record.name for record in redistribute()] == ["all_gather"]
+        assert redistribute()[0].sent_bytes == 8 * 4 * 4 * 3 // 4
+
+
+# ---- counted
+
+
+def test_sends_are_counted_in_every_thread_and_by_every_open_traffic():
+    with imagined_ranks(RANKS), Meter(), Traffic() as outer:
+        kept = torch.ones(10)
+        with Traffic() as inner:
+            thread = threading.Thread(target=send, args=(X, 1))
+            thread.start()
+            thread.join()
+            incoming = torch.empty(10)
+            exchange(kept, 1, incoming, 3)
+        distributed.send(X, 1)
+    assert inner.records == [
+        Message("send", N, N, 0, RANKS, True, 1),
+        Message("send", 40, 40, 0, RANKS, True, 2),
+        Message("receive", 40, 0, 40, RANKS, True, 2),
+    ]
+    assert outer.records == [*inner.records, Message("send", N, N, 0, RANKS, True, 2)]
+    assert (outer.sent_bytes, outer.received_bytes, outer.exact) == (2 * N + 40, 40, True)
+
+
+def test_traffic_of_real_ranks_travels_with_its_records():
+    def talks(rank, world):
+        with Traffic() as traffic:
+            exchange(torch.ones(7), (rank + 1) % world, torch.empty(7), (rank - 1) % world)
+            distributed.all_reduce(torch.ones(9))
+            model = DistributedDataParallel(torch.nn.Linear(4, 4))
+            before = len(traffic.records)
+            model(torch.ones(2, 4)).sum().backward()
+        return traffic, before
+
+    for traffic, before in run_ranks(talks, 3, 3):
+        names = [record.name for record in traffic.records]
+        assert names[:3] == ["send", "receive", "all_reduce"] and names[before:] == ["all_reduce"]
+        assert traffic.by_name()["send"] == 28 and traffic.records[2].sent_bytes == 2 * 36 * 2 // 3
+        assert traffic.records[-1].sent_bytes == math.ceil(2 * 80 * 2 / 3) and not traffic.exact
+    assert pickle.loads(pickle.dumps(traffic)).records == traffic.records
+
+
+def test_after_an_error_nothing_is_counted_any_more():
+    from memlab.ranks import traffic as page
+
+    with imagined_ranks(2), pytest.raises(ZeroDivisionError), Traffic() as traffic:
+        send(X, 1)
+        1 / 0  # noqa: B018
+    assert len(traffic.records) == 1 and page._OPEN == []
+
+
+def test_traffic_does_not_change_what_is_computed():
+    def trained(watch):
+        torch.manual_seed(0)
+        with one_rank("cpu") as mesh, watch:
+            model = fully_shard(torch.nn.Linear(8, 8), mesh=mesh)
+            model(torch.ones(2, 8)).square().sum().backward()
+            return model.weight.grad.to_local()
+
+    assert torch.equal(trained(Traffic()), trained(Meter()))
+
+
+# ---- staged through the host
+
+
+def test_where_gloo_meets_a_gpus_tensor_another_tensor_goes_over_the_wire(monkeypatch):
+    seen = []
+
+    def carry(operations):
+        seen.extend(operations)
+        outgoing, incoming = (operation.tensor for operation in operations)
+        incoming.copy_(outgoing)
+        return []
+
+    monkeypatch.setattr(point_to_point, "staged", lambda tensor, group: True)
+    monkeypatch.setattr(point_to_point, "_host", lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype))
+    monkeypatch.setattr(distributed, "batch_isend_irecv", carry)
+    outgoing, incoming = torch.arange(3.0), torch.zeros(3)
+    with one_rank("cpu"):
+        assert exchange(outgoing, 0, incoming, 0) is incoming
+    assert incoming.tolist() == [0, 1, 2]
+    assert seen[0].tensor is not outgoing and seen[1].tensor is not incoming
+
+
+def test_main_memory_needs_no_staging_and_gloo_asks_for_it_on_a_gpu():
+    class OnGPU:
+        is_cpu, device = False, torch.device("cuda", 0)
+
+    with one_rank("cpu"):
+        assert not point_to_point.staged(X) and point_to_point.staged(OnGPU)
+    with imagined_ranks(2):
+        assert not point_to_point.staged(OnGPU)
