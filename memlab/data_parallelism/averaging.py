@@ -1,0 +1,151 @@
+"""What happens to a gradient on its way: into its bucket, around the ranks, and back as the average.
+
+    backward        gradients of bucket 0 ── of bucket 1 ── of bucket 2 ── wait
+    all-reduce                               bucket 0 ───── bucket 1 ───── bucket 2
+
+A hook on each parameter is told when its gradient is complete. A bucket is sent when it is full and all before it are
+sent: so all ranks send in one order, whatever the order in which their gradients come; and what never comes is sent as
+zeros when backward is through. Each rank multiplies by 1/N before the sum, as DDP does: so a sum in 16 bits does not
+overflow where the average would fit.
+
+A rank that averages an average leaves it as it is. That is why gradients that were averaged before, or come twice, are
+right: averages of equals plus the average of what was added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, distributed, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from memlab.data_parallelism.background import Background
+from memlab.data_parallelism.buckets import Bucket
+
+_at_end_of_backward = torch.autograd.Variable._execution_engine.queue_callback
+
+
+class Averaging:
+    """Hooks on the parameters of these buckets. They know nothing of the model's wrapper, so it can die before them."""
+
+    def __init__(self, buckets: list[Bucket], all_reduce, group, find_unused: bool):
+        self.buckets, self.group, self.find_unused = buckets, group, find_unused
+        self.factor = 1 / distributed.get_world_size(group)
+        self.on = True
+        self.running = False
+        self.arrived: list[set[int]] = [set() for _ in buckets]
+        self.sent: list[Callable[[], None]] = []  # what waits for each bucket that is on its way
+        scratch_bytes = max(bucket.piece_bytes for bucket in buckets)
+        self.background = None if all_reduce is None else Background(all_reduce, group, scratch_bytes)
+        self._hooks = [
+            p.register_post_accumulate_grad_hook(self._hook(at, number))
+            for at, bucket in enumerate(buckets)
+            for number, p in enumerate(bucket.params)
+        ]
+
+    def _hook(self, at: int, number: int) -> Callable[[Tensor], None]:
+        return lambda p: self.arrive(at, number)
+
+    @torch.no_grad()
+    def arrive(self, at: int, number: int) -> None:
+        """A gradient is complete. at: its bucket; number: its place there."""
+        bucket = self.buckets[at]
+        p = bucket.params[number]
+        if p.grad.is_sparse:
+            raise ValueError(f"expected dense gradients, found a sparse one of {tuple(p.shape)}; use sparse=False")
+        if self.running and number in self.arrived[at]:  # of a backward that never ended
+            self.settle()
+        bucket.fill()
+        if not self.on:
+            bucket.place(number, 1)
+            return
+        if not self.running:
+            self.running = True
+            _at_end_of_backward(self.finish)
+        bucket.place(number, self.factor)
+        self.arrived[at].add(number)
+        while len(self.sent) < len(self.buckets) and self.full(len(self.sent)):
+            self.send()
+
+    def full(self, at: int) -> bool:
+        """Whether all gradients of a bucket have arrived."""
+        return len(self.arrived[at]) == len(self.buckets[at].params)
+
+    def send(self) -> None:
+        """Begin to sum the next bucket over ranks."""
+        bucket = self.buckets[len(self.sent)]
+        if self.background is not None:
+            self.sent.append(self.background.begin(bucket.flat, bucket.layout.piece))
+        else:
+            self.sent.append(distributed.all_reduce(bucket.flat, group=self.group, async_op=True).wait)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Backward is through: what is missing counts as 0; send the rest, and wait for all."""
+        if not self.running:
+            return
+        try:
+            without = self.fill_up()
+            for wait in self.sent:
+                wait()
+            frozen_since = [p for p in without if not p.requires_grad]
+            for p in self.unused_everywhere(without) if self.find_unused else frozen_since:
+                p.grad = None
+        finally:
+            self.forget()
+
+    def fill_up(self) -> list[nn.Parameter]:
+        """Send the buckets that never became full. Returns the parameters without a gradient on this rank."""
+        without = []
+        for at, bucket in enumerate(self.buckets):
+            bucket.fill()
+            for number, p in enumerate(bucket.params):
+                if number not in self.arrived[at]:
+                    if p.grad is None:
+                        without.append(p)
+                    bucket.place(number, self.factor)
+            if at == len(self.sent):
+                self.send()
+        return without
+
+    def unused_everywhere(self, without: list[nn.Parameter]) -> list[nn.Parameter]:
+        """Those of the parameters without a gradient here that have none on any rank."""
+        params = [p for bucket in self.buckets for p in bucket.params]
+        absent = {id(p) for p in without}
+        has = torch.tensor([id(p) not in absent for p in params], dtype=torch.uint8).to(params[0].device)
+        distributed.all_reduce(has, distributed.ReduceOp.MAX, group=self.group)
+        if not without or isinstance(has, FakeTensor):  # imagined ranks all do what this one does
+            return without
+        return [p for p, used in zip(params, has.tolist(), strict=True) if not used]
+
+    def settle(self) -> None:
+        """End a backward that raised: the other ranks get what there is, and gradients here stay as they are now."""
+        params = [p for bucket in self.buckets for p in bucket.params]
+        gradients = [p.grad for p in params]
+        self.finish()
+        for p, gradient in zip(params, gradients, strict=True):
+            p.grad = gradient
+
+    def begin_step(self) -> None:
+        """A forward begins."""
+        if self.running:
+            self.settle()
+        for bucket in self.buckets:
+            bucket.empty()
+
+    def forget(self) -> None:
+        """Nothing is on its way."""
+        self.running = False
+        self.sent.clear()
+        for arrived in self.arrived:
+            arrived.clear()
+        if self.background is not None:
+            self.background.rest()
+
+    def close(self) -> None:
+        """Take the hooks off and end the thread."""
+        for hook in self._hooks:
+            hook.remove()
+        if self.background is not None:
+            self.background.close()

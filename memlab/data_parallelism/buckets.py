@@ -1,0 +1,86 @@
+"""Buckets: gradients that lie side by side in one buffer, because one long message is faster than many short ones.
+
+Each message costs a fixed time beside that of its bytes. So gradients travel together, as many as fit into 25 MiB or
+so. They are put together in the order in which backward makes them, which is about the reverse of the order in which
+the model registered its parameters: then the first bucket is full, and on its way, while the rest is still computed.
+
+Copied together, gradients would exist twice: in the bucket and in `p.grad`. So each `p.grad` *is* its place in the
+bucket, a view.   Source: Li et al. 2020 (PyTorch Distributed), section 3.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from memlab.data_parallelism.flat import FlatLayout
+
+
+class Bucket:
+    """Parameters of one dtype and device, and one flat buffer in which their gradients lie.
+
+    flat: (padded,), or None while no parameter has a gradient. views: the place of each gradient in it, in the
+    parameter's shape and, where it is dense, its strides.
+    """
+
+    def __init__(self, params: list[nn.Parameter], ranks: int):
+        self.params, self.layout = params, FlatLayout([p.shape for p in params], ranks)
+        self.nbytes = self.layout.padded * params[0].itemsize
+        self.piece_bytes = self.layout.piece * params[0].itemsize
+        self.flat: Tensor | None = None
+        self.views: list[Tensor] = []
+
+    def fill(self) -> None:
+        """Have a buffer. Its values are any but for the padding, which is 0."""
+        if self.flat is None:
+            self.flat = self.params[0].detach().new_empty(self.layout.padded)
+            self.flat[self.layout.numel :].zero_()
+            places = self.flat[: self.layout.numel].split(self.layout.numels)
+            self.views = [_shaped(place, p) for place, p in zip(places, self.params, strict=True)]
+
+    def empty(self) -> None:
+        """Give the buffer up, if no gradient lies in it, as after zero_grad(set_to_none=True)."""
+        if all(p.grad is None for p in self.params):
+            self.flat, self.views = None, []
+
+    def place(self, number: int, factor: float) -> None:
+        """Have a parameter's gradient, times a factor, in its place, and nowhere else. Without one, zeros."""
+        p, view = self.params[number], self.views[number]
+        if p.grad is None:
+            view.zero_()
+        elif p.grad is not view:
+            torch.mul(p.grad, factor, out=view)
+        elif factor != 1:
+            view.mul_(factor)
+        p.grad = view
+
+
+def plan_buckets(params: Iterable[nn.Parameter], bucket_bytes: int, ranks: int) -> list[Bucket]:
+    """Buckets of parameters in reverse order, of one dtype and device each, and of at most so many bytes.
+
+    A parameter that has more is alone in its bucket. Buckets are in the order in which they will be full.
+    """
+    order = list(params)[::-1]
+    filled: list[list[nn.Parameter]] = []
+    filling: dict[tuple, list[nn.Parameter]] = {}
+    room: dict[tuple, int] = {}  # bytes that are left in each that is being filled
+    for p in order:
+        kind = p.dtype, p.device
+        if kind in filling and p.nbytes > room[kind]:
+            filled.append(filling.pop(kind))
+        if kind not in filling:
+            filling[kind], room[kind] = [], bucket_bytes
+        filling[kind].append(p)
+        room[kind] -= p.nbytes
+    filled += filling.values()
+    moment = {id(p): number for number, p in enumerate(order)}
+    return [Bucket(group, ranks) for group in sorted(filled, key=lambda group: moment[id(group[-1])])]
+
+
+def _shaped(place: Tensor, p: Tensor) -> Tensor:
+    """A place of (numel,) as a gradient of p, with its strides, which fused optimizers ask for."""
+    if torch.ops.aten.is_non_overlapping_and_dense(p):
+        return place.as_strided(p.shape, p.stride())
+    return place.view(p.shape)

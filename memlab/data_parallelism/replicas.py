@@ -1,0 +1,189 @@
+"""Data parallelism: each rank has a replica of the model, and other data; before the step they average their gradients.
+
+    ∇ mean over all ranks' rows = 1/N · Σ over ranks of ∇ mean over its own rows        (as many rows on each)
+
+Replicas that begin equal and step on equal gradients stay equal: so nothing but gradients ever travels. And they travel
+while backward still runs: as soon as a bucket is full its all-reduce begins, and the end of backward waits for what is
+left. The price is bytes: every rank holds the whole model, all gradients and all the optimizer's states.
+
+Source: Li et al. 2020 (PyTorch Distributed), section 3.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, distributed, nn
+
+from memlab.data_parallelism.averaging import Averaging
+from memlab.data_parallelism.buckets import plan_buckets
+from memlab.data_parallelism.ring import ranks_of
+from memlab.units import parse_bytes
+
+_current_task = torch._C._current_graph_task_id  # -1 outside backward
+
+
+class DataParallel(nn.Module):
+    """A model whose backward leaves the average of all ranks' gradients in `p.grad`.
+
+        model = DataParallel(model)
+        loss(model(rows_of_this_rank)).backward()
+        optimizer.step()
+
+    module: a model in the memory of this rank's device. Its parameters and buffers become rank 0's.
+    bucket_bytes: how many bytes of gradients travel together, an int or text; a larger one travels alone.
+    all_reduce: None is torch.distributed's. Or a function (flat, group) that sums a tensor of (n,) over ranks in place,
+      such as `ring_all_reduce`; it is called in a thread. If it has an argument `scratch`, it gets (n / ranks,) there.
+    group: the ranks, all if None. With an all_reduce of sends, one in which nobody else sends during backward.
+    find_unused_parameters: tell a parameter that no rank used from one whose gradient is 0 (see below).
+
+    Every rank calls backward equally often. A parameter that a rank did not use counts as 0 there, whichever it is. One
+    that no rank used has a gradient of zeros, by which weight decay still shrinks it; with find_unused_parameters it
+    keeps None, as without ranks, for one byte a parameter that is summed as well, and a look at it where one is unused.
+    Averages are of *ranks*: where they have unequal numbers of rows, sum the losses and divide by `mean_over_ranks` of
+    the numbers (chapter 07's `accumulate(..., agree=mean_over_ranks)`). A rank without rows is then one with sum 0.
+
+    Gradients lie in the buckets, and nowhere else: `p.grad` is a view of one. A bucket's bytes are there from its first
+    gradient until, after zero_grad(), the next forward. Non-finite gradients of one rank are all ranks' afterwards.
+    Buffers are each rank's own once training begins: BatchNorm's statistics are of its own rows (DDP takes rank 0's
+    before every forward). A state dict is that of the model alone, without prefix.
+
+    After a backward that raised, the next forward ends its all-reduces with what there is, so that ranks stay in step;
+    then go on as ever, with zero_grad(). Checkpoint without reentrance: with it every segment is a backward of its own,
+    after which all buckets travel.
+
+    Raises ValueError if the ranks' models differ, naming rank and parameter, or if nothing is to be trained; in
+    forward, RuntimeError if it was closed, or a parameter is trained that was frozen at the beginning.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        bucket_bytes: int | str = "25 MiB",
+        all_reduce: Callable[..., object] | None = None,
+        group=None,
+        find_unused_parameters: bool = False,
+    ):
+        super().__init__()
+        self.module, self.group, self.find_unused_parameters = module, group, find_unused_parameters
+        self.ranks = ranks_of(group)
+        self._frozen = [(name, p) for name, p in module.named_parameters() if not p.requires_grad]
+        limit = parse_bytes(bucket_bytes)
+        start_equal(module, group, bucket_bytes=limit, find_unused_parameters=find_unused_parameters)
+        trained = [p for p in module.parameters() if p.requires_grad]  # a tied one comes once
+        if not trained:
+            raise ValueError("expected a model with parameters to train, found none; call a frozen model as it is")
+        self.buckets = plan_buckets(trained, limit, self.ranks)
+        self._averaging = Averaging(self.buckets, all_reduce, group, find_unused_parameters)
+        self._take_off = weakref.finalize(self, self._averaging.close)
+        self.register_load_state_dict_pre_hook(_add_prefix)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of all gradients on this rank, with each bucket's padding."""
+        return sum(bucket.nbytes for bucket in self.buckets)
+
+    def forward(self, *args, **kwargs):
+        """The model's own."""
+        if not self._take_off.alive:
+            raise RuntimeError("expected a DataParallel that is open, found a closed one; call its .module, or wrap it")
+        for name, p in self._frozen:
+            if p.requires_grad:
+                raise RuntimeError(
+                    f"expected {name} frozen, as when it was wrapped, found it to be trained; wrap again"
+                )
+        if torch.is_grad_enabled() and _current_task() == -1:
+            self._averaging.begin_step()
+        return self.module(*args, **kwargs)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward in this block adds gradients up on this rank; the next one outside averages the whole.
+
+        What counts is where backward runs; DDP asks where forward ran.
+        """
+        before, self._averaging.on = self._averaging.on, False
+        try:
+            yield
+        finally:
+            self._averaging.on = before
+
+    def close(self) -> None:
+        """Take the hooks off and end the thread; gradients stay. Also the end of a `with` block, and of the wrapper."""
+        self._take_off()
+
+    def __enter__(self) -> DataParallel:
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.close()
+
+    def state_dict(self, *args, **kwargs) -> dict:
+        """The model's own."""
+        return self.module.state_dict(*args, **kwargs)
+
+
+def _add_prefix(_: nn.Module, state_dict: dict, prefix: str, *others) -> None:
+    """Before loading: the names under which nn.Module looks for the model's own."""
+    for name in [name for name in state_dict if name.startswith(prefix)]:
+        state_dict[f"{prefix}module.{name[len(prefix) :]}"] = state_dict.pop(name)
+
+
+# ---- before the first step, and for unequal batches
+
+
+@torch.no_grad()
+def start_equal(module: nn.Module, group=None, **settings) -> None:
+    """Give every rank rank 0's parameters and buffers.
+
+    Raises ValueError on all ranks, naming the first that differs from rank 0 in a name, shape, dtype or requires_grad,
+    or in one of the settings.
+    """
+    refuse_other_models(module, group, **settings)
+    tensors = [t.detach() for t in (*module.parameters(), *module.buffers()) if t.numel()]
+    dense = [t if t.is_contiguous() else t.contiguous() for t in tensors]
+    for work in [distributed.broadcast(t, group=group, group_src=0, async_op=True) for t in dense]:
+        work.wait()
+    for t, received in zip(tensors, dense, strict=True):
+        if received is not t:
+            t.copy_(received)
+
+
+def refuse_other_models(module: nn.Module, group=None, **settings) -> None:
+    """Raise ValueError, on every rank alike, if a rank's model is not of rank 0's names, shapes, dtypes, settings."""
+    if distributed.get_backend(group) == "fake":  # imagined ranks have no models
+        return
+    mine = {name: str(value) for name, value in settings.items()}
+    mine |= {name: f"{tuple(b.shape)} of {b.dtype}" for name, b in module.named_buffers()}
+    for name, p in module.named_parameters():
+        mine[name] = f"{tuple(p.shape)} of {p.dtype}, {'trained' if p.requires_grad else 'frozen'}"
+    models: list[dict] = [{}] * distributed.get_world_size(group)
+    distributed.all_gather_object(models, mine, group=group)
+    for rank, theirs in enumerate(models):
+        for name in [*models[0], *theirs]:
+            expected, found = models[0].get(name, "none"), theirs.get(name, "none")
+            if expected != found:
+                raise ValueError(
+                    f"expected the same model on all ranks, found {name} on rank {rank}: {found}, on rank 0: "
+                    f"{expected}; build it from the same configuration on each"
+                )
+        if list(theirs) != list(models[0]):
+            raise ValueError(
+                f"expected the same model on all ranks, found rank {rank}'s parameters in another order than rank 0's; "
+                "build it in the same order on each"
+            )
+
+
+def mean_over_ranks(count: float | Tensor, group=None) -> Tensor:
+    """The mean of all ranks' counts, such as numbers of rows or labels, 0-dim FP64: `accumulate(agree=...)` wants it.
+
+    count: a number, or a tensor of one element, which stays on its device.
+    """
+    mean = torch.as_tensor(count, dtype=torch.float64).detach().clone().reshape(())
+    if mean.is_cpu and distributed.get_backend(group) == "nccl":
+        mean = mean.cuda()
+    distributed.all_reduce(mean, group=group)
+    return mean / distributed.get_world_size(group)
