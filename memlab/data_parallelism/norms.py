@@ -1,0 +1,50 @@
+"""The norm of a vector that is cut over ranks, and clipping by it: each rank knows its parts, one number is summed.
+
+‖g‖ₚ = (Σ over ranks of Σ over parts of ‖part‖ₚᵖ)^(1/p),  and the largest |element| for p = ∞
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, distributed
+
+
+@torch.no_grad()
+def clip_parts_(
+    gradients: Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    *,
+    device: torch.device,
+    group=None,
+) -> Tensor:
+    """Scale gradients of which every rank has other parts, so that the norm of all is at most max_norm.
+
+    gradients: this rank's parts, of any shapes, maybe none or empty ones; changed in place. Every rank calls it.
+    device: where collectives run. Returns the norm before, () of FP64, the same on every rank.
+
+    Raises ValueError for a norm_type that is not above 0; RuntimeError for a norm of inf or nan, if told to.
+    """
+    if not norm_type > 0:
+        raise ValueError(f"expected a norm_type above 0, or inf, found {norm_type}")
+    parts = [gradient for gradient in gradients if gradient.numel()]
+    largest = norm_type == math.inf
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    if parts:
+        wide = [torch.promote_types(part.dtype, torch.float32) for part in parts]
+        norms = [torch.linalg.vector_norm(p, norm_type, dtype=dtype) for p, dtype in zip(parts, wide, strict=True)]
+        norms = torch.stack([norm.double() for norm in norms]).to(device)
+        total = norms.amax() if largest else norms.pow(norm_type).sum()
+    distributed.all_reduce(total, distributed.ReduceOp.MAX if largest else distributed.ReduceOp.SUM, group)
+    if not largest:
+        total = total.pow(1 / norm_type)
+    if error_if_nonfinite and not total.isfinite():
+        raise RuntimeError(f"expected gradients of a finite norm, found {total.item()}; skip the step")
+    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    for part in parts:
+        part.mul_(factor.to(part.device))
+    return total
