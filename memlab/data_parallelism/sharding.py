@@ -1,0 +1,291 @@
+"""`fully_shard`: ZeRO's stage 3. Every rank holds a piece of the weights, and the whole of one unit while it is used.
+
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters())      # of this rank's parts, so of 1/N of the states
+
+Two moments gather a unit: its forward, and its backward, which announces itself with the gradient of an output (or, if
+that was hidden from the hook, with a saved weight that is asked for). One moment reduces its gradients: when the
+gradient of its input is complete, every node of its backward has run.
+
+    bytes of weights = Ψ/N + (1 + prefetch) · unit, instead of Ψ        gradients = Ψ/N + unit, instead of Ψ
+    traffic of a step = (gather + gather + reduce-scatter) · Ψ·(N−1)/N = 1.5 · all-reduce's 2Ψ·(N−1)/N
+
+Sources: Rajbhandari et al. 2020 (ZeRO), sections 5.3 and 7.2.2; Zhao et al. 2023 (FSDP), sections 3 and 4.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from memlab.data_parallelism.gathering import Gathering
+from memlab.data_parallelism.unit import FlatShard, Unit
+
+_current_task = torch._C._current_graph_task_id  # -1 outside backward
+_outer_hooks = functools.partial(torch._C._autograd._top_saved_tensors_default_hooks, True)
+
+UNIT = "_fully_shard_unit"  # the attribute of a sharded module, and of a parameter in a unit
+
+
+def fully_shard(
+    module: nn.Module,
+    *,
+    reshard_after_forward: bool | None = None,
+    param_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    prefetch: int = 1,
+    group: distributed.ProcessGroup | None = None,
+) -> nn.Module:
+    """Keep only this rank's piece of a module's weights, and gather the whole while it is used. Returns the module.
+
+    Call it on the parts of a model, such as each block, and then on the model: each call makes a unit of the parameters
+    that are in no other. Everybody starts with rank 0's values. Afterwards `module.parameters()` are the same Parameter
+    objects under the same names, each with the 1-dimensional part of it that is this rank's, maybe empty; so is `.grad`
+    after backward, averaged over ranks and added to what is there. Whatever works element by element works on them:
+    AdamW, weight decay by name, MasterWeights. `state_dict()` gives parts too: `full_state_dict` the whole.
+
+    reshard_after_forward: whether its weights are freed between forward and backward, and gathered twice. None: yes,
+      but not the root's, whose backward comes next, as in FSDP2. A unit that is kept saves a third of its traffic.
+    param_dtype: gather, compute and receive gradients in this dtype, such as torch.bfloat16, while the parts stay as
+      they are; floating inputs of the module are cast to it. reduce_dtype: of the sum over ranks; None: of gradients.
+    prefetch: how many units are gathered ahead of need, and 0 also waits for each reduction at once.
+    group: the ranks that share the weights; None: all.
+
+    The memory into which a unit is gathered is its module's buffer `gathered` (`gathered_2` and so on where dtypes or
+    frozen parameters make several), so a Meter names it. A tensor without elements stands for it, in no state dict.
+
+    A parameter that several units use belongs to the first that was made, and is gathered with it. One without a
+    gradient keeps `.grad` None. `with model.no_sync():` adds up whole gradients without reducing them, which takes the
+    bytes of a whole model's. A forward that is followed by no backward leaves the root's buffer until the next.
+    Checkpoints around units and inside them, several forwards before a backward, retain_graph, no_grad work. Every rank
+    must run the same units in the same order. Not for torch.compile, nor inside torch.func's transforms.
+
+    Raises RuntimeError without a process group; ValueError for a module that is in a unit already, or that has
+    gradients, parameters on several devices or without memory. Later, RuntimeError if a parameter was replaced, or if
+    backward wants a weight that was written to after the forward.
+    """
+    if not distributed.is_initialized():
+        raise RuntimeError(
+            "expected a process group, found none; call fully_shard in a function that run_ranks runs, under torchrun "
+            "after init_process_group, or in `with imagined_ranks(...)`"
+        )
+    if not isinstance(prefetch, int) or prefetch < 0:
+        raise ValueError(f"expected prefetch as a number of units, 0 or more; found {prefetch!r}")
+    slots = _unsharded(module)
+    unit = Unit(module, [], reshard_after_forward, prefetch)
+    alike: dict[tuple, list[nn.Parameter]] = {}
+    for p in dict.fromkeys(p for _, _, p in slots if not hasattr(p, UNIT)):
+        alike.setdefault((p.dtype, p.requires_grad), []).append(p)
+    buffers = _own_buffers(module)
+    for number, parameters in enumerate(alike.values(), 1):
+        unit.shards.append(shard := FlatShard(parameters, group, param_dtype, reduce_dtype))
+        module.register_buffer("gathered" if number == 1 else f"gathered_{number}", shard.marker, persistent=False)
+    for shard in unit.shards:
+        for p, full in zip(shard.parts, shard.full, strict=True):
+            setattr(p, UNIT, (unit, shard, full))
+    for owner, name, p in slots:
+        holder, _, full = getattr(p, UNIT)
+        holder.slots.append((owner, name, p, full))
+        if holder is not unit and holder not in unit.owners:
+            unit.owners.append(holder)
+    inner = [getattr(each, UNIT) for each in module.modules() if hasattr(each, UNIT)]
+    gathering = Gathering(unit, list(dict.fromkeys([unit, *inner, *unit.owners])))
+    for each in gathering.units:
+        each.gathering = gathering
+    for buffer in buffers:
+        distributed.broadcast(buffer, group=group, group_src=0)
+    _install(unit, param_dtype)
+    return module
+
+
+def units_of(model: nn.Module) -> list[Unit]:
+    """The units in a model, in the order of `model.modules()`. Raises ValueError if there is none."""
+    units = [getattr(module, UNIT) for module in model.modules() if hasattr(module, UNIT)]
+    if not units:
+        raise ValueError(f"expected a model that fully_shard was called on, found a plain {type(model).__name__}")
+    return units
+
+
+def _unsharded(module: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
+    """Where a module holds parameters that are to be in its unit, or that lie in another: (module, name, parameter)."""
+    name = type(module).__name__
+    if hasattr(module, UNIT):
+        raise ValueError(f"expected a module once, found a {name} that fully_shard was called on before")
+    slots = []
+    for owner in _outside_units(module):
+        for key, p in owner._parameters.items():
+            if p is not None:
+                slots.append((owner, key, p))
+    for owner, key, p in slots:
+        holder = getattr(p, UNIT, (None,))[0]
+        if holder is not None and any(owner is each and key == other for each, other, *_ in holder.slots):
+            raise ValueError(
+                f"expected fully_shard on the inner modules first, found {name} inside a "
+                f"{type(holder.module).__name__} that it was called on; go from the blocks to the root"
+            )
+        if holder is None and p.grad is not None:
+            raise ValueError(f"expected parameters without gradients, found one at {key}; shard before backward")
+        if holder is None and (p.is_meta or nn.parameter.is_lazy(p)):
+            raise ValueError(f"expected parameters with memory, found none at {key}; initialise the model first")
+    devices = {str(p.device) for _, _, p in slots}
+    if len(devices) > 1:
+        raise ValueError(f"expected parameters on one device, found {', '.join(sorted(devices))}")
+    return slots
+
+
+def _outside_units(module: nn.Module) -> Iterator[nn.Module]:
+    """A module and those inside it, but for those that are units of their own."""
+    inside = {each for unit in module.modules() if hasattr(unit, UNIT) for each in unit.modules()}
+    return (each for each in module.modules() if each not in inside)
+
+
+def _own_buffers(module: nn.Module) -> list[Tensor]:
+    return [b for each in _outside_units(module) for b in each._buffers.values() if b is not None]
+
+
+# ---- the moments
+
+
+def _install(unit: Unit, param_dtype: torch.dtype | None) -> None:
+    """Catch a unit's forward and what follows from it."""
+    module = unit.module
+    object.__setattr__(module, UNIT, unit)
+    module.register_forward_pre_hook(lambda *_: unit.gathering.need(unit), prepend=True)
+    replaced = {
+        "forward": functools.partial(_forward, unit, module.forward, param_dtype),
+        "no_sync": functools.partial(no_sync, module),
+        "_apply": _refuse,
+        "__deepcopy__": _refuse,
+    }
+    for name, instead in replaced.items():
+        object.__setattr__(module, name, instead)
+
+
+def _forward(unit: Unit, forward: Callable, param_dtype: torch.dtype | None, *args, **kwargs) -> Any:
+    """The module's own forward, while its weights are there."""
+    gathering, failed, trains = unit.gathering, True, False
+    gathering.enter(unit)
+    try:
+        if param_dtype is not None:
+            args, kwargs = tree_map_only(Tensor, functools.partial(_cast, param_dtype), (args, kwargs))
+        if torch.is_grad_enabled():
+            _watch_gradients(unit)
+            _watch_inputs(unit, tree_leaves((args, kwargs)))
+        with _catching(unit) if torch.is_grad_enabled() else nullcontext():
+            output = forward(*args, **kwargs)
+        if torch.is_grad_enabled():
+            for tensor in tree_leaves(output):
+                if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
+                    # on the node: its hooks run after the tensor's, by which the next unit's backward is through
+                    tensor.grad_fn.register_prehook(functools.partial(_needed, gathering, unit))
+                    trains = True
+        failed = False
+        return output
+    finally:
+        gathering.leave(unit, trains, failed)
+
+
+def _cast(dtype: torch.dtype, tensor: Tensor) -> Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def _needed(gathering: Gathering, unit: Unit, gradients: tuple) -> None:
+    """The gradient of an output has come: the unit's backward is next."""
+    gathering.need(unit)
+
+
+def _watch_gradients(unit: Unit) -> None:
+    """Catch the gradients of those parameters that are trained, also of one that is unfrozen later."""
+    for each in (unit, *unit.owners):
+        for shard in each.shards:
+            for number, p in enumerate(shard.full):
+                if p.requires_grad and number not in shard.watched:
+                    p.register_post_accumulate_grad_hook(lambda _, each=each: each.gathering.gradient_came())
+                    shard.watched.add(number)
+
+
+def _watch_inputs(unit: Unit, inputs: list) -> None:
+    """When the gradients of all inputs have come, a unit's backward is through: autograd takes the latest nodes first.
+
+    A leaf's gradient does not say so, and of a unit whose inputs have none it is known when all of backward ends.
+    """
+    tensors = {id(t): t for t in inputs if isinstance(t, Tensor) and t.requires_grad and t.grad_fn is not None}
+    count = len(tensors)
+    came = [-1, 0]  # in which backward, and how many
+
+    def complete(gradient: Tensor) -> None:  # it must not hold the tensors, whose nodes hold it
+        task = _current_task()
+        came[:] = task, came[1] + 1 if came[0] == task else 1
+        if came[1] == count:
+            for each in (unit, *unit.owners):
+                unit.gathering.passed(each)
+
+    for tensor in tensors.values():
+        tensor.register_hook(complete)
+
+
+def _catching(unit: Unit) -> saved_tensors_hooks:
+    """Hooks for what ops save: for weights our own, for all else those that are in force around."""
+    holders = {
+        shard.flat.untyped_storage()._cdata: (each, shard)
+        for each in unit.gathering.units
+        for shard in each.shards
+        if each.shown
+    }
+    return saved_tensors_hooks(functools.partial(_pack, holders, _outer_hooks()), _unpack)
+
+
+def _pack(holders: dict, outer: tuple[Callable, Callable] | None, tensor: Tensor) -> tuple:
+    """An op saves a tensor. If it is a weight, note whose, and how often it had been written to."""
+    holder = holders.get(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else None
+    if holder is not None:
+        return tensor, holder[1].version_of(tensor), None, holder
+    # detached: an op's own result, saved by it, would hold the graph that holds it, and neither could ever be freed
+    return (tensor.detach() if outer is None else outer[0](tensor)), tensor._version, outer, None
+
+
+def _unpack(saved: tuple) -> Tensor:
+    """Backward wants the tensor: if it is a weight, its unit is needed."""
+    tensor, version, outer, holder = saved
+    if outer is not None:
+        return outer[1](tensor)
+    if version != (tensor._version if holder is None else holder[1].version_of(tensor)):
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: expected "
+            f"{'a weight' if holder else 'a tensor'} of shape {tuple(tensor.shape)} as it was in the forward, found it "
+            "written to; step the optimizer after backward, and save a clone of what is changed"
+        )
+    if holder is not None:
+        unit, shard = holder
+        if shard.gathered is not True or unit.expected:
+            unit.gathering.need(unit)
+    return tensor
+
+
+@contextmanager
+def no_sync(module: nn.Module) -> Iterator[None]:
+    """In this block gradients add up on each rank, whole; they are reduced with those of the next backward outside."""
+    gatherings = {unit.gathering: unit.gathering.synchronising for unit in units_of(module)}
+    try:
+        for gathering in gatherings:
+            gathering.synchronising = False
+        yield
+    finally:
+        for gathering, before in gatherings.items():
+            gathering.synchronising = before
+
+
+def _refuse(*_, **__) -> None:
+    """In place of a module's `to`, `half` and the like, and of a copy of it: its pieces would be left behind."""
+    raise RuntimeError(
+        "expected a module that stays as it is once it is sharded; convert, move or copy it before fully_shard"
+    )
