@@ -15,6 +15,9 @@ MAKERS = (
     "explore_segments",
     "explore_overlap",
     "explore_schedule",
+    "explore_rank_bytes",
+    "explore_hidden",
+    "explore_ring",
 )
 SLIDERS = re.compile(rf"\b({'|'.join(MAKERS)})\(")
 MOST_PICTURES = 500

@@ -42,6 +42,8 @@ DRIVERS = tuple(
         "block_map",
         "hierarchy",
         "overlap",
+        "ranks_pictures",
+        "ring_pictures",
     )
 )
 

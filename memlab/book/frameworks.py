@@ -7,6 +7,7 @@ import importlib.util
 import logging
 import os
 import socket
+import warnings
 from collections.abc import Iterator
 from unittest import mock
 
@@ -42,23 +43,56 @@ def deepspeed_alone() -> Iterator:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     gpu = torch.cuda.is_available()
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.dict(os.environ, rank | ({} if gpu else {"DS_ACCELERATOR": "cpu"})))
-        stack.enter_context(_quiet())
-        import deepspeed
-
-        if not gpu:
-            from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
-
-            stack.enter_context(mock.patch.dict(deepspeed.ops.__compatible_ops__, deepspeed_shm_comm=False))
-            stack.enter_context(mock.patch.object(CPU_Accelerator, "is_fp16_supported", lambda self: True))
+    master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    with _deepspeed(
+        "cuda" if gpu else "cpu", {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"} | master
+    ) as deepspeed:
         deepspeed.init_distributed("nccl" if gpu else "gloo", verbose=False)
         try:
             yield deepspeed
         finally:
             deepspeed.comm.destroy_process_group()
+
+
+@contextlib.contextmanager
+def deepspeed_ranks(device: str = "cpu") -> Iterator:
+    """DeepSpeed on the ranks of the process group that there is, which stays. Yields the package. Call it on each rank.
+
+    device: "cuda" or "cpu", where the models lie. As quiet as `deepspeed_alone`, and as clean afterwards.
+
+    Raises ModuleNotFoundError where DeepSpeed is not installed, RuntimeError where there is no process group.
+    """
+    from torch import distributed
+
+    if not (distributed.is_available() and distributed.is_initialized()):
+        raise RuntimeError(
+            "expected a process group, found none: call it on a rank of run_ranks, or use deepspeed_alone()"
+        )
+    rank, world = distributed.get_rank(), distributed.get_world_size()
+    places = {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": os.environ.get("LOCAL_RANK", str(rank))}
+    with _deepspeed(device, places) as deepspeed:
+        deepspeed.init_distributed(distributed.get_backend(), verbose=False)
+        yield deepspeed
+
+
+@contextlib.contextmanager
+def _deepspeed(device: str, environment: dict[str, str]) -> Iterator:
+    """DeepSpeed, imported in this environment, quiet; on a CPU with two of its habits switched off."""
+    on_cpu = device == "cpu"
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(os.environ, environment | ({"DS_ACCELERATOR": "cpu"} if on_cpu else {})))
+        stack.enter_context(_quiet())
+        import deepspeed
+
+        if on_cpu:
+            from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+            stack.enter_context(mock.patch.dict(deepspeed.ops.__compatible_ops__, deepspeed_shm_comm=False))
+            stack.enter_context(mock.patch.object(CPU_Accelerator, "is_fp16_supported", lambda self: True))
+        try:
+            yield deepspeed
+        finally:
             deepspeed.comm.comm.cdb = None
 
 
@@ -73,7 +107,9 @@ def _quiet() -> Iterator[None]:
     try:
         with open(os.devnull, "w") as nowhere:
             os.dup2(nowhere.fileno(), 2)
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # it uses collectives by names that PyTorch gave up
+            yield
     finally:
         os.dup2(stderr_before, 2)
         os.close(stderr_before)

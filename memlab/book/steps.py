@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
 
-from memlab.book.workloads import GPT, GPTConfig, Llama, LlamaConfig
+from memlab.book.workloads import GPT, Block, GPTConfig, Llama, LlamaBlock, LlamaConfig
+from memlab.data_parallelism import DataParallel, ZeroOptimizer, fully_shard
 from memlab.gradient_accumulation import accumulate
 from memlab.gradient_checkpointing.hooks import checkpoint
 from memlab.memory_arithmetic import Transformer
@@ -18,6 +21,7 @@ from memlab.memory_hierarchy import OpCounter
 from memlab.memory_timeline import Meter, Timeline, in_main_memory
 from memlab.mixed_precision.master_weights import MasterWeights
 from memlab.offloading import OffloadedOptimizer
+from memlab.ranks import imagined_ranks
 
 OPTIMIZERS = {
     "sgd": (torch.optim.SGD, {"lr": 1e-3}),
@@ -80,6 +84,25 @@ def checkpoint_blocks(network: GPT | Llama, segments: int) -> None:
     network.blocks = nn.ModuleList(Segment(blocks[a:b]) for a, b in balanced(len(blocks), segments))
 
 
+def shared_out(
+    network: nn.Module, stage: int, optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A rank's share of the model and its optimizer. network: a GPT or Llama, whose blocks are the units of stage 3.
+
+    stage: 0 (data parallel: the whole of both), 1 (a part of the states), 2 (and of the gradients), 3 (and of the
+    weights). optimizer: makes it, of the parameters that it is to step.
+    """
+    if stage in (1, 2):
+        return network, ZeroOptimizer(network.parameters(), optimizer, stage)
+    if stage == 3:
+        for block in [module for module in network.modules() if isinstance(module, (Block, LlamaBlock))]:
+            fully_shard(block)
+        fully_shard(network)
+    else:
+        network = DataParallel(network)
+    return network, optimizer(network.parameters())
+
+
 def metered_step(
     model: Transformer,
     batch: int,
@@ -93,6 +116,8 @@ def metered_step(
     micro_batches: int = 1,
     segments: int | None = None,
     offload: str | None = None,
+    ranks: int = 1,
+    stage: int = 0,
     device: str = "cpu",
     **options,
 ) -> Timeline:
@@ -104,41 +129,54 @@ def metered_step(
 
     segments: into how many equal segments the blocks are cut, each in a `checkpoint`; None, nothing is checkpointed.
     offload: "states" or "states and gradients" of an `OffloadedOptimizer`, on a GPU or an imagined card.
+    ranks: this is rank 0 of so many, all imagined, and each has a batch of its own. stage: ZeRO's, as in `shared_out`.
     """
     one_of("precision", precision, PRECISIONS)
     one_of("optimizer", optimizer, tuple(OPTIMIZERS))
     one_of("implementation", implementation, tuple(IMPLEMENTATIONS))
     positive("chunk_bytes", chunk_bytes)
     positive("micro_batches", micro_batches)
-    usual = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16 if precision in ("bf16", "mixed") else torch.float32)
-    try:
-        network = build(model, **options).to(device)
-        if segments is not None:
-            checkpoint_blocks(network, segments)
-    finally:
-        torch.set_default_dtype(usual)
-    refuse_offload(offload, precision, "cpu" if in_main_memory(next(network.parameters())) else "gpu")
-    algorithm = made(network.parameters(), optimizer, implementation, precision, chunk_bytes, offload)
-    group = [
-        tuple(torch.randint(model.vocabulary, (batch, tokens), device=device) for _ in range(2))
-        for _ in range(micro_batches)
-    ]
+    make = functools.partial(
+        made,
+        optimizer=optimizer,
+        implementation=implementation,
+        precision=precision,
+        chunk_bytes=chunk_bytes,
+        offload=offload,
+    )
+    with imagined_ranks(ranks) if ranks > 1 else nullcontext():
+        usual = torch.get_default_dtype()
+        torch.set_default_dtype(torch.bfloat16 if precision in ("bf16", "mixed") else torch.float32)
+        try:
+            network = build(model, **options).to(device)
+            if segments is not None:
+                checkpoint_blocks(network, segments)
+        finally:
+            torch.set_default_dtype(usual)
+        refuse_offload(offload, precision, "cpu" if in_main_memory(next(network.parameters())) else "gpu")
+        if ranks > 1:
+            network, algorithm = shared_out(network, stage, make)
+        else:
+            algorithm = make(network.parameters())
+        group = [
+            tuple(torch.randint(model.vocabulary, (batch, tokens), device=device) for _ in range(2))
+            for _ in range(micro_batches)
+        ]
 
-    def loss_of(micro_batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        with torch.autocast(device, torch.bfloat16, enabled=precision == "autocast"):
-            return network(*micro_batch)
+        def loss_of(micro_batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+            with torch.autocast(device, torch.bfloat16, enabled=precision == "autocast"):
+                return network(*micro_batch)
 
-    for part in [group] if first_step else [group[:1], group]:  # the first makes the optimizer's states
-        with Meter(network, algorithm, inputs=part) as meter:
-            if len(part) == 1:
-                loss = loss_of(part[0])
-                loss.backward()
-            else:
-                loss = accumulate(loss_of, part, reduction="mean")
-            algorithm.step()
-            algorithm.zero_grad()
-            del loss
+        for part in [group] if first_step else [group[:1], group]:  # the first makes the optimizer's states
+            with Meter(network, algorithm, inputs=part) as meter:
+                if len(part) == 1:
+                    loss = loss_of(part[0])
+                    loss.backward()
+                else:
+                    loss = accumulate(loss_of, part, reduction="mean")
+                algorithm.step()
+                algorithm.zero_grad()
+                del loss
     return meter.timeline
 
 

@@ -5,6 +5,7 @@ measured, the figure, and what it must reach ("" where nothing is demanded).
 """
 
 from memlab.book.measures.caching_allocator import recorded_allocator, replay_speed, static_plans
+from memlab.book.measures.data_parallelism import beside_pytorch, equal_to_one_process, launches
 from memlab.book.measures.gradient_accumulation import (
     accumulated_gradients,
     accumulation_time,
@@ -54,5 +55,8 @@ MEASURES = (
     swapped_to_the_host,
     offloaded_step,
     streamed_weights,
+    launches,
+    equal_to_one_process,
+    beside_pytorch,
     pictures_that_move,
 )

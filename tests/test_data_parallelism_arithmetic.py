@@ -1,0 +1,215 @@
+"""Chapter 13's formulas: against layouts cut by hand, rings stepped by hand, and one device's closed form."""
+
+import random
+
+import pytest
+import torch
+
+from memlab.book.workloads import GPT
+from memlab.data_parallelism.arithmetic import (
+    STAGES,
+    padded_elements,
+    rank_bytes,
+    sent_bytes,
+    traffic_bytes,
+    transient_bytes,
+    unit_sizes,
+)
+from memlab.data_parallelism.budget import most_texts, rank_step
+from memlab.data_parallelism.flat import FlatLayout
+from memlab.data_parallelism.overlap import (
+    exposed_seconds,
+    ring_seconds,
+    sent_beside,
+    tokens_to_hide,
+)
+from memlab.memory_arithmetic import Transformer, training_step
+
+SHAPE = Transformer(layers=3, width=64, heads=2, vocabulary=256, context=32)
+
+
+def some_buckets(seed):
+    draw = random.Random(seed)
+    return [[draw.randrange(0, 50) for _ in range(draw.randrange(1, 5))] for _ in range(draw.randrange(1, 5))]
+
+
+# ---- what a rank holds
+
+
+def test_zeros_own_table_is_reproduced():
+    how = {"weight_bytes": 2, "gradient_bytes": 2, "state_bytes": 12}
+    found = [rank_bytes(7_500_000_000, 64, stage, **how).nbytes / 1e9 for stage in STAGES]
+    assert [round(gigabytes, 1) for gigabytes in found] == [120.0, 31.4, 16.6, 1.9]
+    assert found == pytest.approx([16 * 7.5, (4 + 12 / 64) * 7.5, (2 + 14 / 64) * 7.5, 16 / 64 * 7.5], rel=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_every_ranks_bytes_are_those_of_the_flat_layouts_cut_by_hand(seed):
+    buckets, ranks = some_buckets(seed), 1 + seed
+    layouts = [FlatLayout([torch.Size([n]) for n in tensors], ranks) for tensors in buckets]
+    whole, padded, piece = (sum(getattr(one, name) for one in layouts) for name in ("numel", "padded", "piece"))
+    assert padded_elements(buckets, ranks) == padded
+    counters = 4 * sum(map(len, buckets))
+    for rank in range(ranks):
+        own = sum(end - begin for one in layouts for begin, end in one.parts(rank))
+        expected = {
+            0: (4 * whole, 2 * padded, 8 * whole + counters),
+            1: (4 * padded, 2 * whole, 8 * own + counters),
+            2: (4 * padded, 2 * piece, 8 * own + counters),
+            3: (4 * piece, 2 * piece, 8 * own + counters),
+        }
+        for stage, parts in expected.items():
+            assert rank_bytes(buckets, ranks, stage, rank=rank, gradient_bytes=2, counter_bytes=4) == parts
+
+
+def test_all_ranks_states_together_are_those_of_one_device():
+    buckets = [[13, 5], [1], [100]]
+    assert sum(rank_bytes(buckets, 7, 1, rank=rank).optimizer_states for rank in range(7)) == 8 * 119
+
+
+def test_a_number_a_list_and_a_list_of_lists_are_one_bucket_and_several():
+    assert rank_bytes(10, 4, 3) == rank_bytes([6, 4], 4, 3) == rank_bytes([[6, 4]], 4, 3)
+    assert rank_bytes([[6], [4]], 4, 3).parameters == 4 * (2 + 1)
+    assert rank_bytes([], 4, 3).nbytes == 0
+
+
+def test_a_model_smaller_than_the_ranks_leaves_some_with_padding_only():
+    last = rank_bytes(3, 8, 3, rank=7)
+    assert last == (4, 4, 0) and rank_bytes(3, 8, 3, rank=0) == (4, 4, 8)
+
+
+@pytest.mark.parametrize("call", [lambda: rank_bytes(8, 2, 4), lambda: traffic_bytes(8, 8, 2, -1)])
+def test_a_stage_that_there_is_not_is_refused(call):
+    with pytest.raises(ValueError, match=r"expected stage 0 \(data parallel\), 1, 2 or 3, found"):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("call", "match"),
+    [
+        (lambda: rank_bytes(8, 0, 1), "expected ranks of at least 1, found 0"),
+        (lambda: rank_bytes(8, 2, 1, rank=2), "expected a rank from 0 to 1, found 2"),
+        (lambda: sent_bytes(10, 4), "bytes that 4 ranks divide, found 10"),
+        (lambda: traffic_bytes(8, 8, 2, 0, micro_batches=0), "micro_batches of at least 1"),
+        (lambda: ring_seconds(8, 2, 0.0), "bytes_per_second above 0"),
+        (lambda: ring_seconds(8, 2, 1.0, -1.0), "latency_seconds of at least 0"),
+        (lambda: sent_beside(1, "optimizer"), "expected phase to be one of"),
+    ],
+)
+def test_bad_input_is_refused_with_what_was_expected(call, match):
+    with pytest.raises(ValueError, match=match):
+        call()
+
+
+# ---- what a rank sends
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_an_all_reduce_sends_a_piece_in_each_of_its_steps(ranks):
+    piece = 1000
+    whole = piece * ranks
+    sent = sum(piece for _ in range(2 * (ranks - 1)))
+    assert traffic_bytes(whole, whole, ranks, 0) == 2 * sent_bytes(whole, ranks) == sent
+
+
+def test_stage_3_sends_half_as_much_again_if_every_unit_is_resharded_and_the_same_if_none_is():
+    whole, times = 8 * 1024, {}
+    for kept in (0, whole):
+        times[kept] = traffic_bytes(whole, whole, 8, 3, kept_bytes=kept) / traffic_bytes(whole, whole, 8, 0)
+    assert times == {0: 1.5, whole: 1.0}
+
+
+def test_with_micro_batches_stages_0_and_1_speak_once_and_the_others_each_time():
+    whole, m = 8 * 1024, 5
+    once = [traffic_bytes(whole, whole, 8, stage) for stage in STAGES]
+    found = [traffic_bytes(whole, whole, 8, stage, micro_batches=m) for stage in STAGES]
+    assert found[:2] == once[:2] and found[3] == m * once[3]
+    assert found[2] == (m + 1) * sent_bytes(whole, 8)
+
+
+def test_the_units_of_a_model_are_those_of_its_modules():
+    model = GPT(layers=3, width=64, heads=2, context=32)
+    units, root = unit_sizes(SHAPE)
+    assert [sorted(unit) for unit in units] == [sorted(p.numel() for p in block.parameters()) for block in model.blocks]
+    inside = {id(p) for p in model.blocks.parameters()}
+    assert sorted(root) == sorted(p.numel() for p in model.parameters() if id(p) not in inside)
+
+
+def test_whole_at_once_are_the_root_and_neighbouring_units_and_gradients_of_a_unit_and_a_tensor_more():
+    units = [[7], [1], [20], [3]]
+    pad = lambda *sizes: sum(-(-n // 4) * 4 for n in sizes)  # noqa: E731
+    assert transient_bytes(units, 4, root=[5], prefetch=1) == (4 * pad(5, 20, 3), 4 * (20 + 20))
+    assert transient_bytes(units, 4, prefetch=2, weight_bytes=2) == (2 * pad(7, 1, 20), 4 * (20 + 20))
+    assert transient_bytes(units, 4, prefetch=0) == (4 * 20, 4 * 20)
+    assert transient_bytes([], 4, root=[5]) == (32, 0)
+
+
+# ---- when it is hidden
+
+
+@pytest.mark.parametrize(("gradient_bytes", "ranks"), [(2, 2), (4, 8), (2, 1000)])
+def test_at_the_tokens_that_hide_it_an_all_reduce_takes_as_long_as_backward(gradient_bytes, ranks):
+    flops, link, parameters = 400e12, 50e9, 10**9
+    tokens = tokens_to_hide(flops, link, ranks, gradient_bytes=gradient_bytes)
+    backward = 4 * parameters * tokens / flops
+    assert ring_seconds(gradient_bytes * parameters, ranks, link) == pytest.approx(backward, rel=1e-12)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_at_the_tokens_that_hide_a_stage_no_phase_is_shorter_than_what_it_sends(stage):
+    flops, link, parameters, ranks = 400e12, 50e9, 10**9, 16
+    for bytes_each in ({"gradient_bytes": 2}, {"gradient_bytes": 4}):
+        tokens = tokens_to_hide(flops, link, ranks, stage, **bytes_each)
+        slack = []
+        for phase, work in (("forward", 2), ("backward", 4)):
+            sent = ring_seconds(sent_beside(stage, phase, **bytes_each) * parameters, ranks, link, halves=1)
+            slack.append(work * parameters * tokens / flops - sent)
+        assert min(slack) == pytest.approx(0, abs=1e-12) and max(slack) > -1e-12
+
+
+def test_a_ring_with_latency_is_the_sum_of_its_steps():
+    steps = [1e-5 + (1000 / 5) / 1e6 for _ in range(2 * 4)]
+    assert ring_seconds(1000, 5, 1e6, 1e-5) == pytest.approx(sum(steps))
+    assert ring_seconds(1000, 1, 1e6, 1e-5) == 0
+
+
+def test_of_buckets_on_a_fast_link_the_last_is_waited_for_and_on_a_slow_one_nearly_all():
+    buckets = [10**6] * 10
+    one = ring_seconds(10**6, 8, 1e9)
+    assert exposed_seconds(buckets, 100 * one, 8, 1e9) == pytest.approx(one)
+    slow = exposed_seconds(buckets, 1e-6, 8, 1e9)
+    assert slow == pytest.approx(10 * one + 1e-7 - 1e-6)
+    assert exposed_seconds(buckets, 1.0, 1, 1e9) == 0
+
+
+# ---- a rank's peak
+
+
+@pytest.mark.parametrize("how", [{}, {"precision": "mixed", "segments": 3}, {"precision": "autocast"}])
+def test_on_one_rank_data_parallel_is_the_step_of_one_device(how):
+    step = training_step(SHAPE, 4, 32, implementation="fused", **how)
+    on_rank = rank_step(step, 1, 0)
+    assert on_rank.nbytes == step.peak_bytes and on_rank.moment == step.peak.moment
+    assert on_rank.by_category() == step.peak.by_category()
+
+
+def test_the_storys_model_has_its_states_divided_and_its_activations_not():
+    story = Transformer(layers=24, width=2048, heads=16, vocabulary=256, context=1024)
+    step = training_step(story, 8, 1024, precision="mixed", implementation="fused", segments=24)
+    parts = {stage: rank_step(step, 8, stage).by_category() for stage in STAGES}
+    assert parts[0] == step.peak.by_category()
+    assert parts[1] == parts[0] | {"optimizer_state": 12 * story.parameters // 8 + 4 * story.parameter_tensors}
+    peaks = [sum(parts[stage].values()) for stage in STAGES]
+    assert peaks == sorted(peaks, reverse=True)
+    assert peaks[0] > 16 * 2**30 > peaks[1]
+
+
+def test_a_rank_takes_the_most_texts_that_fit_and_none_where_its_states_do_not():
+    story = Transformer(layers=24, width=2048, heads=16, vocabulary=256, context=1024)
+
+    def step_of(texts):
+        return training_step(story, texts, 1024, precision="mixed", implementation="fused", segments=24)
+
+    most = most_texts(step_of, "16 GiB", 8, 1)
+    assert rank_step(step_of(most), 8, 1).nbytes <= 16 * 2**30 < rank_step(step_of(most + 1), 8, 1).nbytes
+    assert most_texts(step_of, "16 GiB", 8, 0) == 0

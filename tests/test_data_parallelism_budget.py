@@ -1,0 +1,94 @@
+"""What chapter 13's formulas say a rank holds and sends, against the meter, on imagined ranks: to the byte."""
+
+import functools
+
+import pytest
+import torch
+
+from memlab.book.steps import build, checkpoint_blocks
+from memlab.data_parallelism.arithmetic import padded_elements, rank_bytes, traffic_bytes, unit_sizes
+from memlab.data_parallelism.budget import rank_step
+from memlab.data_parallelism.replicas import DataParallel
+from memlab.data_parallelism.sharding import fully_shard
+from memlab.data_parallelism.zero_optimizer import ZeroOptimizer
+from memlab.memory_arithmetic import Transformer, training_step
+from memlab.memory_timeline import Meter, imagine
+from memlab.ranks import Traffic, imagined_ranks
+
+RANKS, BATCH = 7, 8
+SHAPE = Transformer(layers=6, width=128, heads=4, vocabulary=256, context=64)
+CARD = "H100-80GB"
+
+
+def storages(tensors):
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+@functools.lru_cache(maxsize=16)
+def metered(stage, rank=0, segments=None):
+    """A model's second step on one of seven imagined ranks: what is held, the timeline, and what is sent."""
+    with imagine(CARD), imagined_ranks(RANKS, rank):
+        model = build(SHAPE)
+        if segments:
+            checkpoint_blocks(model, segments)
+        x, y = (torch.zeros(BATCH, 64, dtype=torch.long) for _ in "xy")
+        if stage == 3:
+            for outer in model.blocks:
+                for block in outer.blocks if segments else [outer]:
+                    fully_shard(block)
+            fully_shard(model)
+        wrapped = DataParallel(model) if stage == 0 else model
+        if stage in (1, 2):
+            optimizer = ZeroOptimizer(model.parameters(), torch.optim.AdamW, stage=stage, fused=True)
+        else:
+            optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        parts = [p for group in optimizer.param_groups for p in group["params"]]
+        for _ in range(2):
+            with Meter(model, optimizer, inputs=(x, y)) as meter, Traffic() as traffic:
+                wrapped(x, y).backward()
+                owners = list(model.parameters()) if stage == 1 else parts
+                gradients = storages([p.grad for p in owners if p.grad is not None])
+                optimizer.step()
+                optimizer.zero_grad()
+        states = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
+        held = storages(model.parameters()), gradients, storages(states)
+    return held, meter.timeline.on(f"imagined {CARD}"), traffic
+
+
+def buckets_of(stage):
+    units, root = unit_sizes(SHAPE)
+    return [*units, root] if stage == 3 else [[size for unit in (*units, root) for size in unit]]
+
+
+@pytest.mark.parametrize("rank", [0, RANKS - 1])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_parameters_gradients_and_states_of_a_rank_are_the_formulas_to_the_byte(stage, rank):
+    assert metered(stage, rank)[0] == rank_bytes(buckets_of(stage), RANKS, stage, rank=rank, counter_bytes=4)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_step_sends_what_the_formula_says_and_zero_beside_a_byte_a_tensor_to_agree_on_which_were_used(stage):
+    whole = 4 * padded_elements(buckets_of(stage), RANKS)
+    root = 4 * padded_elements([unit_sizes(SHAPE)[1]], RANKS)
+    expected = traffic_bytes(whole, whole, RANKS, stage, kept_bytes=root if stage == 3 else 0)
+    sent = metered(stage)[2].by_name()
+    agreed = sent.pop("all_reduce", 0) if stage in (1, 2) else 0
+    assert sum(sent.values()) == expected
+    assert agreed <= 2 * SHAPE.parameter_tensors
+
+
+def test_a_ranks_peak_is_the_formulas_to_the_byte_at_stage_3_and_at_stage_1_up_to_padding():
+    step = training_step(SHAPE, BATCH, 64, implementation="fused")
+    assert rank_step(step, RANKS, 3).nbytes == metered(3)[1].peak_bytes
+    apart = rank_step(step, RANKS, 1).nbytes - metered(1)[1].peak_bytes  # the formula's buckets are the units
+    assert 0 <= apart <= 4 * RANKS * (SHAPE.layers + 1)
+
+
+def test_so_it_is_with_every_block_checkpointed_when_backward_is_fullest_at_its_beginning():
+    step = training_step(SHAPE, BATCH, 64, implementation="fused", segments=SHAPE.layers)
+    assert rank_step(step, RANKS, 3).nbytes == metered(3, segments=SHAPE.layers)[1].peak_bytes
+
+
+def test_a_ranks_peak_at_stage_2_is_the_formulas_within_a_percent():
+    step = training_step(SHAPE, BATCH, 64, implementation="fused")
+    assert rank_step(step, RANKS, 2).nbytes == pytest.approx(metered(2)[1].peak_bytes, rel=0.01)

@@ -1,0 +1,150 @@
+"""Other people's data parallelism on two real ranks: equal weights, and where their bytes are."""
+
+import os
+import threading
+
+import pytest
+import torch
+from torch import distributed
+
+from memlab.book.frameworks import deepspeed_ranks, has_deepspeed
+from memlab.book.parallel_frameworks import MAKERS, bytes_of, frameworks, train_on_rank
+from memlab.book.workloads import GPT, text_batch
+from memlab.data_parallelism.arithmetic import rank_bytes, unit_sizes
+from memlab.memory_arithmetic import Transformer
+from memlab.memory_timeline import Meter
+from memlab.ranks import run_ranks
+
+RANKS, STEPS, LR = 2, 3, 1e-3
+SIZES = {"layers": 2, "width": 64, "heads": 2, "context": 32}
+SHAPE = Transformer(**SIZES, vocabulary=256)
+WHOLE = 4 * SHAPE.parameters
+COUNTERS = 4 * SHAPE.parameter_tensors
+DEEPSPEED = [name for name in MAKERS if name.startswith("DeepSpeed")]
+
+needs_deepspeed = pytest.mark.skipif(not has_deepspeed(), reason="DeepSpeed is not installed (memlab[frameworks])")
+
+
+def build():
+    torch.manual_seed(0)
+    return GPT(**SIZES)
+
+
+def part_of(rank, step):
+    share = 4 // RANKS
+    return tuple(tensor[rank * share : (rank + 1) * share] for tensor in text_batch(4, 32, seed=step))
+
+
+def compare(rank):
+    """Everything once on a rank, and what is left behind."""
+    batches = [part_of(rank, step) for step in range(STEPS)]
+    found = {"DDP": train_on_rank("DDP", build, batches, LR)}  # PyTorch's first optimizer sets a variable of its own
+    environment, threads = dict(os.environ), threading.active_count()
+    found |= {name: train_on_rank(name, build, batches, LR) for name in frameworks() if name != "DDP"}
+    same = dict(os.environ) == environment, threading.active_count() - threads, distributed.is_initialized()
+    return found, same
+
+
+@pytest.fixture(scope="module")
+def trained():
+    return run_ranks(compare, RANKS)
+
+
+def one_device():
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        model(*text_batch(4, 32, seed=step)).backward()
+        optimizer.step()
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def test_every_framework_ends_with_the_same_weights_bit_for_bit_on_both_ranks(trained):
+    expected = trained[0][0]["DDP"].weights
+    assert expected.shape == (SHAPE.parameters,)
+    for found, _ in trained:
+        for name, result in found.items():
+            assert torch.equal(result.weights, expected), name
+
+
+def test_they_are_one_devices_weights_up_to_the_order_of_sums(trained):
+    weights, expected = trained[0][0]["DDP"].weights, one_device()
+    assert not torch.equal(weights, expected)
+    # Adam divides by √v, so a gradient near zero is a step of full size either way: the norm, not the element, is held.
+    assert (weights - expected).norm() <= 1e-4 * expected.norm()
+
+
+def test_ddp_keeps_all_of_everything_and_its_buckets_beside(trained):
+    for found, _ in trained:
+        held = found["DDP"].held
+        assert held == rank_bytes(SHAPE.parameters, RANKS, 0, counter_bytes=0)._replace(
+            optimizer_states=2 * WHOLE + COUNTERS
+        )
+        assert WHOLE < found["DDP"].other_bytes < 1.02 * WHOLE  # the buckets, and the batches
+
+
+def test_zero_redundancy_keeps_whole_parameters_states_on_one_rank_each(trained):
+    both = [found["ZeroRedundancyOptimizer"] for found, _ in trained]
+    assert sum(one.held.optimizer_states for one in both) == 2 * WHOLE + COUNTERS
+    assert all(one.held[:2] == (WHOLE, WHOLE) for one in both)
+    assert all(one.other_bytes < 0.02 * WHOLE for one in both)  # gradients are views of the buckets
+
+
+def test_fsdp2_keeps_a_piece_of_everything(trained):
+    units, root = unit_sizes(SHAPE)  # all of whose first dimensions two divides: nothing is padded
+    expected = rank_bytes([*units, root], RANKS, 3, counter_bytes=4)
+    assert all(found["FSDP2"].held == expected for found, _ in trained)
+
+
+@needs_deepspeed
+def test_deepspeed_has_a_master_copy_even_in_fp32_and_divides_gradients_from_stage_1_on(trained):
+    for found, _ in trained:
+        one, two, three = (found[name].held for name in DEEPSPEED)
+        assert one == two and one.parameters == WHOLE and three.parameters == WHOLE // RANKS
+        states = 12 * SHAPE.parameters // RANKS
+        assert states < one.optimizer_states < states + 2 * COUNTERS
+        assert three.gradients == WHOLE // RANKS <= one.gradients < 0.65 * WHOLE
+
+
+@needs_deepspeed
+def test_in_deepspeeds_first_stages_both_ranks_keep_the_whole_gradient_of_the_parameter_that_the_cut_goes_through(
+    trained,
+):
+    both = [found[DEEPSPEED[0]].held.gradients for found, _ in trained]
+    sizes = [p.numel() for p in build().parameters()]
+    cut, at = SHAPE.parameters // RANKS, 0
+    for size in sizes:
+        if at < cut < at + size:
+            through = 4 * size
+        at += size
+    assert sum(both) == WHOLE + through
+
+
+@needs_deepspeed
+def test_after_deepspeed_the_ranks_environment_threads_and_group_are_as_before(trained):
+    assert [same for _, same in trained] == [(True, 0, True)] * RANKS
+
+
+def test_without_a_process_group_it_is_said():
+    with pytest.raises(RuntimeError, match="expected a process group, found none"):
+        train_on_rank("DDP", build, [part_of(0, 0)])
+    if has_deepspeed():
+        with pytest.raises(RuntimeError, match="expected a process group, found none"), deepspeed_ranks():
+            pass
+
+
+def test_bytes_are_of_storages_and_each_counts_once():
+    whole = torch.zeros(100)
+    assert bytes_of([whole, whole[:10], whole[50:], torch.zeros(3)]) == 400 + 12
+
+
+def test_the_meter_sees_into_the_nested_lists_of_all_gather():
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        with Meter() as meter:
+            pieces = [torch.empty(1000)]
+            distributed.all_gather(pieces, torch.ones(1000))
+        assert meter.timeline.totals[-1] == 4000 and bool(pieces[0].all())
+    finally:
+        distributed.destroy_process_group()
