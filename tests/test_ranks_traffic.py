@@ -86,6 +86,15 @@ def test_fsdp_on_imagined_ranks_of_imagined_hardware_holds_one_64th(ranks_first)
     assert 0 < events[0] < events[1] < len(meter.timeline)
 
 
+def test_a_record_names_the_moment_at_which_the_collective_began():
+    with imagined_ranks(8), Meter(torch.nn.Linear(10, 10)) as meter, Traffic() as traffic:
+        kept = [torch.zeros(2)]
+        distributed.all_reduce(kept[0])
+        kept += [torch.zeros(4), torch.zeros(8)]
+        distributed.all_reduce(kept[2])
+    assert [meter.timeline.totals[record.event] for record in traffic.records] == [440 + 8, 440 + 8 + 16 + 32]
+
+
 def test_ddp_runs_on_imagined_ranks_with_a_hook_that_says_when_a_bucket_is_through():
     with imagined_ranks(8):
         model = DistributedDataParallel(torch.nn.Linear(10, 10))

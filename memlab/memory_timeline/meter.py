@@ -167,6 +167,7 @@ class Meter(TorchDispatchMode):
             self._adopt(owned_by_optimizer(self._optimizer, self._parameter_names))
             self._place_counters(self._optimizer)
         self._adopt(owned_inputs(self._inputs))
+        self._adopted = self.event_count
         stack.callback(self._recognise_model)
 
         stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
@@ -193,6 +194,11 @@ class Meter(TorchDispatchMode):
     def event_count(self) -> int:
         """How many allocations and frees were recorded so far, on all devices: a mark in the timeline to come."""
         return len(self._history.changes)
+
+    @property
+    def event(self) -> int:
+        """The moment it is: the timeline's event so far, so that `totals[event]` is held. Counts all devices' events."""
+        return self.event_count - self._adopted
 
     # ---- the hot path: once an op, so every look-up counts, and calls are few
 

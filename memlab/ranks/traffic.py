@@ -69,7 +69,7 @@ class Message:
     name: "all_reduce", "send" …   tensor_bytes: of the whole, so for all_gather what all pieces have together.
     sent_bytes, received_bytes: by this rank.   ranks: how many are in the group.
     exact: whether the bytes were counted (send and receive), or computed by the algorithm's formula.
-    event: how many events of the open Meter's timeline came before it, or None without a Meter.
+    event: the moment in the open Meter's timeline, `totals[event]` being held then; None without a Meter.
     """
 
     name: str
@@ -152,7 +152,7 @@ class Traffic(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _add(self, record: Message) -> None:
-        event = None if self._meter is None else self._meter.event_count
+        event = None if self._meter is None else self._meter.event
         self.records.append(replace(record, event=event))
 
 
