@@ -1,5 +1,7 @@
 """The machinery behind the check cells: limits that hold and go, errors that teach, patches that do not count."""
 
+import contextlib
+import multiprocessing
 import signal
 import subprocess
 import sys
@@ -13,6 +15,7 @@ from torch.nn.modules import module
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from memlab.book import checks
+from memlab.book.checks import answers
 from memlab.book.checks.answers import Wrong, a_mapping, exercise, same_bytes, whole_bytes
 from memlab.book.checks.limits import TooLong, limited
 from memlab.memory_timeline import Meter
@@ -199,6 +202,19 @@ def test_what_an_answer_has_set_for_all_of_torch_does_not_reach_a_check():
         torch.set_default_device(None)
     with torch.inference_mode():
         ask(lambda: raises(RuntimeError("inference")) if torch.is_inference_mode_enabled() else None)
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="nothing ends it without an alarm")
+def test_ranks_of_an_answer_that_nothing_stops_are_gone_when_its_time_is_over(monkeypatch):
+    from memlab.book.checks.data_parallelism import averaged
+    from tests.exercises_data_parallelism import WRONG
+
+    space = {"__name__": "__main__", "contextmanager": contextlib.contextmanager}
+    exec(WRONG["averaged-answer"]["an endless loop that nothing stops"], space)
+    monkeypatch.setattr(answers, "CHECK_SECONDS", 0.5)
+    with pytest.raises(Wrong, match="still running after 0.[35] s"):
+        averaged(space["averaged"])
+    assert multiprocessing.active_children() == []
 
 
 # ---- patches

@@ -17,6 +17,7 @@ from memlab.book.notebooks import problems
 from memlab.units import GiB
 from tests import (
     exercises_caching_allocator,
+    exercises_data_parallelism,
     exercises_gradient_accumulation,
     exercises_gradient_checkpointing,
     exercises_memory_arithmetic,
@@ -35,6 +36,7 @@ ANSWERS = {
     "gradient_accumulation": exercises_gradient_accumulation,
     "gradient_checkpointing": exercises_gradient_checkpointing,
     "offloading": exercises_offloading,
+    "data_parallelism": exercises_data_parallelism,
 }
 NOTEBOOKS = {path.stem: path for path in sources()}
 

@@ -128,7 +128,7 @@ def floor_of(module: str) -> tuple[str, set[str]]:
         number = CHAPTERS.index(part)
         return part, {part, "units", *(["ranks"] if number > 0 else []), *CHAPTERS[:number]}
     if part == "ranks":
-        return part, {"units", CHAPTERS[0]}
+        return part, {part, "units", CHAPTERS[0]}
     if part in ("book", *COMMANDS):
         return part, {part, "units", "ranks", "book", "record", "benchmark", *CHAPTERS}
     return part, set()
@@ -160,7 +160,7 @@ def test_a_module_uses_only_what_the_reader_has_met():
         ("memlab/offloading.py", "from memlab import book"),
         ("memlab/offloading.py", "import memlab.book.claims"),
         ("memlab/units.py", "from memlab.memory_timeline import Meter"),
-        ("memlab/ranks.py", "from memlab import memory_arithmetic"),
+        ("memlab/ranks/page.py", "from memlab import memory_arithmetic"),
         ("memlab/__init__.py", "from . import units"),
         ("memlab/book/claims.py", "from tests import test_house"),
     ],
@@ -177,6 +177,7 @@ def test_leaning_on_an_unopened_box_is_noticed(tmp_path, file, source):
             "import torch\nfrom memlab.units import KiB\nfrom memlab import memory_timeline, ranks",
         ),
         ("memlab/memory_timeline/page.py", "from .meter import Meter\nfrom memlab.memory_timeline.lines import Line"),
+        ("memlab/ranks/page.py", "from .launch import run_ranks\nfrom memlab.memory_timeline import Meter"),
         ("memlab/book/claims.py", "from memlab.offloading import swap\nfrom . import table"),
         ("memlab/benchmark.py", "from memlab import __version__, book, memory_timeline"),
     ],

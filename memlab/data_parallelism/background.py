@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
@@ -46,14 +46,14 @@ class Background:
         if isinstance(flat, FakeTensor):
             self.all_reduce(flat, group=self.group, **extra)
             return lambda: None
+        held = [(flat, extra)]  # the thread takes them out: so it holds nothing any more when the sum is waited for
         if device.type != "cuda":
-            future = self._thread.submit(self.all_reduce, flat, group=self.group, **extra)
-            return lambda: _wait(future)
+            return self._thread.submit(self._run, held).result
         if device not in self.streams:
             self.streams[device] = torch.cuda.Stream(device)
         here = torch.cuda.current_stream(device).record_event()
-        future = self._thread.submit(self._on_stream, self.streams[device], here, flat, extra)
-        return lambda: torch.cuda.current_stream(device).wait_event(_wait(future))
+        future = self._thread.submit(self._run_on, self.streams[device], here, held)
+        return lambda: torch.cuda.current_stream(device).wait_event(future.result())
 
     def rest(self) -> None:
         """Give the scratch back, when all is waited for."""
@@ -63,12 +63,12 @@ class Background:
         """End the thread, after what it is doing."""
         self._thread.shutdown()
 
-    def _on_stream(self, stream: torch.cuda.Stream, here: torch.cuda.Event, flat: Tensor, extra: dict):
-        with torch.cuda.device(flat.device), torch.cuda.stream(stream):
+    def _run(self, held: list[tuple[Tensor, dict]]) -> None:
+        flat, extra = held.pop()
+        self.all_reduce(flat, group=self.group, **extra)
+
+    def _run_on(self, stream: torch.cuda.Stream, here: torch.cuda.Event, held: list) -> torch.cuda.Event:
+        with torch.cuda.device(stream.device), torch.cuda.stream(stream):
             stream.wait_event(here)
-            self.all_reduce(flat, group=self.group, **extra)
+            self._run(held)
             return stream.record_event()
-
-
-def _wait(future: Future):
-    return future.result()
