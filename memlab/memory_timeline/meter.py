@@ -197,7 +197,7 @@ class Meter(TorchDispatchMode):
 
     @property
     def event(self) -> int:
-        """The moment it is: the timeline's event so far, so that `totals[event]` is held. Counts all devices' events."""
+        """The moment it is, over all devices: the timeline's event so far, so that `totals[event]` is held."""
         return self.event_count - self._adopted
 
     # ---- the hot path: once an op, so every look-up counts, and calls are few
