@@ -464,6 +464,29 @@ def test_frozen_parameters_have_no_gradient_and_buffers_are_buffers():
     assert timeline.bytes_by_category(0)["buffer"] == 2 * 40 + 8
 
 
+def test_a_parameter_is_one_whether_it_is_met_late_or_kept_as_a_buffer():
+    late, model = nn.Parameter(torch.ones(10)), nn.Linear(10, 1)
+    gathered = torch.empty(10)
+    model.register_buffer("gathered", nn.Parameter(gathered[:0], requires_grad=False))
+    with Meter(model) as meter:
+        (late * gathered).sum()
+    assert meter.timeline.bytes_by_category(0)["parameter"] == 44 + 40
+    assert meter.timeline.bytes_by_category(0)["buffer"] == 0
+    assert [s.nbytes for s in of(meter.timeline, "parameter")] == [40, 4, 40, 40]
+    assert of(meter.timeline, "input") == []
+
+
+def test_the_event_is_the_moment_in_the_timeline():
+    moments = []
+    with Meter(nn.Linear(10, 1)) as meter:
+        moments.append(meter.event)
+        kept = torch.ones(10)
+        moments.append(meter.event)
+        del kept
+        moments.append(meter.event)
+    assert moments == [0, 1, 2] and meter.timeline.totals == [44, 84, 44]
+
+
 def test_a_batch_that_was_not_named_is_an_input_from_its_first_use():
     numpy = pytest.importorskip("numpy")
     model, outside = nn.Linear(10, 10), torch.from_numpy(numpy.ones((4, 10), dtype="float32"))
