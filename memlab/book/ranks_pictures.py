@@ -89,8 +89,10 @@ def draw_rank_bytes(
     axes.set_xticks(RANKS[::2], [f"{each:,}" for each in RANKS[::2]])
     axes.minorticks_off()
     every = [n / GiB for totals in lines.values() for n in totals]
+    powers = [2.0**power for power in range(-6, 12)]
+    axes.set_yticks(powers, [f"{power:g}" for power in powers])
+    axes.minorticks_off()
     axes.set_ylim(min([*every, limit / GiB]) / 1.5, max([*every, limit / GiB]) * 1.6)
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.legend(loc="lower left", frameon=False, fontsize=SMALL_SIZE, ncols=2)
     draw_budget(axes, limit, GiB)
     finish(axes, "ranks", "peak of a rank (GiB)")
@@ -158,7 +160,7 @@ def rank_bytes_table(
 # ---- when what it sends is hidden
 
 RATES = (50, 100, 200, 400, 800)  # TFLOP/s reached
-RANK_TOKENS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
+RANK_TOKENS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072, 262144, 524288)
 WAYS = {
     "16 bits, any stage": {"stage": 0},
     "FP32 gradients, ZeRO-3": {"stage": 3, "gradient_bytes": 4},
@@ -240,13 +242,18 @@ def _draw_milliseconds(axes, tokens: int, flops_per_second: float, bytes_per_sec
     for y, ((name, value), colour) in enumerate(zip(rows.items(), ("parameter", "gradient", "temporary"), strict=True)):
         look = {"color": COLOURS[colour], "hatch": HATCHES.get(colour, ""), "edgecolor": "black", "linewidth": 0.6}
         axes.barh(y, 1e3 * value, **look)
-        axes.text(1e3 * value, y, f"  {name}: {1e3 * value:.3g} ms", va="center", fontsize=SMALL_SIZE)
+        axes.text(1e3 * value, y, f"  {name}: {_milliseconds(value)}", va="center", fontsize=SMALL_SIZE)
     axes.set_xlim(0, 1e3 * max(rows.values()) * 1.3)
     axes.set_ylim(2.6, -0.6)
     axes.set_yticks([])
     finish(axes, "one backward of 1.2 billion parameters, 16-bit gradients, buckets of 25 MiB (ms)", "")
     axes.xaxis.set_label_coords(0.5, -0.32)
-    return ", ".join(f"{name} {1e3 * value:.3g} ms" for name, value in rows.items())
+    return ", ".join(f"{name} {_milliseconds(value)}" for name, value in rows.items())
+
+
+def _milliseconds(seconds: float) -> str:
+    value = 1e3 * seconds
+    return f"{value:,.0f} ms" if value >= 100 else f"{value:.3g} ms"
 
 
 def explore_hidden(

@@ -134,7 +134,8 @@ def ring_table(ranks: int = 4) -> Table:
 def draw_sent(timeline: Timeline, records: Iterable[Message], title: str = "") -> Picture:
     """A rank's bytes over a step, stacked by category, above the bytes that it sends, at the events where it sends.
 
-    records: of a `Traffic` inside the same Meter's block; those that only receive are left out.
+    A dotted line: where backward ends. records: of a `Traffic` inside the same Meter's block; those that only receive
+    are left out.
     Raises ValueError for records that no Meter was open for, which have no event.
     """
     records = [record for record in records if record.sent_bytes]
@@ -142,7 +143,7 @@ def draw_sent(timeline: Timeline, records: Iterable[Message], title: str = "") -
         raise ValueError("expected records with an event, found some without; open Traffic inside the Meter's block")
     figure = Figure(figsize=(8, 4.8), dpi=90)
     upper, lower = figure.subplots(2, height_ratios=(5, 3), sharex=True)
-    figure.subplots_adjust(0.1, 0.11, 0.98, 0.86, hspace=0.12)
+    figure.subplots_adjust(0.1, 0.11, 0.98, 0.86, hspace=0.24)
     events = range(len(timeline) + 1)
     unit, scale = byte_unit(timeline.peak_bytes)
     shown = [category for category in COLOURS if any(timeline.curves[category])]
@@ -167,14 +168,21 @@ def draw_sent(timeline: Timeline, records: Iterable[Message], title: str = "") -
     sent_unit, sent_scale = byte_unit(max((record.sent_bytes for record in records), default=1))
     totals = []
     for number, (name, own) in enumerate(_by_name(records).items()):
-        look = {"color": LINE_COLOURS[number % 7], "marker": "osD^vPX"[number % 7], "markersize": 4}
+        look = {"color": LINE_COLOURS[number % 7], "marker": "osD^vPX"[number % 7], "markersize": 4 + 2 * (number % 2)}
+        line = {"color": look["color"], "linewidth": 1.2}
+        if number % 2:  # hollow and dashed, so that it can lie over another and both are seen
+            look, line = look | {"markerfacecolor": "none"}, line | {"linestyles": "dashed"}
         at, nbytes = [record.event for record in own], [record.sent_bytes / sent_scale for record in own]
-        lower.vlines(at, 0, nbytes, color=look["color"], linewidth=1.2)
+        lower.vlines(at, 0, nbytes, **line)
         lower.plot(at, nbytes, linestyle="", label=name, **look)
         totals.append(f"{len(own)} × {name}, {format_bytes(sum(record.sent_bytes for record in own))}")
-    lower.set_ylim(bottom=0)
+    lower.set_ylim(0, 1.15 * max((record.sent_bytes for record in records), default=1) / sent_scale)
     if totals:
-        lower.legend(loc="upper left", frameon=False, fontsize=SMALL_SIZE, ncols=3)
+        place = {"loc": "lower right", "bbox_to_anchor": (1, 0.98), "borderaxespad": 0}
+        lower.legend(**place, frameon=False, fontsize=SMALL_SIZE, ncols=3)
+    ends = [span.stop for span in timeline.phases if span.phase in ("backward", "recompute")]
+    for axes in (upper, lower):
+        axes.axvline(ends[-1] if ends else 0, color="black", linewidth=0.9, linestyle=":")
     finish(lower, "event (an allocation or a free)", f"sent ({sent_unit})")
     whole = sum(record.sent_bytes for record in records)
     said = f"peak {format_bytes(timeline.peak_bytes)}; sends {format_bytes(whole)} in {len(records)} calls"
@@ -183,7 +191,7 @@ def draw_sent(timeline: Timeline, records: Iterable[Message], title: str = "") -
     return Picture(
         figure,
         f"Stacked areas of the bytes that a rank holds over {len(timeline)} events, above marks of the bytes it sends: "
-        f"{said}{parts}.",
+        f"{said}{parts}. {f'Backward ends at event {ends[-1]}.' if ends else ''}".rstrip(),
     )
 
 

@@ -13,7 +13,7 @@ pieces go round once more, to be copied (all-gather).
 
 Both halves together, of a tensor of n bytes: each rank sends 2 · n · (N − 1) / N, less than 2 · n for however many
 ranks. That is the least there can be, and no rank is a bottleneck. The price is 2 · (N − 1) steps, each as long as one
-message takes at least.   Source: Patarasu and Yuan 2009, section 4.
+message takes at least.   Source: Patarasuk and Yuan 2009, section 4.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ the formula of the algorithm that moves the fewest bytes, for n bytes in all and
 
 NCCL's rings send these. gloo may choose other algorithms, and adds headers.
 
-Source: Patarasu and Yuan 2009; Thakur, Rabenseifner and Gropp 2005; Rajbhandari et al. 2020 (ZeRO), section 7.
+Source: Patarasuk and Yuan 2009; Thakur, Rabenseifner and Gropp 2005; Rajbhandari et al. 2020 (ZeRO), section 7.
 """
 
 from __future__ import annotations

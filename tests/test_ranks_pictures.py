@@ -1,0 +1,198 @@
+"""Pictures of many ranks: what they draw is what the formulas, the schedule and the meter say."""
+
+import itertools
+
+import pytest
+import torch
+
+from memlab.book.ranks_pictures import (
+    CARDS,
+    MICRO_BATCHES,
+    MODELS,
+    PARAMETERS,
+    RANK_TOKENS,
+    RANKS,
+    RATES,
+    STATE_BYTES,
+    backward_of,
+    categories,
+    draw_hidden,
+    draw_rank_bytes,
+    explore_hidden,
+    explore_rank_bytes,
+    hidden_table,
+    rank_bytes_table,
+    step_of,
+)
+from memlab.book.ring_pictures import (
+    draw_ring,
+    draw_sent,
+    explore_ring,
+    ring_moves,
+    ring_parts,
+    ring_table,
+    sent_table,
+)
+from memlab.book.style import is_sentence
+from memlab.data_parallelism.arithmetic import STAGES
+from memlab.data_parallelism.budget import rank_step
+from memlab.data_parallelism.overlap import LINKS, tokens_to_hide
+from memlab.memory_timeline import Meter
+from memlab.ranks.traffic import Message
+from memlab.units import format_bytes
+
+PNG = b"\x89PNG"
+
+
+# ---- what a rank holds
+
+
+def test_a_pictures_bars_are_the_formulas_figures_and_the_alt_text_says_what_fits():
+    picture = draw_rank_bytes(8, "1.2 billion", 12, 8, "16 GiB")
+    for stage, name in STAGES.items():
+        nbytes = rank_step(step_of("1.2 billion", 8), 8, stage).nbytes
+        fits = "fits" if nbytes <= 16 * 2**30 else "does not fit"
+        assert abs(sum(categories("1.2 billion", 8, 8, stage, 12).values()) - nbytes) < 2000  # the step's counters
+        assert f"{name} {format_bytes(nbytes)} {fits}" in picture.alt
+    widths = [patch.get_width() for patch in picture.figure.axes[0].patches]
+    total = sum(sum(categories("1.2 billion", 8, 8, stage, 12).values()) for stage in STAGES) / 2**30
+    assert sum(widths) == pytest.approx(total, rel=1e-3)
+
+
+def test_the_third_model_is_the_storys():
+    assert step_of("1.2 billion", 1).model.parameters == PARAMETERS
+    for name in MODELS:
+        billions = step_of(name, 1).model.parameters / 1e9
+        assert f"{billions:.1f} billion" == name
+
+
+def test_every_slider_of_what_a_rank_holds_can_be_moved():
+    one = explore_rank_bytes()
+    assert one.start == {"ranks": 8, "model": "1.2 billion", "state_bytes": 12, "micro_batch": 8, "card": "16 GiB"}
+    corners = itertools.product(RANKS[::10], list(MODELS)[::4], (4, 12), MICRO_BATCHES[::5], CARDS[::3])
+    for corner in corners:
+        picture = draw_rank_bytes(*corner)
+        assert is_sentence(picture.alt)
+        low, high = picture.figure.axes[1].get_ylim()
+        assert low < int(corner[4].split()[0]) < high
+    assert picture.png().startswith(PNG)
+    assert sorted(STATE_BYTES.values()) == [4, 6, 12]
+
+
+def test_the_table_of_what_a_rank_holds_adds_up():
+    rows = rank_bytes_table(ranks=(8,)).rows
+    assert [row[1] for row in rows] == list(STAGES.values())
+    assert rows[0][-1] == format_bytes(step_of("1.2 billion", 8).peak_bytes)
+
+
+def test_a_model_that_is_not_offered_is_refused():
+    with pytest.raises(ValueError, match="expected model to be one of .* found '7B'"):
+        draw_rank_bytes(model="7B")
+
+
+# ---- when it is hidden
+
+
+def test_the_tokens_from_which_it_is_hidden_are_said_and_are_the_formulas():
+    alt = draw_hidden(8192, "InfiniBand 400 Gb/s", 400, 64).alt
+    needed = tokens_to_hide(400e12, LINKS["InfiniBand 400 Gb/s"], 64)
+    assert f"16 bits, any stage from {needed:,.0f} tokens" in alt
+    backward, reduced, waited = backward_of(8192, 400e12, LINKS["InfiniBand 400 Gb/s"], 64)
+    assert f"backward {1e3 * backward:.3g} ms, all-reduce {1e3 * reduced:.3g} ms" in alt
+    assert reduced - backward < waited < reduced
+
+
+def test_in_16_bits_every_stage_needs_the_same_tokens():
+    found = {round(tokens_to_hide(400e12, 45e9, 64, stage), 6) for stage in STAGES}
+    assert len(found) == 1
+
+
+def test_every_slider_of_what_is_hidden_can_be_moved_and_a_machine_of_ones_own_is_a_point():
+    one = explore_hidden({"mine": (50e9, 1e9)}, {"USB": 1e9})
+    assert one.start == {"tokens": 8192, "link": "USB", "teraflops": 400, "ranks": 64}
+    assert f"mine from {tokens_to_hide(50e9, 1e9, 64):,.0f}" in one.picture.alt
+    for tokens, link, rate, ranks in itertools.product(RANK_TOKENS[::7], LINKS, RATES[::4], (2, 1024)):
+        assert is_sentence(draw_hidden(tokens, link, rate, ranks).alt)
+    assert explore_hidden().picture.png().startswith(PNG)
+    with pytest.raises(ValueError, match="expected link to be one of"):
+        draw_hidden(link="carrier pigeon")
+
+
+def test_the_table_of_what_is_hidden_has_every_link_at_every_rate():
+    table = hidden_table(teraflops=(100, 400))
+    assert len(table.rows) == 2 * len(LINKS)
+    assert table.rows[1][3:] == [round(140625), round(1.5 * 140625), round(2 * 140625)]
+
+
+# ---- the ring
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_after_a_rings_steps_every_rank_has_every_sum_and_after_half_of_them_its_own(ranks):
+    everyone = frozenset(range(ranks))
+    half, end = ring_parts(ranks, ranks - 1), ring_parts(ranks, 2 * (ranks - 1))
+    assert all(half[rank][rank] == everyone for rank in range(ranks))
+    assert sum(summed == everyone for row in half for summed in row) == ranks
+    assert all(summed == everyone for row in end for summed in row)
+    assert len(ring_moves(ranks)) == 2 * (ranks - 1)
+
+
+def test_the_parts_that_are_drawn_are_the_sums_that_numbers_would_have():
+    ranks = 5
+    numbers = [[torch.tensor(10**rank) for _ in range(ranks)] for rank in range(ranks)]
+    for step, moves in enumerate(ring_moves(ranks)):
+        sent = [numbers[rank][move.send].clone() for rank, move in enumerate(moves)]
+        for rank, move in enumerate(moves):
+            arrived = sent[(rank - 1) % ranks]
+            own = numbers[rank][move.receive]
+            numbers[rank][move.receive] = own + arrived if step < ranks - 1 else arrived
+        for row, drawn in zip(numbers, ring_parts(ranks, step + 1), strict=True):
+            assert [int(n) for n in row] == [sum(10**r for r in summed) for summed in drawn]
+
+
+def test_every_step_of_the_ring_can_be_drawn_and_says_who_sends_what():
+    one = explore_ring(4)
+    assert list(one.choices["step"].values()) == list(range(7))
+    for values in one.grid():
+        assert one.at(**values).png().startswith(PNG)
+    assert "4 of 16 pieces are complete" in draw_ring(4, 3).alt
+    assert "rank 3 sends piece 3 to rank 0" in draw_ring(4, 3).alt
+    assert draw_ring(4, 6).alt.endswith("16 of 16 pieces are complete; the end.")
+    assert draw_ring(8, 9).png().startswith(PNG)
+    for ranks, step in ((1, 0), (4, 7), (4, -1)):
+        with pytest.raises(ValueError, match="expected at least 2 ranks and a step"):
+            draw_ring(ranks, step)
+
+
+def test_in_the_rings_table_the_second_half_sends_complete_pieces_only():
+    rows = ring_table(4).rows
+    assert all(("*" in cell) == (row[1] == "all-gather") for row in rows for cell in row[2:])
+    assert [row[2] for row in rows[:3]] == ["3", "2", "1"]
+
+
+# ---- memory above what is sent
+
+
+def records_of(events):
+    return [Message("send", 100, 100 * (i + 1), 0, 2, True, event) for i, event in enumerate(events)] + [
+        Message("receive", 100, 0, 100, 2, True, None),
+        Message("all_reduce", 4096, 4096, 4096, 2, False, 1),
+    ]
+
+
+def test_what_is_sent_is_drawn_below_the_memory_and_counted_is_told_from_by_formula():
+    with Meter() as meter:
+        x = torch.zeros(1000)
+        y = x + 1
+        del x, y
+    picture = draw_sent(meter.timeline, records_of([1, 2, 3]), "rank 0")
+    assert "sends 4.6 KiB in 4 calls (3 × send (counted), 600 B; 1 × all_reduce (by formula), 4.0 KiB)" in picture.alt
+    assert "peak 7.8 KiB" in picture.alt
+    assert picture.png().startswith(PNG)
+    assert sent_table(records_of([1, 2, 3])).rows == [
+        ["send (counted)", 3, "600 B", 600],
+        ["all_reduce (by formula)", 1, "4.0 KiB", 4096],
+    ]
+    assert draw_sent(meter.timeline, []).png().startswith(PNG)
+    with pytest.raises(ValueError, match="open Traffic inside the Meter's block"):
+        draw_sent(meter.timeline, records_of([None]))
