@@ -25,8 +25,8 @@ from memlab.data_parallelism import (
     load_full_optimizer_state,
     load_full_state_dict,
 )
+from memlab.data_parallelism.shard import divisors
 from memlab.data_parallelism.sharding import units_of
-from memlab.data_parallelism.unit import divisors
 from memlab.gradient_checkpointing import checkpoint
 from memlab.memory_timeline import Meter, imagine
 from memlab.mixed_precision import MasterWeights

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from memlab.book.workloads import GPT
 from memlab.data_parallelism import FlatLayout, ZeroOptimizer
-from memlab.data_parallelism.zero_buckets import bucketed
+from memlab.data_parallelism.buckets import bucketed
 from memlab.memory_timeline import Meter, imagine
 from memlab.mixed_precision import LossScaler, MasterWeights
 from memlab.offloading import OffloadedOptimizer

@@ -1,26 +1,29 @@
 """Data parallelism: every rank has other data, and holds the whole of the model, or less and less of it.
 
-Read the pages in this order: `flat` (parameters side by side, cut into equal pieces) and `ring` (all-reduce by hand).
+Read the pages in this order: `flat` (parameters side by side, cut into equal pieces), `ring` (all-reduce by hand) and
+`agreement` (what must be the same on all ranks).
 
 All that a model has on every rank: `buckets` (gradients that travel together), `background` (a thread for an all-reduce
 of your own), `averaging` (what happens to a gradient on its way) and `replicas` (`DataParallel`).
 
 States and gradients in parts: `zero_buckets` (parameters and a rank's parts of them in the same bytes),
-`zero_gradients` (reduced bucket by bucket), `norms` (of what lies on several ranks), `zero_state` (whole states, and
-cut again) and `zero_optimizer` (`ZeroOptimizer`: ZeRO 1 and 2).
+`zero_gradients` (reduced bucket by bucket), `norms` (of what lies on several ranks), `states` (whole, and cut again)
+and `zero_optimizer` (`ZeroOptimizer`: ZeRO 1 and 2).
 
-Weights in parts, too: `unit` (a layer's parameters, as a piece and whole), `gathering` (which are whole at present),
-`sharding` (the moments: `fully_shard`) and `sharded_state` (what there is only as a whole: norms and checkpoints).
+Weights in parts, too: `shard` (parameters as a piece and whole), `unit` (a layer's), `gathering` (which are whole at
+present), `saved` (weights that backward asks for), `sharding` (the moments: `fully_shard`) and `sharded_state` (what
+there is only as a whole: norms and checkpoints).
 
 And what it costs: `arithmetic` (bytes a rank holds and sends, by stage), `overlap` (when sending is free) and `budget`
 (a rank's peak, and the batch that fits).
 """
 
+from memlab.data_parallelism.agreement import mean_over_ranks
 from memlab.data_parallelism.arithmetic import rank_bytes, traffic_bytes
 from memlab.data_parallelism.budget import most_texts, rank_step
 from memlab.data_parallelism.flat import FlatLayout
 from memlab.data_parallelism.overlap import ring_seconds, tokens_to_hide
-from memlab.data_parallelism.replicas import DataParallel, mean_over_ranks
+from memlab.data_parallelism.replicas import DataParallel
 from memlab.data_parallelism.ring import (
     Move,
     all_gather_moves,

@@ -29,6 +29,7 @@ from typing import NamedTuple
 from memlab.memory_arithmetic import Transformer
 from memlab.memory_arithmetic.ledger import elements
 from memlab.memory_arithmetic.shapes import positive
+from memlab.ranks import ring_bytes
 
 STAGES = {0: "data parallel", 1: "ZeRO-1", 2: "ZeRO-2", 3: "ZeRO-3"}
 """How the stages are called."""
@@ -117,7 +118,7 @@ def sent_bytes(nbytes: int, ranks: int) -> int:
     positive("ranks", ranks)
     if nbytes % ranks:
         raise ValueError(f"expected bytes that {ranks} ranks divide, found {nbytes}; count padding: padded_elements")
-    return nbytes // ranks * (ranks - 1)
+    return ring_bytes("all_gather", nbytes, ranks)
 
 
 def traffic_bytes(

@@ -18,10 +18,10 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, distributed, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
+from memlab.data_parallelism.agreement import on_any_rank
 from memlab.data_parallelism.background import Background
-from memlab.data_parallelism.buckets import Bucket
+from memlab.data_parallelism.buckets import GradientBucket
 
 _at_end_of_backward = torch.autograd.Variable._execution_engine.queue_callback
 
@@ -29,10 +29,10 @@ _at_end_of_backward = torch.autograd.Variable._execution_engine.queue_callback
 class Averaging:
     """Hooks on the parameters of these buckets. They know nothing of the model's wrapper, so it can die before them."""
 
-    def __init__(self, buckets: list[Bucket], all_reduce, group, find_unused: bool):
+    def __init__(self, buckets: list[GradientBucket], all_reduce, group, find_unused: bool):
         self.buckets, self.group, self.find_unused = buckets, group, find_unused
         self.factor = 1 / distributed.get_world_size(group)
-        self.on = True
+        self.syncing = True
         self.running = False
         self.arrived: list[set[int]] = [set() for _ in buckets]
         self.sent: list[Callable[[], None]] = []  # what waits for each bucket that is on its way
@@ -57,7 +57,7 @@ class Averaging:
         if self.running and number in self.arrived[at]:  # of a backward that never ended
             self.settle()
         bucket.fill()
-        if not self.on:
+        if not self.syncing:
             bucket.place(number, 1)
             return
         if not self.running:
@@ -113,11 +113,8 @@ class Averaging:
         """Those of the parameters without a gradient here that have none on any rank."""
         params = [p for bucket in self.buckets for p in bucket.params]
         absent = {id(p) for p in without}
-        has = torch.tensor([id(p) not in absent for p in params], dtype=torch.uint8).to(params[0].device)
-        distributed.all_reduce(has, distributed.ReduceOp.MAX, group=self.group)
-        if not without or isinstance(has, FakeTensor):  # imagined ranks all do what this one does
-            return without
-        return [p for p, used in zip(params, has.tolist(), strict=True) if not used]
+        used = on_any_rank([id(p) not in absent for p in params], params[0].device, self.group)
+        return [p for p, by_any in zip(params, used, strict=True) if not by_any]
 
     def settle(self) -> None:
         """End a backward that raised: the other ranks get what there is, and gradients here stay as they are now."""

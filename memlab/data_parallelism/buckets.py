@@ -10,7 +10,7 @@ bucket, a view.   Source: Li et al. 2020 (PyTorch Distributed), section 3.2.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from memlab.data_parallelism.flat import FlatLayout
 
 
-class Bucket:
+class GradientBucket:
     """Parameters of one dtype and device, and one flat buffer in which their gradients lie.
 
     flat: (padded,), or None while no parameter has a gradient. views: the place of each gradient in it, in the
@@ -57,26 +57,33 @@ class Bucket:
         p.grad = view
 
 
-def plan_buckets(params: Iterable[nn.Parameter], bucket_bytes: int, ranks: int) -> list[Bucket]:
-    """Buckets of parameters in reverse order, of one dtype and device each, and of at most so many bytes.
+def bucketed(params: Sequence[Tensor], keys: Sequence[Hashable], bucket_bytes: int) -> list[list[int]]:
+    """Which parameters share a bucket: the numbers of those of the same key, as many as bucket_bytes allows.
 
-    A parameter that has more is alone in its bucket. Buckets are in the order in which they will be full.
+    params: in order of registration. Backward makes the last ones' gradients first, so buckets begin with them, and
+    are in the order in which they will be full. A parameter larger than bucket_bytes has a bucket to itself.
+
+    >>> bucketed([torch.empty(2) for _ in range(5)], "aabaa", bucket_bytes=16)
+    [[4, 3], [2], [1, 0]]
     """
-    order = list(params)[::-1]
-    filled: list[list[nn.Parameter]] = []
-    filling: dict[tuple, list[nn.Parameter]] = {}
-    room: dict[tuple, int] = {}  # bytes that are left in each that is being filled
-    for p in order:
-        kind = p.dtype, p.device
-        if kind in filling and p.nbytes > room[kind]:
-            filled.append(filling.pop(kind))
-        if kind not in filling:
-            filling[kind], room[kind] = [], bucket_bytes
-        filling[kind].append(p)
-        room[kind] -= p.nbytes
-    filled += filling.values()
-    moment = {id(p): number for number, p in enumerate(order)}
-    return [Bucket(group, ranks) for group in sorted(filled, key=lambda group: moment[id(group[-1])])]
+    buckets: list[list[int]] = []
+    filling: dict[Hashable, list[int]] = {}
+    room: dict[Hashable, int] = {}  # bytes that are left in each that is being filled
+    for number in reversed(range(len(params))):
+        key, nbytes = keys[number], params[number].nbytes
+        if key not in filling or nbytes > room[key]:
+            filling[key], room[key] = [], bucket_bytes
+            buckets.append(filling[key])
+        filling[key].append(number)
+        room[key] -= nbytes
+    return sorted(buckets, key=lambda bucket: -bucket[-1])
+
+
+def plan_buckets(params: Iterable[nn.Parameter], bucket_bytes: int, ranks: int) -> list[GradientBucket]:
+    """Buckets of parameters of one dtype and device each, as `bucketed` puts them together."""
+    params = list(params)
+    numbers = bucketed(params, [(p.dtype, p.device) for p in params], bucket_bytes)
+    return [GradientBucket([params[n] for n in group], ranks) for group in numbers]
 
 
 def _shaped(place: Tensor, p: Tensor) -> Tensor:

@@ -39,11 +39,14 @@ class FlatLayout:
         self.padded = self.piece * ranks
         self.padding = self.padded - self.numel
 
+    def view(self, flat: Tensor, number: int) -> Tensor:
+        """One of the tensors, as a view of a flat buffer. flat: (padded,) → the tensor's shape."""
+        at = self.starts[number]
+        return flat[at : at + self.numels[number]].view(self.shapes[number])
+
     def views(self, flat: Tensor) -> list[Tensor]:
-        """The tensors themselves, as views of a flat buffer. flat: (padded,) → one view of each shape."""
-        return [
-            flat[at : at + n].view(shape) for at, n, shape in zip(self.starts, self.numels, self.shapes, strict=True)
-        ]
+        """All of the tensors, as views of a flat buffer. flat: (padded,) → one view of each shape."""
+        return [self.view(flat, number) for number in range(len(self.shapes))]
 
     def own(self, flat: Tensor, rank: int) -> Tensor:
         """A rank's piece of a flat buffer. flat: (padded,) → (piece,), a view."""

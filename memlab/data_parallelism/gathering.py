@@ -20,7 +20,8 @@ from collections.abc import Iterable
 import torch
 from torch.autograd import Variable
 
-from memlab.data_parallelism.unit import FlatShard, Reduction, Unit
+from memlab.data_parallelism.shard import FlatShard, Reduction
+from memlab.data_parallelism.unit import Unit
 
 _current_task = torch._C._current_graph_task_id  # -1 outside backward
 
@@ -37,7 +38,7 @@ class Gathering:
         self.at = 0  # the place in the order of the direction
         self.depth = 0  # forwards of units, one inside the other
         self.task = -1  # the backward that is running, or that failed
-        self.synchronising = True
+        self.syncing = True
         self.reducing: deque[tuple[FlatShard, Reduction]] = deque()
 
     # ---- a unit is needed
@@ -161,7 +162,7 @@ class Gathering:
             for number, p in enumerate(shard.full):
                 if p.grad is not None:
                     shard.take(number)
-        if not self.synchronising or not any(shard.arrived for shard in unit.shards):
+        if not self.syncing or not any(shard.arrived for shard in unit.shards):
             return
         self.settle()
         for shard in unit.shards:

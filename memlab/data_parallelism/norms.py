@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable
 
@@ -35,15 +36,14 @@ def clip_parts_(
     largest = norm_type == math.inf
     total = torch.zeros((), dtype=torch.float64, device=device)
     if parts:
-        wide = [torch.promote_types(part.dtype, torch.float32) for part in parts]
-        norms = [torch.linalg.vector_norm(p, norm_type, dtype=dtype) for p, dtype in zip(parts, wide, strict=True)]
-        norms = torch.stack([norm.double() for norm in norms]).to(device)
+        wide = functools.reduce(torch.promote_types, {part.dtype for part in parts}, torch.float32)
+        norms = torch.stack(torch._foreach_norm(parts, norm_type, dtype=wide)).to(device, torch.float64)
         total = norms.amax() if largest else norms.pow(norm_type).sum()
     distributed.all_reduce(total, distributed.ReduceOp.MAX if largest else distributed.ReduceOp.SUM, group)
     if not largest:
         total = total.pow(1 / norm_type)
     if error_if_nonfinite and not total.isfinite():
-        raise RuntimeError(f"expected gradients of a finite norm, found {total.item()}; skip the step")
+        raise RuntimeError(f"expected a finite norm of the gradients, found {total.item()}; skip the step")
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
     for part in parts:
         part.mul_(factor.to(part.device))

@@ -16,11 +16,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import nn
 
+from memlab.data_parallelism.agreement import start_equal
 from memlab.data_parallelism.averaging import Averaging
 from memlab.data_parallelism.buckets import plan_buckets
-from memlab.data_parallelism.ring import ranks_of
+from memlab.ranks import place_in
 from memlab.units import parse_bytes
 
 _current_task = torch._C._current_graph_task_id  # -1 outside backward
@@ -69,7 +70,7 @@ class DataParallel(nn.Module):
     ):
         super().__init__()
         self.module, self.group, self.find_unused_parameters = module, group, find_unused_parameters
-        self.ranks = ranks_of(group)
+        _, self.ranks = place_in(group)
         self._frozen = [(name, p) for name, p in module.named_parameters() if not p.requires_grad]
         limit = parse_bytes(bucket_bytes)
         start_equal(module, group, bucket_bytes=limit, find_unused_parameters=find_unused_parameters)
@@ -105,11 +106,11 @@ class DataParallel(nn.Module):
 
         What counts is where backward runs; DDP asks where forward ran.
         """
-        before, self._averaging.on = self._averaging.on, False
+        before, self._averaging.syncing = self._averaging.syncing, False
         try:
             yield
         finally:
-            self._averaging.on = before
+            self._averaging.syncing = before
 
     def close(self) -> None:
         """Take the hooks off and end the thread; gradients stay. Also the end of a `with` block, and of the wrapper."""
@@ -130,60 +131,3 @@ def _add_prefix(_: nn.Module, state_dict: dict, prefix: str, *others) -> None:
     """Before loading: the names under which nn.Module looks for the model's own."""
     for name in [name for name in state_dict if name.startswith(prefix)]:
         state_dict[f"{prefix}module.{name[len(prefix) :]}"] = state_dict.pop(name)
-
-
-# ---- before the first step, and for unequal batches
-
-
-@torch.no_grad()
-def start_equal(module: nn.Module, group=None, **settings) -> None:
-    """Give every rank rank 0's parameters and buffers.
-
-    Raises ValueError on all ranks, naming the first that differs from rank 0 in a name, shape, dtype or requires_grad,
-    or in one of the settings.
-    """
-    refuse_other_models(module, group, **settings)
-    tensors = [t.detach() for t in (*module.parameters(), *module.buffers()) if t.numel()]
-    dense = [t if t.is_contiguous() else t.contiguous() for t in tensors]
-    for work in [distributed.broadcast(t, group=group, group_src=0, async_op=True) for t in dense]:
-        work.wait()
-    for t, received in zip(tensors, dense, strict=True):
-        if received is not t:
-            t.copy_(received)
-
-
-def refuse_other_models(module: nn.Module, group=None, **settings) -> None:
-    """Raise ValueError, on every rank alike, if a rank's model is not of rank 0's names, shapes, dtypes, settings."""
-    if distributed.get_backend(group) == "fake":  # imagined ranks have no models
-        return
-    mine = {name: str(value) for name, value in settings.items()}
-    mine |= {name: f"{tuple(b.shape)} of {b.dtype}" for name, b in module.named_buffers()}
-    for name, p in module.named_parameters():
-        mine[name] = f"{tuple(p.shape)} of {p.dtype}, {'trained' if p.requires_grad else 'frozen'}"
-    models: list[dict] = [{}] * distributed.get_world_size(group)
-    distributed.all_gather_object(models, mine, group=group)
-    for rank, theirs in enumerate(models):
-        for name in [*models[0], *theirs]:
-            expected, found = models[0].get(name, "none"), theirs.get(name, "none")
-            if expected != found:
-                raise ValueError(
-                    f"expected the same model on all ranks, found {name} on rank {rank}: {found}, on rank 0: "
-                    f"{expected}; build it from the same configuration on each"
-                )
-        if list(theirs) != list(models[0]):
-            raise ValueError(
-                f"expected the same model on all ranks, found rank {rank}'s parameters in another order than rank 0's; "
-                "build it in the same order on each"
-            )
-
-
-def mean_over_ranks(count: float | Tensor, group=None) -> Tensor:
-    """The mean of all ranks' counts, such as numbers of rows or labels, 0-dim FP64: `accumulate(agree=...)` wants it.
-
-    count: a number, or a tensor of one element, which stays on its device.
-    """
-    mean = torch.as_tensor(count, dtype=torch.float64).detach().clone().reshape(())
-    if mean.is_cpu and distributed.get_backend(group) == "nccl":
-        mean = mean.cuda()
-    distributed.all_reduce(mean, group=group)
-    return mean / distributed.get_world_size(group)

@@ -21,10 +21,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
 
 from memlab.data_parallelism.flat import FlatLayout
-from memlab.ranks import exchange
+from memlab.ranks import exchange, place_in
 
 
 class Move(NamedTuple):
@@ -100,7 +100,7 @@ def ring_all_reduce(tensor: Tensor, group=None, scratch: Tensor | None = None) -
     ranks agree to the last bit. Between two ranks it is the library's own sum, bitwise; among more the order of adding
     differs, and with it the last bits. Integers are exact. Raises ValueError for a rank that is not of the group.
     """
-    layout = FlatLayout([tensor.shape], ranks_of(group))
+    layout = FlatLayout([tensor.shape], place_in(group)[1])
     if tensor.is_contiguous() and not layout.padding:
         flat = tensor.view(-1)
         ring_reduce_scatter(flat, group, scratch)
@@ -113,19 +113,9 @@ def ring_all_reduce(tensor: Tensor, group=None, scratch: Tensor | None = None) -
     return tensor.copy_(copy)
 
 
-def ranks_of(group) -> int:
-    """How many ranks the group has. Raises ValueError where this one is not among them."""
-    if (ranks := distributed.get_world_size(group)) < 1:
-        raise ValueError(
-            f"expected a group that this rank is of, found one that rank {distributed.get_rank()} is not of; "
-            "let only its members call"
-        )
-    return ranks
-
-
 def _pieces(flat: Tensor, group) -> tuple[int, list[Tensor]]:
     """This rank's number, and the pieces of `flat`, views, one for each rank."""
-    ranks = ranks_of(group)
+    rank, ranks = place_in(group)
     if flat.dim() != 1 or not flat.is_contiguous() or flat.numel() % ranks:
         raise ValueError(
             f"expected a contiguous tensor of (n,) with n divisible by {ranks} ranks, found one of {tuple(flat.shape)}"
@@ -133,4 +123,4 @@ def _pieces(flat: Tensor, group) -> tuple[int, list[Tensor]]:
             "ring_all_reduce takes any tensor"
         )
     layout = FlatLayout([flat.shape], ranks)
-    return distributed.get_rank(group), [layout.own(flat, rank) for rank in range(ranks)]
+    return rank, [layout.own(flat, number) for number in range(ranks)]

@@ -7,17 +7,16 @@ gathered this way knows nothing of ranks: it loads into a plain model, or into o
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
 
+from memlab.data_parallelism.norms import clip_parts_
+from memlab.data_parallelism.shard import FlatShard
 from memlab.data_parallelism.sharding import UNIT, units_of
-from memlab.data_parallelism.unit import FlatShard
-from memlab.memory_timeline import main_memory
-from memlab.ranks import all_gather
+from memlab.data_parallelism.states import Cut, gathered, gathered_states, in_main_memory, is_cut
 
 
 @torch.no_grad()
@@ -31,8 +30,9 @@ def clip_grad_norm_(
 
     parameters: of a model that fully_shard was called on, or the model; the same on all ranks, which all must call.
     Returns the norm before, a scalar, in FP32 at least; the same on all ranks.
-    Raises ValueError for a parameter that is in no unit: torch's own clip_grad_norm_ is for those. RuntimeError, on
-    every rank, for a norm that is not finite, if that is asked for: it takes a wait for the GPU.
+    Raises ValueError for a parameter that is in no unit: torch's own clip_grad_norm_ is for those; and for a norm_type
+    that is not above 0. RuntimeError, on every rank, for a norm that is not finite, if that is asked for: it takes a
+    wait for the GPU.
     """
     if isinstance(parameters, nn.Module):
         parameters = parameters.parameters()
@@ -41,23 +41,10 @@ def clip_grad_norm_(
     if not shards:
         return torch.tensor(0.0)
     some = next(iter(shards))
-    gradients = [p.grad for p in parameters if p.grad is not None and p.grad.numel()]
+    gradients = [p.grad for p in parameters if p.grad is not None]
     wide = functools.reduce(torch.promote_types, {shard.piece.dtype for shard in shards}, torch.float32)
-    norms = torch._foreach_norm(gradients, norm_type, dtype=wide) if gradients else []
-    total = torch.zeros((), dtype=wide, device=some.piece.device)
-    if norms:
-        total = torch.linalg.vector_norm(torch.stack(norms), norm_type)
-    if math.isinf(norm_type):
-        distributed.all_reduce(total, distributed.ReduceOp.MAX, group=some.group)
-    else:
-        total.pow_(norm_type)
-        distributed.all_reduce(total, group=some.group)
-        total.pow_(1 / norm_type)
-    if error_if_nonfinite and not total.isfinite():
-        raise RuntimeError(f"expected a finite norm of the gradients, found {total.item()}; skip this step")
-    if gradients:
-        torch._foreach_mul_(gradients, (max_norm / (total + 1e-6)).clamp(max=1.0).to(gradients[0].dtype))
-    return total
+    norm = clip_parts_(gradients, max_norm, norm_type, error_if_nonfinite, device=some.piece.device, group=some.group)
+    return norm.to(wide)
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
@@ -68,10 +55,10 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     whole: dict[Tensor, Tensor] = {}
     shards = _shards(model)
     for shard in shards:
-        whole.update(zip(shard.parts, _gathered(shard, shard.piece), strict=False))
+        whole.update(zip(shard.parts, gathered(shard.layout, shard.piece, shard.group, shard.rank == 0), strict=False))
     if _rank(shards) != 0:
         return {}
-    return {key: whole[p] if p in whole else _at_home(p) for key, p in model.state_dict(keep_vars=True).items()}
+    return {key: whole[p] if p in whole else in_main_memory(p) for key, p in model.state_dict(keep_vars=True).items()}
 
 
 @torch.no_grad()
@@ -105,33 +92,11 @@ def full_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> 
       as a count of steps. All ranks must call it.
     Raises ValueError for a state that is neither, such as a factored one.
     """
-    shards, packed = _shards(model), optimizer.state_dict()
-    numbers = _numbers(optimizer)
-    for shard in shards:
-        states = [packed["state"].get(numbers.get(p), {}) for p in shard.parts]
-        for name in dict.fromkeys(name for state in states for name, value in state.items() if _sharded(value)):
-            values = [state.get(name) for state in states]
-            dtype = next(value.dtype for value in values if value is not None)
-            piece = torch.zeros(shard.layout.piece, dtype=dtype, device=shard.piece.device)
-            for p, value, part in zip(shard.parts, values, shard.layout.part_views(piece, shard.rank), strict=True):
-                if value is not None:
-                    if value.shape != p.shape:
-                        raise ValueError(
-                            f"expected states with a value for each element, or scalars, found {name} of shape "
-                            f"{tuple(value.shape)} for a part of {p.numel()}; gather this optimizer's by hand"
-                        )
-                    part.copy_(value)
-            wholes = _gathered(shard, piece)
-            for p, value, whole in zip(shard.parts, values, wholes, strict=False):
-                if value is not None:
-                    packed["state"][numbers[p]] = packed["state"][numbers[p]] | {name: whole}
-    if _rank(shards) != 0:
-        return {}
-    states = {
-        i: {name: _at_home(value) if isinstance(value, Tensor) else value for name, value in state.items()}
-        for i, state in packed["state"].items()
-    }
-    return packed | {"state": states}
+    shards, packed, numbers = _shards(model), optimizer.state_dict(), _numbers(optimizer)
+    cuts = [Cut(s.layout, s.parts, [numbers.get(p) for p in s.parts], s.rank, s.group) for s in shards]
+    keep = _rank(shards) == 0
+    states = gathered_states(packed["state"], cuts, keep)
+    return packed | {"state": states} if keep else {}
 
 
 def load_full_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
@@ -155,7 +120,7 @@ def load_full_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer
     states, groups = outline[0]
     for shard in shards:
         of = [numbers.get(p) for p in shard.parts]
-        for name in dict.fromkeys(n for i in of for n, value in states.get(i, {}).items() if _sharded(value)):
+        for name in dict.fromkeys(n for i in of for n, value in states.get(i, {}).items() if is_cut(value)):
             having = [name in states.get(i, {}) for i in of]
             dtype = next(states[i][name].dtype for i, has in zip(of, having, strict=True) if has)
             whole = None
@@ -192,21 +157,6 @@ def _rank(shards: list[FlatShard]) -> int:
     return shards[0].rank
 
 
-def _at_home(value: Tensor) -> Tensor:
-    """A copy in main memory."""
-    with main_memory():
-        return value.detach().to("cpu", copy=True)
-
-
-def _gathered(shard: FlatShard, piece: Tensor) -> list[Tensor]:
-    """The whole tensors of a shard whose piece this is, in main memory on rank 0; nothing on the others."""
-    layout = shard.layout
-    whole = torch.empty(layout.padded, dtype=piece.dtype, device=piece.device)
-    if layout.padded:
-        all_gather(whole, piece, shard.group)
-    return [_at_home(view) for view in layout.views(whole)] if shard.rank == 0 else []
-
-
 def _scattered(shard: FlatShard, tensors: list[Tensor | None] | None, dtype: torch.dtype) -> list[Tensor]:
     """This rank's parts of rank 0's whole tensors. tensors: None on the other ranks; None for one that is missing."""
     layout = shard.layout
@@ -217,11 +167,6 @@ def _scattered(shard: FlatShard, tensors: list[Tensor | None] | None, dtype: tor
     if layout.padded:
         distributed.broadcast(whole, group=shard.group, group_src=0)
     return layout.part_views(layout.own(whole, shard.rank), shard.rank)
-
-
-def _sharded(value: Any) -> bool:
-    """Whether a state is cut over the ranks; a scalar is the same on all."""
-    return isinstance(value, Tensor) and value.dim() > 0
 
 
 def _numbers(optimizer: torch.optim.Optimizer) -> dict[Tensor, int]:
@@ -256,7 +201,7 @@ def _outline(state: dict[str, Any], shapes: dict[int, torch.Size], optimizer: to
     states: dict[int, dict] = {}
     for i, values in state["state"].items():
         for name, value in values.items():
-            if _sharded(value):
+            if is_cut(value):
                 if tuple(value.shape) != tuple(shapes[i]):
                     return f"expected {name} of parameter {i} of shape {tuple(shapes[i])}, found {tuple(value.shape)}"
                 value = torch.empty(0, dtype=value.dtype)

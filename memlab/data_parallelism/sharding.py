@@ -24,14 +24,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from memlab.data_parallelism.gathering import Gathering
-from memlab.data_parallelism.unit import FlatShard, Unit
+from memlab.data_parallelism.saved import saved_weights
+from memlab.data_parallelism.shard import FlatShard
+from memlab.data_parallelism.unit import Unit
+from memlab.ranks import place_in
 
 _current_task = torch._C._current_graph_task_id  # -1 outside backward
-_outer_hooks = functools.partial(torch._C._autograd._top_saved_tensors_default_hooks, True)
 
 UNIT = "_fully_shard_unit"  # the attribute of a sharded module, and of a parameter in a unit
 
@@ -69,15 +70,11 @@ def fully_shard(
     Checkpoints around units and inside them, several forwards before a backward, retain_graph, no_grad work. Every rank
     must run the same units in the same order. Not for torch.compile, nor inside torch.func's transforms.
 
-    Raises RuntimeError without a process group; ValueError for a module that is in a unit already, or that has
-    gradients, parameters on several devices or without memory. Later, RuntimeError if a parameter was replaced, or if
-    backward wants a weight that was written to after the forward.
+    Raises RuntimeError without a process group; ValueError for a group that this rank is not of, and for a module that
+    is in a unit already, or that has gradients, parameters on several devices or without memory. Later, RuntimeError if
+    a parameter was replaced, or if backward wants a weight that was written to after the forward.
     """
-    if not distributed.is_initialized():
-        raise RuntimeError(
-            "expected a process group, found none; call fully_shard in a function that run_ranks runs, under torchrun "
-            "after init_process_group, or in `with imagined_ranks(...)`"
-        )
+    place_in(group)
     if not isinstance(prefetch, int) or prefetch < 0:
         raise ValueError(f"expected prefetch as a number of units, 0 or more; found {prefetch!r}")
     slots = _unsharded(module)
@@ -180,7 +177,7 @@ def _forward(unit: Unit, forward: Callable, param_dtype: torch.dtype | None, *ar
         if torch.is_grad_enabled():
             _watch_gradients(unit)
             _watch_inputs(unit, tree_leaves((args, kwargs)))
-        with _catching(unit) if torch.is_grad_enabled() else nullcontext():
+        with saved_weights(unit) if torch.is_grad_enabled() else nullcontext():
             output = forward(*args, **kwargs)
         if torch.is_grad_enabled():
             for tensor in tree_leaves(output):
@@ -233,55 +230,17 @@ def _watch_inputs(unit: Unit, inputs: list) -> None:
         tensor.register_hook(complete)
 
 
-def _catching(unit: Unit) -> saved_tensors_hooks:
-    """Hooks for what ops save: for weights our own, for all else those that are in force around."""
-    holders = {
-        shard.flat.untyped_storage()._cdata: (each, shard)
-        for each in unit.gathering.units
-        for shard in each.shards
-        if each.shown
-    }
-    return saved_tensors_hooks(functools.partial(_pack, holders, _outer_hooks()), _unpack)
-
-
-def _pack(holders: dict, outer: tuple[Callable, Callable] | None, tensor: Tensor) -> tuple:
-    """An op saves a tensor. If it is a weight, note whose, and how often it had been written to."""
-    holder = holders.get(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else None
-    if holder is not None:
-        return tensor, holder[1].version_of(tensor), None, holder
-    # detached: an op's own result, saved by it, would hold the graph that holds it, and neither could ever be freed
-    return (tensor.detach() if outer is None else outer[0](tensor)), tensor._version, outer, None
-
-
-def _unpack(saved: tuple) -> Tensor:
-    """Backward wants the tensor: if it is a weight, its unit is needed."""
-    tensor, version, outer, holder = saved
-    if outer is not None:
-        return outer[1](tensor)
-    if version != (tensor._version if holder is None else holder[1].version_of(tensor)):
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation: expected "
-            f"{'a weight' if holder else 'a tensor'} of shape {tuple(tensor.shape)} as it was in the forward, found it "
-            "written to; step the optimizer after backward, and save a clone of what is changed"
-        )
-    if holder is not None:
-        unit, shard = holder
-        if shard.gathered is not True or unit.expected:
-            unit.gathering.need(unit)
-    return tensor
-
-
 @contextmanager
 def no_sync(module: nn.Module) -> Iterator[None]:
     """In this block gradients add up on each rank, whole; they are reduced with those of the next backward outside."""
-    gatherings = {unit.gathering: unit.gathering.synchronising for unit in units_of(module)}
+    gatherings = {unit.gathering: unit.gathering.syncing for unit in units_of(module)}
     try:
         for gathering in gatherings:
-            gathering.synchronising = False
+            gathering.syncing = False
         yield
     finally:
         for gathering, before in gatherings.items():
-            gathering.synchronising = before
+            gathering.syncing = before
 
 
 def _refuse(*_, **__) -> None:

@@ -21,7 +21,7 @@ from memlab.ranks import all_gather
 from memlab.units import format_bytes
 
 
-class Bucket:
+class WeightBucket:
     """Some parameters side by side in one buffer, and this rank's part of each.
 
     params: of one dtype and device. Moving them takes the bytes of one bucket while it lasts: each parameter lets go of
@@ -80,36 +80,16 @@ class Bucket:
 class Filling:
     """The full gradients of one bucket while they come: `whole` is (padded,), `missing` those that have not."""
 
-    def __init__(self, bucket: Bucket):
+    def __init__(self, bucket: WeightBucket):
         layout = bucket.layout
         self.whole = torch.empty_like(bucket.flat)
         self.whole[layout.numel :].zero_()
         self.views = layout.views(self.whole)
         self.missing = set(range(len(bucket.params)))
 
-    def full(self, bucket: Bucket) -> bool:
+    def full(self, bucket: WeightBucket) -> bool:
         """Whether every gradient is there that can come."""
         return not any(bucket.params[slot].requires_grad for slot in self.missing)
-
-
-def bucketed(params: Sequence[Tensor], keys: Sequence, bucket_bytes: int) -> list[list[int]]:
-    """Which parameters share a bucket: the numbers of those of the same key, as many as bucket_bytes allows.
-
-    params: in order of registration. Backward makes the last ones' gradients first, so buckets begin with them. A
-    parameter larger than bucket_bytes has a bucket to itself.
-
-    >>> bucketed([torch.empty(2) for _ in range(5)], "aabaa", bucket_bytes=16)
-    [[4, 3], [2], [1, 0]]
-    """
-    filling: dict[object, list[int]] = {}
-    buckets: list[list[int]] = []
-    for number in reversed(range(len(params))):
-        bucket = filling.get(keys[number])
-        if bucket is None or sum(params[n].nbytes for n in bucket) + params[number].nbytes > bucket_bytes:
-            bucket = filling[keys[number]] = []
-            buckets.append(bucket)
-        bucket.append(number)
-    return sorted(buckets, key=lambda bucket: -bucket[-1])  # by when backward will have completed them
 
 
 def as_groups(params) -> list[dict]:

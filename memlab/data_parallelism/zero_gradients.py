@@ -27,7 +27,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import Variable
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from memlab.data_parallelism.zero_buckets import Bucket, Filling
+from memlab.data_parallelism.agreement import on_any_rank
+from memlab.data_parallelism.zero_buckets import Filling, WeightBucket
 from memlab.ranks import reduce_scatter
 
 
@@ -41,24 +42,24 @@ class ReducedGradients:
     def __init__(self, rank: int, ranks: int, group, during_backward: bool, find_unused: bool):
         self._rank, self._ranks, self._group = rank, ranks, group
         self._during_backward, self._find_unused = during_backward, find_unused
-        self.buckets: list[Bucket] = []
+        self.buckets: list[WeightBucket] = []
         self.syncing = True
         self.rounds = 0  # since the gradients were dropped
-        self._turns: list[Bucket] = []
+        self._turns: list[WeightBucket] = []
         self._turns_known = not during_backward
         self._hooks = WeakTensorKeyDictionary()
         self._remove_hooks = weakref.finalize(self, _remove, self._hooks)
         self._forget_round()
 
     def _forget_round(self) -> None:
-        self._filling: dict[Bucket, Filling] = {}
-        self._completed: list[Bucket] = []
-        self._sent: deque[tuple[Bucket, distributed.Work, Tensor, Tensor, bool]] = deque()
+        self._filling: dict[WeightBucket, Filling] = {}
+        self._completed: list[WeightBucket] = []
+        self._sent: deque[tuple[WeightBucket, distributed.Work, Tensor, Tensor, bool]] = deque()
         self._next = 0  # whose turn it is
         self._arrived: list[tuple[int, Tensor, Tensor]] = []  # a parameter's number, its part, the part's gradient
         self._used: set[int] = set()
 
-    def add(self, buckets: list[Bucket]) -> None:
+    def add(self, buckets: list[WeightBucket]) -> None:
         """Take care of these buckets, too."""
         self.buckets += buckets
         self._turns, self._turns_known = list(self.buckets), not self._during_backward
@@ -100,7 +101,7 @@ class ReducedGradients:
     # ---- one round
 
     @torch.no_grad()
-    def complete(self, bucket: Bucket, slot: int) -> None:
+    def complete(self, bucket: WeightBucket, slot: int) -> None:
         """During backward: a parameter's gradient is complete. Send the buckets that are full and whose turn it is."""
         if not self.syncing:
             return
@@ -154,7 +155,7 @@ class ReducedGradients:
                 "expected a backward that ended, found one that raised in the middle; call zero_grad() and run it again"
             )
 
-    def _take(self, bucket: Bucket, slot: int) -> Filling:
+    def _take(self, bucket: WeightBucket, slot: int) -> Filling:
         """Copy a parameter's gradient, divided by the number of ranks, into the bucket's buffer, and let go of it."""
         filling = self._filling.get(bucket)
         if filling is None and bucket not in self._turns[: self._next]:
@@ -176,7 +177,7 @@ class ReducedGradients:
         self._used.add(bucket.numbers[slot])
         return filling
 
-    def _send(self, bucket: Bucket) -> None:
+    def _send(self, bucket: WeightBucket) -> None:
         """Begin a bucket's reduce-scatter. What it lacks is zero."""
         if not bucket.trained:
             self._next += 1
@@ -215,12 +216,8 @@ class ReducedGradients:
         params = {n: p for bucket in self.buckets for n, p in zip(bucket.numbers, bucket.params, strict=True)}
         if not self._find_unused:
             return {n for n, p in params.items() if p.requires_grad}
-        used = torch.tensor([n in self._used for n in range(len(params))], dtype=torch.uint8)
-        used = used.to(self.buckets[0].flat.device)
-        distributed.all_reduce(used, distributed.ReduceOp.MAX, self._group)
-        if isinstance(used, FakeTensor):  # imagined ranks all do what this one does
-            return self._used
-        return {n for n, by_any in enumerate(used.tolist()) if by_any}
+        used = on_any_rank([n in self._used for n in range(len(params))], self.buckets[0].flat.device, self._group)
+        return {n for n, by_any in enumerate(used) if by_any}
 
     def _agree_on_turns(self) -> None:
         """Take turns from the next round on in the order in which rank 0 completed its buckets in this one."""
@@ -234,7 +231,9 @@ class ReducedGradients:
         self._turns, self._turns_known = order, True
 
 
-def _complete(gradients: weakref.ref[ReducedGradients], bucket: weakref.ref[Bucket], slot: int, _: Tensor) -> None:
+def _complete(
+    gradients: weakref.ref[ReducedGradients], bucket: weakref.ref[WeightBucket], slot: int, _: Tensor
+) -> None:
     """The hook on a parameter whose gradient is complete."""
     if (alive := gradients()) is not None:
         alive.complete(bucket(), slot)

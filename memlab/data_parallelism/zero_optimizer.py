@@ -21,11 +21,13 @@ import torch
 from torch import Tensor, distributed
 from torch.optim import Adafactor, Optimizer
 
+from memlab.data_parallelism.buckets import bucketed
 from memlab.data_parallelism.norms import clip_parts_
-from memlab.data_parallelism.zero_buckets import Bucket, as_groups, bucketed, check_params
+from memlab.data_parallelism.states import Cut, cut_state, gathered_states
+from memlab.data_parallelism.zero_buckets import WeightBucket, as_groups, check_params
 from memlab.data_parallelism.zero_gradients import ReducedGradients
-from memlab.data_parallelism.zero_state import cut_state, gathered_state
 from memlab.mixed_precision.master_weights import refuse_class
+from memlab.ranks import place_in
 from memlab.units import parse_bytes
 
 
@@ -49,7 +51,7 @@ class ZeroOptimizer(Optimizer):
     bucket_bytes: how many bytes of parameters make a bucket, unless a single one is larger.
     find_unused_parameters: a gradient that is missing on a rank is zero there; so are all of a parameter that no rank
       used, and weight decay still shrinks it. True: such a parameter is not stepped, as without ranks, for one byte of
-      each parameter that is all-reduced, and a wait for the GPU.
+      each parameter that is all-reduced, and a wait for the GPU where one is missing.
 
     `param_groups` hold the parts, as `optimizer_class` has them: schedulers and loss scalers work on those. The parts
     have gradients after `reduce_gradients()`, which step and clip_grad_norm_ call if nobody has; the parameters then
@@ -82,18 +84,11 @@ class ZeroOptimizer(Optimizer):
                 f"expected stage=1 or 2, found {stage!r}; stage 3 spreads the parameters too, which changes the model "
                 "and not the optimizer: use fully_shard(module)"
             )
-        if not distributed.is_initialized():
-            raise RuntimeError(
-                "expected a process group, found none; call this in a function that run_ranks(fn, 4) runs, under "
-                "torchrun after torch.distributed.init_process_group(), or within `with imagined_ranks(64):`"
-            )
         self._group, self._bucket_bytes = group, parse_bytes(bucket_bytes)
-        self._rank, self._ranks = distributed.get_rank(group), distributed.get_world_size(group)
-        if self._rank < 0:
-            raise ValueError(f"expected a rank of the group, found rank {distributed.get_rank()}, which is not in it")
+        self._rank, self._ranks = place_in(group)
         self.stage = stage
         self._params: list[Tensor] = []
-        self._buckets: list[Bucket] = []
+        self._buckets: list[WeightBucket] = []
         self._gradients = ReducedGradients(self._rank, self._ranks, group, stage == 2, find_unused_parameters)
         groups = as_groups(params)
         self._inner = optimizer_class(self._sharded(groups), **defaults)
@@ -128,7 +123,7 @@ class ZeroOptimizer(Optimizer):
         first = len(self._params)
         keys = [(p.dtype, number, p.requires_grad) for p, (number, _) in zip(params, entries, strict=True)]
         buckets = [
-            Bucket([params[n] for n in numbers], [first + n for n in numbers], self._rank, self._ranks)
+            WeightBucket([params[n] for n in numbers], [first + n for n in numbers], self._rank, self._ranks)
             for numbers in bucketed(params, keys, self._bucket_bytes)
         ]
         for bucket in buckets:
@@ -235,7 +230,10 @@ class ZeroOptimizer(Optimizer):
 
         to: the rank of the group that gets it; the others get {}. None: all do, N times the bytes on one machine.
         """
-        return gathered_state(self._inner, self._buckets, self._rank, self._group, to in (None, self._rank))
+        packed, keep = self._inner.state_dict(), to in (None, self._rank)
+        cuts = [Cut(each.layout, each.parts, each.numbers, self._rank, self._group) for each in self._buckets]
+        states = gathered_states(packed["state"], cuts, keep)
+        return packed | {"state": states} if keep else {}
 
     def load_state_dict(self, state_dict: dict) -> None:
         """Resume from a whole state dict, from here with any number of ranks, or of `optimizer_class` itself.

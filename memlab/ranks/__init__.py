@@ -2,8 +2,8 @@
 
 Read the pages in this order.
 
-Talking: `collectives` (the two halves of an all-reduce, under one name in every PyTorch), `traffic` (how many bytes
-that takes) and `point_to_point` (from one rank to another).
+Talking: `membership` (who is in a group), `collectives` (the two halves of an all-reduce, under one name in every
+PyTorch), `traffic` (how many bytes that takes) and `point_to_point` (from one rank to another).
 
 Being several: `launch` (`run_ranks`: a function in several processes), `server` (what they are forked from),
 `processes` (as the launcher sees them), `worker` (what happens in each), `failures` (who was to blame), `torchrun`
@@ -14,6 +14,7 @@ from memlab.ranks.collectives import all_gather, reduce_scatter
 from memlab.ranks.failures import RankError
 from memlab.ranks.imagined import imagined_ranks, one_rank
 from memlab.ranks.launch import run_ranks
+from memlab.ranks.membership import place_in
 from memlab.ranks.point_to_point import exchange, receive, send
 from memlab.ranks.traffic import Message, Traffic, ring_bytes
 
@@ -25,6 +26,7 @@ __all__ = [
     "exchange",
     "imagined_ranks",
     "one_rank",
+    "place_in",
     "receive",
     "reduce_scatter",
     "ring_bytes",

@@ -1,0 +1,79 @@
+"""What ranks agree on, so that they compute one thing: the weights to begin with, what was used, how much there is.
+
+A collective that one rank calls and another does not never ends. So whatever a rank decides by itself, and acts on in
+company, is settled in company first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, distributed, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+
+@torch.no_grad()
+def start_equal(module: nn.Module, group=None, **settings) -> None:
+    """Give every rank rank 0's parameters and buffers.
+
+    Raises ValueError on all ranks, naming the first that differs from rank 0 in a name, shape, dtype or requires_grad,
+    or in one of the settings.
+    """
+    refuse_other_models(module, group, **settings)
+    tensors = [t.detach() for t in (*module.parameters(), *module.buffers()) if t.numel()]
+    dense = [t if t.is_contiguous() else t.contiguous() for t in tensors]
+    for work in [distributed.broadcast(t, group=group, group_src=0, async_op=True) for t in dense]:
+        work.wait()
+    for t, received in zip(tensors, dense, strict=True):
+        if received is not t:
+            t.copy_(received)
+
+
+def refuse_other_models(module: nn.Module, group=None, **settings) -> None:
+    """Raise ValueError, on every rank alike, if a rank's model is not of rank 0's names, shapes, dtypes, settings."""
+    if distributed.get_backend(group) == "fake":  # imagined ranks have no models
+        return
+    mine = {name: str(value) for name, value in settings.items()}
+    mine |= {name: f"{tuple(b.shape)} of {b.dtype}" for name, b in module.named_buffers()}
+    for name, p in module.named_parameters():
+        mine[name] = f"{tuple(p.shape)} of {p.dtype}, {'trained' if p.requires_grad else 'frozen'}"
+    models: list[dict] = [{}] * distributed.get_world_size(group)
+    distributed.all_gather_object(models, mine, group=group)
+    for rank, theirs in enumerate(models):
+        for name in [*models[0], *theirs]:
+            expected, found = models[0].get(name, "none"), theirs.get(name, "none")
+            if expected != found:
+                raise ValueError(
+                    f"expected the same model on all ranks, found {name} on rank {rank}: {found}, on rank 0: "
+                    f"{expected}; build it from the same configuration on each"
+                )
+        if list(theirs) != list(models[0]):
+            raise ValueError(
+                f"expected the same model on all ranks, found rank {rank}'s parameters in another order than rank 0's; "
+                "build it in the same order on each"
+            )
+
+
+def on_any_rank(here: Sequence[bool], device: torch.device, group=None) -> list[bool]:
+    """Whether each of these is so on any rank: one byte for each is all-reduced, and looked at where one is not here.
+
+    device: where collectives run. Imagined ranks all do what this one does.
+    """
+    anywhere = torch.tensor(here, dtype=torch.uint8).to(device)
+    distributed.all_reduce(anywhere, distributed.ReduceOp.MAX, group=group)
+    if all(here) or isinstance(anywhere, FakeTensor):
+        return list(here)
+    return [bool(one) for one in anywhere.tolist()]
+
+
+def mean_over_ranks(count: float | Tensor, group=None) -> Tensor:
+    """The mean of all ranks' counts, such as numbers of rows or labels, 0-dim FP64: `accumulate(agree=...)` wants it.
+
+    count: a number, or a tensor of one element, which stays on its device.
+    """
+    mean = torch.as_tensor(count, dtype=torch.float64).detach().clone().reshape(())
+    if mean.is_cpu and distributed.get_backend(group) == "nccl":
+        mean = mean.cuda()
+    distributed.all_reduce(mean, group=group)
+    return mean / distributed.get_world_size(group)

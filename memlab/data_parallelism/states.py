@@ -1,0 +1,123 @@
+"""Optimizer states, whole: gathered from the parts of all ranks, and cut into parts for any number of ranks.
+
+What is gathered is what the optimizer's own `state_dict()` would be, were it not sharded: so a run may go on with
+another number of ranks, or with one. Elementwise states have the shape of their parameter and are put together from
+the parts; single numbers, such as step counters, are the same on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from memlab.data_parallelism.flat import FlatLayout
+from memlab.data_parallelism.zero_buckets import WeightBucket
+from memlab.memory_timeline import main_memory
+from memlab.ranks import all_gather
+
+SINGLE = ("step", "mu_product", "eta", "mu")
+"""States of torch.optim that are one number each, also where the parameter is one number itself."""
+
+
+class Cut(NamedTuple):
+    """Parameters in one layout, of which an optimizer has this rank's parts: the numbers by which it calls them."""
+
+    layout: FlatLayout
+    parts: Sequence[Tensor]
+    numbers: Sequence[int | None]  # None for one that it does not have
+    rank: int
+    group: Any
+
+
+@torch.no_grad()
+def gathered_states(states: dict[int, dict], cuts: Sequence[Cut], keep: bool) -> dict[int, dict]:
+    """Whole states, in main memory, of an optimizer that has these of this rank's parts, by the parameters' numbers.
+
+    Every rank calls it; with keep=False a rank sends its parts and gets {}. One state of one cut at a time is whole
+    where the collectives run. Raises ValueError for states that are neither elementwise nor single numbers.
+    """
+    numels = {n: part.numel() for cut in cuts for n, part in zip(cut.numbers, cut.parts, strict=True)}
+    whole: dict[int, dict] = {}
+    for number, state in sorted(states.items()):
+        ours = number in numels
+        whole[number] = {name: None if ours and is_cut(value) else _kept(value) for name, value in state.items()}
+        for name, value in state.items() if ours else ():
+            if is_cut(value) and value.shape != (numels[number],):
+                raise ValueError(
+                    f"expected states of one number an element, found {name!r} of shape {tuple(value.shape)} for a "
+                    f"part of {numels[number]}: such an optimizer looks at whole parameters, and is wrong on parts"
+                )
+    for cut in cuts:
+        found = [{name: v for name, v in states.get(n, {}).items() if is_cut(v)} for n in cut.numbers]
+        for name, some in {name: value for state in found for name, value in state.items()}.items():
+            piece = torch.zeros(cut.layout.piece, dtype=some.dtype, device=cut.parts[0].device)
+            for state, place in zip(found, cut.layout.part_views(piece, cut.rank), strict=True):
+                if name in state:
+                    place.copy_(state[name])
+            tensors = gathered(cut.layout, piece, cut.group, keep)
+            for number, state, tensor in zip(cut.numbers, found, tensors, strict=False):
+                if name in state:
+                    whole[number][name] = tensor
+    return whole if keep else {}
+
+
+def gathered(layout: FlatLayout, piece: Tensor, group, keep: bool) -> list[Tensor]:
+    """The whole tensors of a layout of which this is a rank's piece, in main memory; with keep=False, none.
+
+    piece: (piece,). Every rank calls it.
+    """
+    whole = torch.empty(layout.padded, dtype=piece.dtype, device=piece.device)
+    if layout.padded:
+        all_gather(whole, piece, group)
+    return [in_main_memory(view) for view in layout.views(whole)] if keep else []
+
+
+def is_cut(value: Any) -> bool:
+    """Whether a state is cut over the ranks; a single number is the same on all."""
+    return isinstance(value, Tensor) and value.dim() > 0
+
+
+def in_main_memory(tensor: Tensor) -> Tensor:
+    """A copy in main memory."""
+    with main_memory():
+        return tensor.detach().to("cpu", copy=True)
+
+
+def cut_state(state_dict: dict, buckets: Sequence[WeightBucket], rank: int) -> dict:
+    """The state dict for this rank's parts out of a whole one, copied, so that nothing holds the whole.
+
+    Raises ValueError for a dict without states and groups, and for one of other parameters.
+    """
+    if not {"state", "param_groups"} <= state_dict.keys():
+        raise ValueError(
+            f"expected state and param_groups, as state_dict() gives them, found {list(state_dict)}; "
+            "state_dict(to=...) gives them on one rank only: load what that rank has saved, on every rank"
+        )
+    found = [number for group in state_dict["param_groups"] for number in group["params"]]
+    if len(found) != sum(len(bucket.params) for bucket in buckets):
+        raise ValueError(
+            f"expected a state dict of {sum(len(bucket.params) for bucket in buckets)} parameters, found one of "
+            f"{len(found)}; load it into the model that it is from, with the same parameter groups"
+        )
+    states: dict[int, dict] = {}
+    for bucket in buckets:
+        for number, p, (begin, end) in zip(bucket.numbers, bucket.params, bucket.layout.parts(rank), strict=True):
+            for name, value in state_dict["state"].get(found[number], {}).items():
+                if isinstance(value, Tensor) and name not in SINGLE and value.shape == p.shape:
+                    value = value.reshape(-1)[begin:end].clone()
+                elif isinstance(value, Tensor) and value.dim():
+                    raise ValueError(
+                        f"expected {name!r} of parameter {number} in the shape {tuple(p.shape)}, found "
+                        f"{tuple(value.shape)}; load the state dict into the model that it is from"
+                    )
+                elif isinstance(value, Tensor):
+                    value = value.clone()
+                states.setdefault(found[number], {})[name] = value
+    return state_dict | {"state": states}
+
+
+def _kept(value: Any) -> Any:
+    return in_main_memory(value) if isinstance(value, Tensor) else value
