@@ -8,7 +8,7 @@ import torch
 from torch import distributed
 
 from memlab.book.frameworks import deepspeed_ranks, has_deepspeed
-from memlab.book.parallel_frameworks import MAKERS, bytes_of, frameworks, train_on_rank
+from memlab.book.parallel_frameworks import MAKERS, bytes_of, train_on_rank, ways_to_train
 from memlab.book.workloads import GPT, text_batch
 from memlab.data_parallelism.arithmetic import rank_bytes, unit_sizes
 from memlab.memory_arithmetic import Transformer
@@ -40,7 +40,7 @@ def compare(rank):
     batches = [part_of(rank, step) for step in range(STEPS)]
     found = {"DDP": train_on_rank("DDP", build, batches, LR)}  # PyTorch's first optimizer sets a variable of its own
     environment, threads = dict(os.environ), threading.active_count()
-    found |= {name: train_on_rank(name, build, batches, LR) for name in frameworks() if name != "DDP"}
+    found |= {name: train_on_rank(name, build, batches, LR) for name in ways_to_train() if name != "DDP"}
     same = dict(os.environ) == environment, threading.active_count() - threads, distributed.is_initialized()
     return found, same
 

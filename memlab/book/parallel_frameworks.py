@@ -159,7 +159,8 @@ def fsdp2(model: nn.Module, lr: float, blocks: str = "blocks", **options):
 @contextmanager
 def memlab_way(model: nn.Module, lr: float, stage: int, bucket_bytes: str = "256 KiB") -> Iterator[Running]:
     """This book's own: DataParallel (stage 0), ZeroOptimizer (1, 2), fully_shard on each block and on the whole (3)."""
-    wrapped = model
+    wrapped, device = model, next(model.parameters()).device
+    count = sum(parameter.numel() for parameter in model.parameters())
     if stage in (1, 2):
         optimizer = ZeroOptimizer(model.parameters(), torch.optim.AdamW, stage, bucket_bytes=bucket_bytes, lr=lr)
     else:
@@ -179,7 +180,12 @@ def memlab_way(model: nn.Module, lr: float, stage: int, bucket_bytes: str = "256
             return parameters, [*gradients, *(part.grad for part in parts if part.grad is not None)], states
 
         def weights() -> list[Tensor]:
-            return list(full_state_dict(model).values()) or [torch.empty(0)] if stage == 3 else running.weights()
+            if stage != 3:
+                return running.weights()
+            state = full_state_dict(model)  # on rank 0
+            whole = torch.cat([weight.flatten() for weight in state.values()]) if state else torch.empty(count)
+            distributed.broadcast(whole := whole.to(device), src=0)
+            return [whole]
 
         yield running._replace(tensors=tensors, weights=weights)
 

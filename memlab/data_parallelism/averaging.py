@@ -54,8 +54,11 @@ class Averaging:
         p = bucket.params[number]
         if p.grad.is_sparse:
             raise ValueError(f"expected dense gradients, found a sparse one of {tuple(p.shape)}; use sparse=False")
-        if self.running and number in self.arrived[at]:  # of a backward that never ended
-            self.settle()
+        if self.running and number in self.arrived[at]:
+            raise RuntimeError(
+                f"expected one gradient of a parameter of shape {tuple(p.shape)} in a backward, found a second: after "
+                "a backward that raised, run a forward first; and checkpoint with use_reentrant=False"
+            )
         bucket.fill()
         if not self.syncing:
             bucket.place(number, 1)

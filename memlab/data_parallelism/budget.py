@@ -22,7 +22,7 @@ from dataclasses import replace
 
 from memlab.data_parallelism.arithmetic import RankBytes, Transient, rank_bytes, transient_bytes, unit_sizes
 from memlab.memory_arithmetic import Breakdown, Term, TrainingStep
-from memlab.memory_arithmetic.passes import FORWARD, LAST, OPTIMIZER
+from memlab.memory_arithmetic.passes import FORWARD, LAST, LOSS, OPTIMIZER
 from memlab.memory_arithmetic.segments import RECOMPUTATION, SEGMENTS
 from memlab.units import parse_bytes
 
@@ -71,7 +71,11 @@ def rank_step(
     if stage == 3:
         whole = transient_bytes(units, ranks, root=root, prefetch=prefetch, **widths)
         early = Transient(whole.weights, transient_bytes(units, ranks, prefetch=0, **widths).gradients)
-    moments = [(moment, early if moment.moment == LAST else whole) for moment in step.moments]
+    moments = [(moment, whole) for moment in step.moments if moment.moment not in (LAST, LOSS)]
+    for moment in (moment for moment in step.moments if moment.moment == LOSS):  # between the blocks' uses
+        moments.append((moment, transient_bytes([], ranks, root=root, **widths) if stage == 3 else whole))
+    for moment in (moment for moment in step.moments if moment.moment == LAST):  # of its unit, what there is so far
+        moments.append((moment, Transient(whole.weights, _made(moment, step)) if stage == 3 else early))
     for moment in (moment for moment in step.moments if moment.moment in SEGMENTED):
         moments += [(_early_in_backward(moment, step, done), (early, whole)[done]) for done in (0, 1)]
     there = (_on_a_rank(moment, step, ranks, stage, held, most) for moment, most in moments)
@@ -104,6 +108,12 @@ def _early_in_backward(moment: Breakdown, step: TrainingStep, done: int) -> Brea
     return Breakdown(moment.moment, moment.at, tuple(found))
 
 
+def _made(moment: Breakdown, step: TrainingStep) -> int:
+    """Gradients in the block that backward is in, one by one."""
+    roots = [f"gradient of {name}" for name in (*step.model.before, *step.model.after)]
+    return sum(term.nbytes for term in moment.of("gradient") if term.name not in (DONE, *roots))
+
+
 def _block_bytes(step: TrainingStep) -> int:
     """The gradients of a block."""
     return step.model.block_parameters * (step.gradients.nbytes // step.model.parameters)
@@ -123,8 +133,7 @@ def _on_a_rank(
     if sum(so_far.values()) != step.gradients.nbytes:
         gradients = sum(so_far.values()) if stage < 2 else so_far.get(DONE, 0) // _block_bytes(step) * piece
         if stage >= 2 and so_far:
-            roots = [f"gradient of {name}" for name in (*step.model.before, *step.model.after)]
-            ungathered = whole.gradients + sum(so_far.get(name, 0) for name in roots)
+            ungathered = whole.gradients + sum(so_far.values()) - so_far.get(DONE, 0) - _made(moment, step)
     part = "" if stage == 0 else f", of {ranks} ranks"
     own = {
         "parameters" + part * (stage == 3): ("parameter", held.parameters),

@@ -91,6 +91,7 @@ class Gathering:
             if not self.depth:
                 self.needed_now, self.left_now = [], []
             self.needed_now.append(unit)
+            unit.due = True
         self.depth += 1
         for each in (unit, *unit.owners):
             each.running += 1
@@ -154,16 +155,20 @@ class Gathering:
         """A unit's backward is through."""
         if not unit.running:
             unit.free()
-        self.reduce(unit)
+        self.reduce(unit, due=True)
 
-    def reduce(self, unit: Unit) -> None:
-        """Have a unit's gradients reduced, those that have come. Its weights are freed before they are put together."""
+    def reduce(self, unit: Unit, due: bool) -> None:
+        """Have a unit's gradients reduced, those that have come. Its weights are freed before they are put together.
+
+        due: also if none has come here since the unit's forward: they may have come on another rank, which would wait.
+        """
         for shard in unit.shards:
             for number, p in enumerate(shard.full):
                 if p.grad is not None:
                     shard.take(number)
-        if not self.syncing or not any(shard.arrived for shard in unit.shards):
+        if not self.syncing or not (due and unit.due or any(shard.arrived for shard in unit.shards)):
             return
+        unit.due = False
         self.settle()
         for shard in unit.shards:
             if (reduction := shard.begin_reducing()) is not None:
@@ -181,6 +186,6 @@ class Gathering:
         """All gradients are in their parts, and nothing is gathered."""
         self.free(self.units)
         for unit in reversed(self.units):
-            self.reduce(unit)
+            self.reduce(unit, due=unit is self.root)
         self.settle()
         self.task = -1

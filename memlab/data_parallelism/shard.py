@@ -134,8 +134,8 @@ class FlatShard:
         view = self.layout.view(self.gradients, number)
         if number in self.arrived:
             view.add_(gradient.detach())
-        else:
-            view.copy_(gradient.detach())
+        else:  # adding 0.0 is a copy without negative zeros, which are for gradients that there are none of
+            torch.add(gradient.detach(), 0.0, out=view)
         self.arrived.add(number)
 
     @torch.no_grad()
@@ -148,7 +148,7 @@ class FlatShard:
         flat, arrived = self.gradients, self.arrived
         self.gradients, self.arrived = None, set()
         for number in set(range(len(self.parts))) - arrived:
-            self.layout.view(flat, number).zero_()
+            self.layout.view(flat, number).fill_(-0.0)
         flat[self.layout.numel :].zero_()
         before, _ = divisors(flat.dtype, self.layout.ranks)
         if before > 1:
@@ -178,5 +178,12 @@ class FlatShard:
 
 
 def _used_elsewhere(gradient: Tensor) -> bool:
-    """Whether a parameter that this rank did not use has a gradient from another. Not one of shapes only."""
-    return bool(gradient.numel()) and not isinstance(gradient, FakeTensor) and bool(gradient.any())
+    """Whether a parameter that this rank did not use has a gradient from another. Not one of shapes only.
+
+    A rank without a gradient sends -0.0, and a sum of zeros is -0.0 only if all of them are: so a gradient that is zero
+    here, as of rows of an embedding that nobody looked up, is told from none.
+    """
+    if not gradient.numel() or isinstance(gradient, FakeTensor):
+        return False
+    gradient = torch.view_as_real(gradient) if gradient.is_complex() else gradient
+    return not bool((gradient.signbit() & (gradient == 0)).all())

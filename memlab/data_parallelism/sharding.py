@@ -18,6 +18,7 @@ Sources: Rajbhandari et al. 2020 (ZeRO), sections 5.3 and 7.2.2; Zhao et al. 202
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -206,8 +207,14 @@ def _watch_gradients(unit: Unit) -> None:
         for shard in each.shards:
             for number, p in enumerate(shard.full):
                 if p.requires_grad and number not in shard.watched:
-                    p.register_post_accumulate_grad_hook(lambda _, each=each: each.gathering.gradient_came())
+                    p.register_post_accumulate_grad_hook(functools.partial(_gradient_came, weakref.ref(each)))
                     shard.watched.add(number)
+
+
+def _gradient_came(unit: weakref.ref[Unit], _: Tensor) -> None:
+    """The hook knows its unit weakly: one that held it would keep the model alive, unseen by the garbage collector."""
+    if (living := unit()) is not None:
+        living.gathering.gradient_came()
 
 
 def _watch_inputs(unit: Unit, inputs: list) -> None:

@@ -20,6 +20,7 @@ class Unit:
         self.owners: list[Unit] = []  # other units that hold parameters which this one's module uses too
         self.running = 0  # forwards of it that are running
         self.expected = False  # gathered ahead, and not needed yet
+        self.due = False  # its gradients are to be reduced in the backward to come
         self.shown = False  # whether the modules hold whole parameters
 
     @property

@@ -1,0 +1,86 @@
+"""The package's own example: launched by itself, by torchrun, and on imagined ranks."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+MODULE = "memlab.data_parallelism"
+
+
+def printed(*command: str) -> str:
+    """What a program prints that is started in the book's folder, by no launcher that started this one."""
+    launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    environment = {name: value for name, value in os.environ.items() if name not in launcher}
+    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", *command]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def figures(text: str) -> tuple[list[str], list[str]]:
+    """Losses and what each rank sent."""
+    return re.findall(r"\d\.\d{6}", text), re.findall(r"sent +(\S+ \S+)", text)
+
+
+def ranks_named(text: str) -> list[str]:
+    return re.findall(r"rank (\d+)  peak +\S+ MiB", text)
+
+
+def test_the_example_says_the_same_by_itself_and_under_torchrun():
+    chosen = ("--technique", "zero3", "--steps", "2")
+    alone = printed(MODULE, *chosen, "--ranks", "2")
+    launched = printed("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", MODULE, *chosen)
+    assert "zero3, 2 ranks" in alone and "zero3, 2 ranks" in launched
+    assert ranks_named(alone) == ranks_named(launched) == ["0", "1"]
+    assert figures(alone) == figures(launched)
+    losses, sent = figures(alone)
+    assert len(losses) == 2 and len(sent) == 2
+
+
+@pytest.fixture(scope="module")
+def said() -> dict[str, str]:
+    """What the example says of each technique, by itself and with imagined ranks."""
+    code = f"""
+from {MODULE}.__main__ import TECHNIQUES, main
+for technique in TECHNIQUES:
+    main(["--technique", technique, "--ranks", "3"])
+    main(["--technique", technique, "--imagined", "3"])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    each = re.split(r"^(?=[a-z0-9-]+, 3 ranks$)", done.stdout, flags=re.MULTILINE)[1:]
+    names = [text.split(",")[0] for text in each]
+    assert names[::2] == names[1::2]
+    return {name + kind: text for name, kind, text in zip(names, 4 * ["", " imagined"], each, strict=True)}
+
+
+def test_every_technique_of_the_example_has_the_same_losses_and_a_smaller_peak_than_the_one_before(said):
+    names = [name for name in said if "imagined" not in name]
+    assert len({tuple(figures(said[name])[0]) for name in names}) == 1
+    peaks = [float(re.search(r"rank 0  peak +(\S+) MiB", said[name])[1]) for name in names]
+    assert peaks == sorted(peaks, reverse=True) and len(set(peaks)) == 4
+
+
+def test_imagined_ranks_of_the_example_send_what_real_ones_send_and_have_no_losses(said):
+    for name in [name for name in said if "imagined" not in name]:
+        losses, sent = figures(said[f"{name} imagined"])
+        assert losses == [] and sent == figures(said[name])[1][:1]
+
+
+def test_the_example_refuses_no_ranks_and_no_steps(capsys):
+    from memlab.data_parallelism.__main__ import main
+
+    for wrong, words in (("--ranks", "one rank"), ("--imagined", "one rank"), ("--steps", "one step")):
+        with pytest.raises(SystemExit):
+            main([wrong, "0"])
+        assert f"expected at least {words}, found 0" in capsys.readouterr().err
