@@ -17,7 +17,7 @@ from memlab.data_parallelism.buckets import plan_buckets
 from memlab.gradient_accumulation import accumulate
 from memlab.memory_timeline import Meter, imagine
 from memlab.mixed_precision import LossScaler
-from memlab.ranks import Traffic, imagined_ranks, run_ranks
+from memlab.ranks import RankError, Traffic, imagined_ranks, run_ranks
 
 REDUCTIONS = {"library": None, "ring": ring_all_reduce}
 STEPS = 10
@@ -758,3 +758,24 @@ def test_gradients_have_the_strides_of_dense_parameters_so_fused_optimizers_take
             assert p.grad.stride() == p.stride()
             assert p.grad.untyped_storage().data_ptr() == model[0].weight.grad.untyped_storage().data_ptr()
         torch.optim.AdamW(model.parameters(), fused=True).step()
+
+
+def tied_across_a_checkpoint(rank):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    part = DataParallel(CheckpointedFirst(model))
+    part(torch.randn(2, 4, requires_grad=True)).sum().backward()
+
+
+class CheckpointedFirst(nn.Module):
+    def __init__(self, layers):
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x):
+        return self.layers[1](checkpoint(self.layers[0], x, use_reentrant=True))
+
+
+def test_a_tied_weight_across_a_reentrant_checkpoint_is_refused_and_not_averaged_wrongly():
+    with pytest.raises(RankError, match="expected one gradient of a parameter .* use_reentrant=False"):
+        run_ranks(tied_across_a_checkpoint, 2)

@@ -25,11 +25,16 @@ class Lookup(nn.Module):
         return (found if rows is None else found + self.table(rows)).square().sum()
 
 
-def both(rank: int):
-    """The same three steps sharded, where only the last rank looks up rows, of its own piece; and in one process."""
+def both(rank: int, two_units: bool):
+    """The same three steps sharded, where only the last rank looks up rows, of its own piece; and in one process.
+
+    two_units: the linear layer is a unit of its own, so on the other ranks no gradient of the outer unit ever comes.
+    """
     torch.manual_seed(0)
     sharded, single = (nn.ModuleList([Lookup().double()]) for _ in range(2))
     single.load_state_dict(sharded.state_dict())
+    if two_units:
+        fully_shard(sharded[0].linear)
     fully_shard(sharded[0])
     optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.5) for model in (sharded, single)]
     rows = [None] * (RANKS - 1) + [torch.tensor([9, 8])]
@@ -44,9 +49,9 @@ def both(rank: int):
     return full_state_dict(sharded), single.state_dict(), idle
 
 
-@pytest.fixture(scope="module")
-def trained():
-    return run_ranks(both, RANKS)
+@pytest.fixture(scope="module", params=[False, True], ids=["one unit", "two units"])
+def trained(request):
+    return run_ranks(both, RANKS, request.param)
 
 
 def test_where_another_rank_used_a_parameter_a_part_whose_gradient_is_zero_is_stepped_too(trained):
