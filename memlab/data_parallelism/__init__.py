@@ -15,7 +15,7 @@ present), `saved` (weights that backward asks for), `sharding` (the moments: `fu
 there is only as a whole: norms and checkpoints).
 
 And what it costs: `arithmetic` (bytes a rank holds and sends, by stage), `overlap` (when sending is free) and `budget`
-(a rank's peak, and the batch that fits).
+(a rank's peak, and the batch that fits). `__main__` trains a small model by each technique, from a terminal.
 """
 
 from memlab.data_parallelism.agreement import mean_over_ranks
