@@ -21,7 +21,6 @@ from types import FrameType
 
 import torch
 from torch import Tensor, UntypedStorage
-from torch.nn import Parameter
 from torch.nn.modules import module as nn_module
 from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -308,8 +307,7 @@ class Meter(TorchDispatchMode):
             if number is None:
                 number = self._note_storage(storage, tensor, op, phase, line)
                 if number >= 0 and self._ops[op].func is not LIFT_FRESH:  # torch.tensor(...) makes it, and tells later
-                    category = "parameter" if isinstance(tensor, Parameter) else "input"
-                    history.owners[number] = (category, "a tensor from outside the meter")
+                    history.owners[number] = ("input", "a tensor from outside the meter")
             else:
                 history.last_read[number] = op
                 if (forward_op := self._ops[op].forward_op) >= 0:
