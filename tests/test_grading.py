@@ -20,7 +20,7 @@ if not hasattr(os, "fork"):
 
 ASSIGNMENTS = {path.parent.name: path.stem for path in sources()}
 COMMANDS = re.findall(r"^nbgrader (.+)$", (COURSE / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
-PATIENCE = "--Execute.timeout=25"  # in place of 30 s, for the endless loop; all rounds at once still start torch and ranks
+PATIENCE = "--Execute.timeout=25"  # in place of 30 s, for the endless loop; all at once, torch and ranks start slowly
 # nbgrader's import takes seconds: it is imported once, and each command runs in a fork.
 DRIVER = """
 import json, os, sys
