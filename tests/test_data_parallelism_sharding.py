@@ -130,6 +130,16 @@ def rows(rank, world, seed=0, n=6):
     return x, x.chunk(world)[rank]
 
 
+def same_twice(plain, model, rank, world) -> bool:
+    """Two backwards of both models, after each of which the gradients must be the same. Returns True."""
+    everyone, mine = rows(rank, world)
+    for _ in range(2):
+        plain(everyone).square().mean().backward()
+        model(mine).square().mean().backward()
+        assert same_gradients(model, plain)
+    return True
+
+
 # ---- what each rank finds out; a launch runs them all
 
 
@@ -286,12 +296,7 @@ def unused_parameters(rank, world):
     plain, model = make(), make()
     for layer in (*model.layers, model.aside, model):
         fully_shard(layer)
-    everyone, mine = rows(rank, world)
-    for _ in range(2):
-        plain(everyone).square().mean().backward()
-        model(mine).square().mean().backward()
-        assert same_gradients(model, plain)
-    return True
+    return same_twice(plain, model, rank, world)
 
 
 def parameters_used_on_one_rank_only(rank, world):
@@ -324,12 +329,7 @@ def a_unit_called_twice(rank, world):
         return model
 
     plain, model = both(make)
-    everyone, mine = rows(rank, world)
-    for _ in range(2):
-        plain(everyone).square().mean().backward()
-        model(mine).square().mean().backward()
-        assert same_gradients(model, plain)
-    return True
+    return same_twice(plain, model, rank, world)
 
 
 def forwards_without_backward(rank, world):
@@ -426,12 +426,7 @@ def two_units_in_one_checkpoint(rank, world):
 
     model.forward = forward
     sharded(model, "layers")
-    everyone, mine = rows(rank, world)
-    for _ in range(2):
-        plain(everyone).square().mean().backward()
-        model(mine).square().mean().backward()
-        assert same_gradients(model, plain)
-    return True
+    return same_twice(plain, model, rank, world)
 
 
 def several_forwards_and_backwards(rank, world):
@@ -487,12 +482,7 @@ def hidden_outputs(rank, world):
         return model
 
     plain, model = both(make)
-    everyone, mine = rows(rank, world)
-    for _ in range(2):
-        plain(everyone).square().mean().backward()
-        model(mine).square().mean().backward()
-        assert same_gradients(model, plain)
-    return True
+    return same_twice(plain, model, rank, world)
 
 
 def in_place_on_inputs_and_views(rank, world):
@@ -516,12 +506,7 @@ def in_place_on_inputs_and_views(rank, world):
         return model
 
     plain, model = both(make)
-    everyone, mine = rows(rank, world)
-    for _ in range(2):
-        plain(everyone).square().mean().backward()
-        model(mine).square().mean().backward()
-        assert same_gradients(model, plain)
-    return True
+    return same_twice(plain, model, rank, world)
 
 
 def an_lstm(rank, world):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+
+from matplotlib.axes import Axes
 
 from memlab.book.style import (
     COLOURS,
@@ -36,22 +38,14 @@ def plot(timeline: Timeline, budget: int | str | None = None, title: str = "") -
     figure, axes = canvas(8, 4, right=2.2)
     events = _sample(timeline)
     unit, scale = byte_unit(max(timeline.peak_bytes, limit or 0))
-    shown = [category for category in COLOURS if any(timeline.curves[category])]
-    if shown:
-        areas = axes.stackplot(
-            events,
-            [[timeline.curves[category][i] / scale for i in events] for category in shown],
-            labels=[
-                f"{c.replace('_', ' ')}  {format_bytes(timeline.bytes_by_category(timeline.peak_event)[c])}"
-                for c in shown
-            ],
-            colors=[COLOURS[category] for category in shown],
-            step="post",
-            edgecolor="black",
-            linewidth=0.3,
-        )
-        for category, area in zip(shown, areas, strict=True):
-            area.set_hatch(HATCHES.get(category))
+    at_peak = timeline.bytes_by_category(timeline.peak_event)
+    stack(
+        axes,
+        timeline,
+        events,
+        scale,
+        lambda category: f"{category.replace('_', ' ')}  {format_bytes(at_peak[category])}",
+    )
     top = max(timeline.peak_bytes, limit or 0) / scale * 1.34 or 1
     axes.set_ylim(0, top)
     axes.set_xlim(0, max(len(timeline), 1))
@@ -79,6 +73,24 @@ def plot(timeline: Timeline, budget: int | str | None = None, title: str = "") -
     beside = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5), "frameon": False, "fontsize": SMALL_SIZE}
     axes.legend(handles[::-1], labels[::-1], title="at the peak", **beside)
     return Picture(figure, _plot_alt(timeline, limit))
+
+
+def stack(axes: Axes, timeline: Timeline, events: Sequence[int], scale: float, label: Callable[[str], str]) -> None:
+    """Areas of what is held at these events, by category, one on the other. scale: bytes of the axis' unit."""
+    shown = [category for category in COLOURS if any(timeline.curves[category])]
+    if not shown:
+        return
+    areas = axes.stackplot(
+        events,
+        [[timeline.curves[category][i] / scale for i in events] for category in shown],
+        labels=[label(category) for category in shown],
+        colors=[COLOURS[category] for category in shown],
+        step="post",
+        edgecolor="black",
+        linewidth=0.3,
+    )
+    for category, area in zip(shown, areas, strict=True):
+        area.set_hatch(HATCHES.get(category))
 
 
 def compare(

@@ -24,7 +24,8 @@ import torch
 from torch import Tensor, distributed, nn
 
 from memlab.book.frameworks import deepspeed_ranks, has_deepspeed
-from memlab.data_parallelism import DataParallel, ZeroOptimizer, full_state_dict, fully_shard
+from memlab.book.steps import shared_out
+from memlab.data_parallelism import full_state_dict
 from memlab.data_parallelism.arithmetic import RankBytes
 from memlab.memory_timeline import Meter
 
@@ -158,18 +159,9 @@ def fsdp2(model: nn.Module, lr: float, blocks: str = "blocks", **options):
 
 @contextmanager
 def memlab_way(model: nn.Module, lr: float, stage: int, bucket_bytes: str = "256 KiB") -> Iterator[Running]:
-    """This book's own: DataParallel (stage 0), ZeroOptimizer (1, 2), fully_shard on each block and on the whole (3)."""
-    wrapped, device = model, next(model.parameters()).device
-    count = sum(parameter.numel() for parameter in model.parameters())
-    if stage in (1, 2):
-        optimizer = ZeroOptimizer(model.parameters(), torch.optim.AdamW, stage, bucket_bytes=bucket_bytes, lr=lr)
-    else:
-        if stage == 3:
-            for module in (*model.blocks, model):
-                fully_shard(module)
-        else:
-            wrapped = DataParallel(model, bucket_bytes)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    """This book's own, of a GPT or Llama: `shared_out`."""
+    device, count = next(model.parameters()).device, sum(parameter.numel() for parameter in model.parameters())
+    wrapped, optimizer = shared_out(model, stage, partial(torch.optim.AdamW, lr=lr), bucket_bytes)
     with torch_way(wrapped, model, optimizer) as running:
 
         def tensors() -> tuple[Iterable[Tensor], Iterable[Tensor], Iterable[Tensor]]:

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Sequence
 from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 
+from memlab.book.figures import stack
 from memlab.book.interactive import Interactive
 from memlab.book.style import (
     COLOURS,
-    HATCHES,
     LABEL_SIZE,
     LINE_COLOURS,
     SMALL_SIZE,
@@ -146,18 +146,7 @@ def draw_sent(timeline: Timeline, records: Iterable[Message], title: str = "") -
     figure.subplots_adjust(0.1, 0.11, 0.98, 0.86, hspace=0.24)
     events = range(len(timeline) + 1)
     unit, scale = byte_unit(timeline.peak_bytes)
-    shown = [category for category in COLOURS if any(timeline.curves[category])]
-    areas = upper.stackplot(
-        events,
-        [[nbytes / scale for nbytes in timeline.curves[category]] for category in shown],
-        labels=[category.replace("_", " ") for category in shown],
-        colors=[COLOURS[category] for category in shown],
-        step="post",
-        edgecolor="black",
-        linewidth=0.3,
-    )
-    for category, area in zip(shown, areas, strict=True):
-        area.set_hatch(HATCHES.get(category))
+    stack(upper, timeline, events, scale, lambda category: category.replace("_", " "))
     upper.plot(timeline.peak_event, timeline.peak_bytes / scale, "v", color="black", markersize=7)
     upper.set_ylim(0, timeline.peak_bytes / scale * 1.12 or 1)
     upper.set_xlim(0, max(len(timeline), 1))

@@ -85,21 +85,24 @@ def checkpoint_blocks(network: GPT | Llama, segments: int) -> None:
 
 
 def shared_out(
-    network: nn.Module, stage: int, optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+    network: nn.Module,
+    stage: int,
+    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer],
+    bucket_bytes: int | str = "25 MiB",
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """A rank's share of the model and its optimizer. network: a GPT or Llama, whose blocks are the units of stage 3.
 
     stage: 0 (data parallel: the whole of both), 1 (a part of the states), 2 (and of the gradients), 3 (and of the
-    weights). optimizer: makes it, of the parameters that it is to step.
+    weights). optimizer: makes it, of the parameters that it is to step. bucket_bytes: of stages 0 to 2.
     """
     if stage in (1, 2):
-        return network, ZeroOptimizer(network.parameters(), optimizer, stage)
+        return network, ZeroOptimizer(network.parameters(), optimizer, stage, bucket_bytes=bucket_bytes)
     if stage == 3:
         for block in [module for module in network.modules() if isinstance(module, (Block, LlamaBlock))]:
             fully_shard(block)
         fully_shard(network)
     else:
-        network = DataParallel(network)
+        network = DataParallel(network, bucket_bytes)
     return network, optimizer(network.parameters())
 
 

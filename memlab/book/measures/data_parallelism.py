@@ -14,8 +14,9 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from memlab.book.measures.timing import compared, interleaved, spread
+from memlab.book.steps import shared_out
 from memlab.book.workloads import GPT, text_batch
-from memlab.data_parallelism import DataParallel, ZeroOptimizer, full_state_dict, fully_shard
+from memlab.data_parallelism import full_state_dict
 from memlab.memory_timeline import Meter
 from memlab.ranks import RankError, run_ranks
 
@@ -23,15 +24,9 @@ LAUNCHES, FAILURES = 100, 60
 STAGES = {"DataParallel": 0, "ZeRO-1": 1, "ZeRO-2": 2, "ZeRO-3": 3}
 
 
-def ours(model: GPT, stage: int, **options) -> tuple[nn.Module, torch.optim.Optimizer]:
+def ours(model: GPT, stage: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     """A rank's share of a GPT and of its AdamW."""
-    if stage in (1, 2):
-        return model, ZeroOptimizer(model.parameters(), torch.optim.AdamW, stage, lr=1e-3, **options)
-    if stage == 3:
-        for module in (*model.blocks, model):
-            fully_shard(module, **options)
-    part = DataParallel(model, **options) if stage == 0 else model
-    return part, torch.optim.AdamW(model.parameters(), lr=1e-3)
+    return shared_out(model, stage, functools.partial(torch.optim.AdamW, lr=1e-3))
 
 
 def theirs(model: GPT, stage: int) -> tuple[nn.Module, torch.optim.Optimizer]:
