@@ -226,7 +226,7 @@ import sys, torch
 from memlab.ranks import run_ranks
 
 def total(rank, factor):
-    print("a line of rank", rank, flush=True)
+    print(f"a line of rank {rank}\\n", end="", flush=True)
     x = torch.ones(2) * factor
     torch.distributed.all_reduce(x)
     if sys.argv[2:] and rank == 1:
