@@ -1,0 +1,135 @@
+"""A GPT's layer on several ranks: attention split by heads, feed-forward by its hidden width, a sum at each one's end.
+
+Where the layer's input and output are whole on every rank, everything between two layers is computed and held by every
+rank alike: norms, dropout, the stream. Sequence parallelism cuts that, too, by rows: token by token is all that it
+computes. The sum at the end of each half is then a reduce-scatter, and before the next half stands an all-gather;
+together they move what an all-reduce moves.
+
+Rows are tokens of all texts, one after the other: (batch · tokens, width).
+
+Sources: Shoeybi et al. 2019, section 3; Korthikanti et al. 2022, section 4.2.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from memlab.ranks import place_in
+from memlab.tensor_parallelism.linear import ColumnParallelLinear, RowParallelLinear
+from memlab.tensor_parallelism.random import different_on_ranks
+from memlab.tensor_parallelism.regions import copy_to_ranks
+
+
+class TensorParallelAttention(nn.Module):
+    """Causal self-attention of which each rank has some heads.
+
+    width, heads: of the whole layer; kv_heads: keys and values that the heads share (None: as many as heads).
+    x: (rows, width), rows = batch · tokens of a batch of `batch` texts; with sequence_parallel this rank's rows
+    (rows / ranks, width). Returns the same shape.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        *,
+        kv_heads: int | None = None,
+        dropout: float = 0.0,
+        sequence_parallel: bool = False,
+        group=None,
+        **options,
+    ):
+        super().__init__()
+        _, ranks = place_in(group)
+        kv_heads = heads if kv_heads is None else kv_heads
+        for name, number in {"heads": heads, "key-value heads": kv_heads}.items():
+            if number % ranks:
+                fits = ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
+                raise ValueError(
+                    f"{number} {name} cannot be split over {ranks} ranks; pick a tensor-parallel size that divides "
+                    f"{number} ({fits})"
+                )
+        self.head_size, self.heads, self.kv_heads = width // heads, heads // ranks, kv_heads // ranks
+        self.dropout, self.sequence_parallel, self.group = dropout, sequence_parallel, group
+        options = {"sequence_parallel": sequence_parallel, "group": group, **options}
+        sections = (width, kv_heads * self.head_size, kv_heads * self.head_size)
+        self.qkv = ColumnParallelLinear(width, sum(sections), sections=sections, **options)
+        self.out = RowParallelLinear(width, width, **options)
+
+    def forward(self, x: Tensor, batch: int) -> Tensor:
+        qkv = self.qkv(x)
+        qkv = qkv.view(batch, -1, self.heads + 2 * self.kv_heads, self.head_size).transpose(1, 2)
+        q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), 1)  # each (batch, its heads, tokens, head size)
+        dropout = self.dropout if self.training else 0.0
+        with different_on_ranks(self.group, enabled=dropout > 0):
+            mixed = F.scaled_dot_product_attention(
+                q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=self.heads != self.kv_heads
+            )
+        return self.out(mixed.transpose(1, 2).reshape(qkv.shape[0] * qkv.shape[2], -1))
+
+
+class TensorParallelFeedForward(nn.Module):
+    """Width → hidden → width, of which each rank has its part of the middle. x: (rows, width) → the same."""
+
+    def __init__(self, width: int, hidden: int | None = None, **options):
+        super().__init__()
+        hidden = 4 * width if hidden is None else hidden
+        self.up = ColumnParallelLinear(width, hidden, **options)
+        self.down = RowParallelLinear(hidden, width, **options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.up(x)
+        hidden = F.gelu(hidden)
+        return self.down(hidden)
+
+
+class ReplicatedLayerNorm(nn.LayerNorm):
+    """A norm that every rank holds. sequence_parallel: of this rank's rows; its gradients are summed over ranks."""
+
+    def __init__(self, width: int, *, sequence_parallel: bool = False, group=None, device=None, dtype=None):
+        super().__init__(width, device=device, dtype=dtype)
+        self.sequence_parallel, self.group = sequence_parallel, group
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, bias = self.weight, self.bias
+        if self.sequence_parallel:
+            weight, bias = copy_to_ranks(weight, self.group), copy_to_ranks(bias, self.group)
+        return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
+
+
+class TensorParallelBlock(nn.Module):
+    """One layer of a GPT: attention, then feed-forward, each on a normalised copy and added to the stream.
+
+    x: (rows, width), whole on every rank; with sequence_parallel this rank's (rows / ranks, width). batch: how many
+    texts the rows are of. Returns the same shape.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        *,
+        kv_heads: int | None = None,
+        hidden: int | None = None,
+        dropout: float = 0.0,
+        sequence_parallel: bool = False,
+        group=None,
+        **options,
+    ):
+        super().__init__()
+        self.dropout, self.sequence_parallel, self.group = dropout, sequence_parallel, group
+        options = {"sequence_parallel": sequence_parallel, "group": group, **options}
+        self.norm1 = ReplicatedLayerNorm(width, **options)
+        self.attention = TensorParallelAttention(width, heads, kv_heads=kv_heads, dropout=dropout, **options)
+        self.norm2 = ReplicatedLayerNorm(width, **options)
+        self.feed_forward = TensorParallelFeedForward(width, hidden, **options)
+
+    def forward(self, x: Tensor, batch: int) -> Tensor:
+        x = x + self._drop(self.attention(self.norm1(x), batch))
+        x = x + self._drop(self.feed_forward(self.norm2(x)))
+        return x
+
+    def _drop(self, x: Tensor) -> Tensor:
+        with different_on_ranks(self.group, enabled=self.sequence_parallel and self.training and self.dropout > 0):
+            return F.dropout(x, self.dropout, self.training)
