@@ -2,36 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests.example_helpers import ROOT, figures, printed, ranks_named
+
 MODULE = "memlab.data_parallelism"
-
-
-def printed(*command: str) -> str:
-    """What a program prints that is started in the book's folder, by no launcher that started this one."""
-    launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    environment = {name: value for name, value in os.environ.items() if name not in launcher}
-    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", *command]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def figures(text: str) -> tuple[list[str], list[str]]:
-    """Losses and what each rank sent."""
-    return re.findall(r"\d\.\d{6}", text), re.findall(r"sent +(\S+ \S+)", text)
-
-
-def ranks_named(text: str) -> list[str]:
-    return re.findall(r"rank (\d+)  peak +\S+ MiB", text)
 
 
 def test_the_example_says_the_same_by_itself_and_under_torchrun():

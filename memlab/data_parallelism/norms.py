@@ -30,9 +30,27 @@ def clip_parts_(
 
     Raises ValueError for a norm_type that is not above 0; RuntimeError for a norm of inf or nan, if told to.
     """
+    parts = [gradient for gradient in gradients if gradient.numel()]
+    total = norm_of_parts(parts, norm_type, error_if_nonfinite, device=device, group=group)
+    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    for part in parts:
+        part.mul_(factor.to(part.device))
+    return total
+
+
+@torch.no_grad()
+def norm_of_parts(
+    parts: Iterable[Tensor],
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    *,
+    device: torch.device,
+    group=None,
+) -> Tensor:
+    """The norm of all ranks' parts together, () of FP64, the same on every rank. As of `clip_parts_`."""
     if not norm_type > 0:
         raise ValueError(f"expected a norm_type above 0, or inf, found {norm_type}")
-    parts = [gradient for gradient in gradients if gradient.numel()]
+    parts = [part for part in parts if part.numel()]
     largest = norm_type == math.inf
     total = torch.zeros((), dtype=torch.float64, device=device)
     if parts:
@@ -44,7 +62,4 @@ def clip_parts_(
         total = total.pow(1 / norm_type)
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(f"expected a finite norm of the gradients, found {total.item()}; skip the step")
-    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
-    for part in parts:
-        part.mul_(factor.to(part.device))
     return total

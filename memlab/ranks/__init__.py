@@ -7,7 +7,8 @@ PyTorch), `traffic` (how many bytes that takes) and `point_to_point` (from one r
 
 Being several: `launch` (`run_ranks`: a function in several processes), `server` (what they are forked from),
 `processes` (as the launcher sees them), `worker` (what happens in each), `failures` (who was to blame), `torchrun`
-(where the processes are there already) and `imagined` (where there are none).
+(where the processes are there already), `imagined` (where there are none) and `example` (all three behind one command
+line).
 """
 
 from memlab.ranks.collectives import all_gather, reduce_scatter

@@ -1,0 +1,91 @@
+"""One command line for the packages' own examples: ranks of its own, torchrun's, or imagined ones.
+
+    python -m PACKAGE --ranks 4
+    torchrun --nproc-per-node 4 -m PACKAGE
+    python -m PACKAGE --imagined 64
+
+The first launches its ranks, the second is started once for each, on several machines as `run_ranks` says; the third is
+rank 0 of 64 on imagined hardware, in this process: bytes without values.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import distributed
+
+from memlab.memory_timeline import imagine
+from memlab.ranks.imagined import imagined_ranks
+from memlab.ranks.launch import run_ranks
+from memlab.ranks.torchrun import under_torchrun
+from memlab.units import format_bytes
+
+CARD = "H100-80GB"
+
+
+@dataclass
+class Trained:
+    """What a rank came to. losses: of each step, the mean over ranks; none where there are no values."""
+
+    losses: list[float]
+    peak_bytes: int
+    sent_bytes: int
+
+
+def example_parser(package: str, description: str) -> argparse.ArgumentParser:
+    """A parser of what every example understands: --ranks, --steps, --imagined."""
+    parser = argparse.ArgumentParser(prog=f"python -m {package}", description=description)
+    parser.add_argument("--ranks", type=int, help="2, and under torchrun as many as it started")
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--imagined", type=int, metavar="N", help="be rank 0 of N, on imagined hardware")
+    return parser
+
+
+def example_device() -> str:
+    """Where this rank's tensors belong: its GPU, if the process group is NCCL's."""
+    nccl = "nccl" in str(distributed.get_backend_config())
+    return f"cuda:{torch.cuda.current_device()}" if nccl else "cpu"
+
+
+def run_example(
+    parser: argparse.ArgumentParser,
+    train: Callable[..., Trained],
+    settings: Callable[[argparse.Namespace], tuple[str, tuple[Any, ...]]],
+    arguments: Sequence[str] | None,
+) -> int:
+    """Call train(rank, *settings, steps) on every rank as the command line says; print what came of it, on rank 0.
+
+    settings: from what was parsed to the example's title and its settings. Returns 0; bad numbers end the program with
+    the parser's error.
+    """
+    given = parser.parse_args(arguments)
+    if given.steps < 1:
+        parser.error(f"expected at least one step, found {given.steps}")
+    launched = under_torchrun()
+    wanted = given.imagined if given.imagined is not None else given.ranks
+    ranks = (int(os.environ["WORLD_SIZE"]) if launched else 2) if wanted is None else wanted
+    if ranks < 1:
+        parser.error(f"expected at least one rank, found {ranks}")
+    title, chosen = settings(given)
+    if given.imagined is not None:
+        with imagine(CARD), imagined_ranks(ranks):
+            results = [train(0, *chosen, given.steps)]
+    else:
+        results = run_ranks(train, ranks, *chosen, given.steps)
+    if not launched or os.environ["RANK"] == "0":
+        print(report(f"{title}, {ranks} rank{'s' * (ranks > 1)}", results))
+    return 0
+
+
+def report(title: str, results: Sequence[Trained]) -> str:
+    """The losses, and one line for each rank's bytes."""
+    losses = "  ".join(f"{loss:.6f}" for loss in results[0].losses) or "no values on imagined hardware"
+    lines = [title, f"loss    {losses}"]
+    for rank, of in enumerate(results):
+        lines.append(f"rank {rank}  peak {format_bytes(of.peak_bytes):>9}   sent {format_bytes(of.sent_bytes):>9}")
+    return "\n".join(lines)
