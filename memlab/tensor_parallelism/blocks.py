@@ -15,17 +15,33 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from memlab.memory_arithmetic.shapes import divisors
 from memlab.ranks import place_in
 from memlab.tensor_parallelism.linear import ColumnParallelLinear, RowParallelLinear
-from memlab.tensor_parallelism.random import different_on_ranks
+from memlab.tensor_parallelism.random import StreamDropout, different_on_ranks
 from memlab.tensor_parallelism.regions import copy_to_ranks
+
+
+def share(number: int, what: str, group=None) -> int:
+    """How many of so many each rank of the group has. Raises ValueError where ranks do not divide it: which would."""
+    _, ranks = place_in(group)
+    if number % ranks:
+        raise ValueError(
+            f"{number} {what} cannot be split over {ranks} ranks; pick a tensor-parallel size that divides {number} "
+            f"({divisors(number)}), or for {ranks} ranks {-(-number // ranks) * ranks} {what}"
+        )
+    return number // ranks
 
 
 class TensorParallelAttention(nn.Module):
     """Causal self-attention of which each rank has some heads.
 
-    width, heads: of the whole layer; kv_heads: keys and values that the heads share (None: as many as heads).
-    x: (rows, width), rows = batch · tokens of a batch of `batch` texts; with sequence_parallel this rank's rows
+    width, heads: of the whole layer, width divisible by heads, heads by ranks.
+    kv_heads: keys and values that the heads share (None: as many as heads). Their number divides by the ranks; or the
+      ranks by it: then neighbours hold the same one, each for heads of its own.
+    keep_gathered, sequence_parallel, group, device, dtype: as of ColumnParallelLinear.
+
+    x: (rows, width), rows = batch · tokens of `batch` texts, or with sequence_parallel this rank's rows
     (rows / ranks, width). Returns the same shape.
     """
 
@@ -36,29 +52,38 @@ class TensorParallelAttention(nn.Module):
         *,
         kv_heads: int | None = None,
         dropout: float = 0.0,
-        sequence_parallel: bool = False,
         group=None,
+        keep_gathered: bool = False,
         **options,
     ):
         super().__init__()
         _, ranks = place_in(group)
         kv_heads = heads if kv_heads is None else kv_heads
-        for name, number in {"heads": heads, "key-value heads": kv_heads}.items():
-            if number % ranks:
-                fits = ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
-                raise ValueError(
-                    f"{number} {name} cannot be split over {ranks} ranks; pick a tensor-parallel size that divides "
-                    f"{number} ({fits})"
-                )
-        self.head_size, self.heads, self.kv_heads = width // heads, heads // ranks, kv_heads // ranks
-        self.dropout, self.sequence_parallel, self.group = dropout, sequence_parallel, group
-        options = {"sequence_parallel": sequence_parallel, "group": group, **options}
-        sections = (width, kv_heads * self.head_size, kv_heads * self.head_size)
-        self.qkv = ColumnParallelLinear(width, sum(sections), sections=sections, **options)
+        if width % heads:
+            raise ValueError(
+                f"{heads} heads cannot share a width of {width}; pick heads that divide it ({divisors(width)})"
+            )
+        if heads % kv_heads:
+            raise ValueError(
+                f"{kv_heads} key-value heads cannot serve {heads} heads; pick kv_heads that divide them "
+                f"({divisors(heads)})"
+            )
+        self.heads, self.head_size = share(heads, "heads", group), width // heads
+        copied = ranks % kv_heads == 0  # each rank has one of the keys and values, and ranks / kv_heads have the same
+        self.kv_heads = 1 if copied else share(kv_heads, "key-value heads", group)
+        self.dropout, self.group = dropout, group
+        options["group"] = group
+        keys, pieces = kv_heads * self.head_size, kv_heads if copied else ranks
+        sections = ((width, ranks), (keys, pieces), (keys, pieces))
+        self.qkv = ColumnParallelLinear(
+            width, width + 2 * keys, sections=sections, keep_gathered=keep_gathered, **options
+        )
         self.out = RowParallelLinear(width, width, **options)
 
     def forward(self, x: Tensor, batch: int) -> Tensor:
         qkv = self.qkv(x)
+        if qkv.shape[0] % batch:
+            raise ValueError(f"expected rows of {batch} texts of one length, found {qkv.shape[0]} rows")
         qkv = qkv.view(batch, -1, self.heads + 2 * self.kv_heads, self.head_size).transpose(1, 2)
         q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), 1)  # each (batch, its heads, tokens, head size)
         dropout = self.dropout if self.training else 0.0
@@ -70,12 +95,17 @@ class TensorParallelAttention(nn.Module):
 
 
 class TensorParallelFeedForward(nn.Module):
-    """Width → hidden → width, of which each rank has its part of the middle. x: (rows, width) → the same."""
+    """Width → hidden → width, of which each rank has its part of the middle. x: (rows, width) → the same.
 
-    def __init__(self, width: int, hidden: int | None = None, **options):
+    hidden: of the whole layer; None is 4 · width. options: as of TensorParallelAttention.
+    """
+
+    def __init__(self, width: int, hidden: int | None = None, *, group=None, keep_gathered: bool = False, **options):
         super().__init__()
         hidden = 4 * width if hidden is None else hidden
-        self.up = ColumnParallelLinear(width, hidden, **options)
+        share(hidden, "hidden features", group)
+        options["group"] = group
+        self.up = ColumnParallelLinear(width, hidden, keep_gathered=keep_gathered, **options)
         self.down = RowParallelLinear(hidden, width, **options)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -101,6 +131,8 @@ class ReplicatedLayerNorm(nn.LayerNorm):
 class TensorParallelBlock(nn.Module):
     """One layer of a GPT: attention, then feed-forward, each on a normalised copy and added to the stream.
 
+    dropout: of attention weights and of what each half adds. Other options: as of the two halves.
+
     x: (rows, width), whole on every rank; with sequence_parallel this rank's (rows / ranks, width). batch: how many
     texts the rows are of. Returns the same shape.
     """
@@ -115,21 +147,20 @@ class TensorParallelBlock(nn.Module):
         dropout: float = 0.0,
         sequence_parallel: bool = False,
         group=None,
+        keep_gathered: bool = False,
         **options,
     ):
         super().__init__()
-        self.dropout, self.sequence_parallel, self.group = dropout, sequence_parallel, group
-        options = {"sequence_parallel": sequence_parallel, "group": group, **options}
+        place = {"sequence_parallel": sequence_parallel, "group": group}
+        options |= place
+        kept = {"keep_gathered": keep_gathered}
         self.norm1 = ReplicatedLayerNorm(width, **options)
-        self.attention = TensorParallelAttention(width, heads, kv_heads=kv_heads, dropout=dropout, **options)
+        self.attention = TensorParallelAttention(width, heads, kv_heads=kv_heads, dropout=dropout, **options, **kept)
         self.norm2 = ReplicatedLayerNorm(width, **options)
-        self.feed_forward = TensorParallelFeedForward(width, hidden, **options)
+        self.feed_forward = TensorParallelFeedForward(width, hidden, **options, **kept)
+        self.dropout = StreamDropout(dropout, **place)
 
     def forward(self, x: Tensor, batch: int) -> Tensor:
-        x = x + self._drop(self.attention(self.norm1(x), batch))
-        x = x + self._drop(self.feed_forward(self.norm2(x)))
+        x = x + self.dropout(self.attention(self.norm1(x), batch))
+        x = x + self.dropout(self.feed_forward(self.norm2(x)))
         return x
-
-    def _drop(self, x: Tensor) -> Tensor:
-        with different_on_ranks(self.group, enabled=self.sequence_parallel and self.training and self.dropout > 0):
-            return F.dropout(x, self.dropout, self.training)

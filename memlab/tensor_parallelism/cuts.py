@@ -3,6 +3,10 @@
 A linear layer's weight is (out, in). Cut along dimension 0 each rank computes some of the outputs, along dimension 1 it
 reads some of the inputs. Some weights are several stacked on each other, as queries, keys and values are: then every
 one of these sections is cut by itself, and a rank's part is a piece of each.
+
+    8 ranks, sections (8, 8), (2, 2)       rank    0    1    2    3    4    5    6    7
+                                           piece   0    1    2    3    4    5    6    7     of the first, one row each
+                                           piece   0    0    0    0    1    1    1    1     of the second: 4 hold a copy
 """
 
 from __future__ import annotations
@@ -12,6 +16,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from memlab.memory_arithmetic.shapes import divisors
 
 
 @dataclass(frozen=True)
@@ -53,28 +59,62 @@ class Cut:
         """This rank's part of the full tensor, as a tensor of its own."""
         return torch.cat(self.pieces_of(full), self.dim)
 
+    def shared(self) -> list[tuple[int, int, int]]:
+        """What of this rank's part others hold, too: (start, stop, copies), along `dim` of the part.
+
+        Each such range lies on `copies` ranks, which stand beside each other, and on none besides.
+
+        >>> cut_evenly((12, 5), 0, 1, 4, sections=(8, (2, 2), (2, 2))).shared()
+        [(2, 4, 2)]
+        """
+        found: list[tuple[int, int, int]] = []
+        start = 0
+        for size, pieces in self.sections:
+            stop, copies = start + size // pieces, self.ranks // pieces
+            if copies > 1:
+                joined = found and found[-1][1:] == (start, copies)
+                found.append((found.pop()[0] if joined else start, stop, copies))
+            start = stop
+        return found
+
 
 def cut_evenly(
-    shape: Sequence[int], dim: int, rank: int, ranks: int, sections: Sequence[int] | None = None, what: str = "size"
+    shape: Sequence[int],
+    dim: int,
+    rank: int,
+    ranks: int,
+    sections: Sequence[int | tuple[int, int]] | None = None,
+    what: str = "size",
 ) -> Cut:
-    """The cut into one equal piece of every section for each rank. sections: sizes; None is a single one.
+    """The cut into equal pieces, one of every section for each rank.
 
-    Raises ValueError for a section that the ranks do not divide; `what` says there what it is.
+    sections: sizes along `dim`, None a single one. A pair (size, pieces) makes fewer pieces than there are ranks, which
+      neighbours share.
+
+    Raises ValueError for sections that do not add up, and for one that cannot be cut so; `what` says there what it is.
 
     >>> cut_evenly((12, 5), 0, 1, 2, sections=(8, 4)).ranges()
     [(4, 8), (10, 12)]
     """
-    sizes = (shape[dim],) if sections is None else tuple(sections)
-    if sum(sizes) != shape[dim]:
-        raise ValueError(f"expected sections that make {shape[dim]} together, found {sizes}, which make {sum(sizes)}")
-    for size in sizes:
-        if size % ranks:
-            fits = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
+    pairs = [(size, ranks) if isinstance(size, int) else tuple(size) for size in sections or (shape[dim],)]
+    total = sum(size for size, _ in pairs)
+    if total != shape[dim]:
+        sizes = " + ".join(str(size) for size, _ in pairs)
+        raise ValueError(f"expected sections that make {shape[dim]} together, found {sizes} = {total}")
+    for size, pieces in pairs:
+        if not 1 <= pieces <= ranks or ranks % pieces:
             raise ValueError(
-                f"a {what} of {size} cannot be split over {ranks} ranks; pick a number of ranks that divides it "
-                f"({fits}), or a {what} such as {-(-size // ranks) * ranks}"
+                f"{pieces} pieces of a {what} of {size} cannot be shared evenly by {ranks} ranks; make as many pieces "
+                f"as divide them ({divisors(ranks)})"
             )
-    return Cut(tuple(shape), dim, rank, ranks, tuple((size, ranks) for size in sizes))
+        if size % pieces:
+            near = [str(n) for n in (size // pieces * pieces, -(-size // pieces) * pieces) if n]
+            over = f"over {ranks} ranks" if pieces == ranks else f"into {pieces} pieces"
+            raise ValueError(
+                f"a {what} of {size} cannot be split {over}; pick a number that divides it ({divisors(size)}), or a "
+                f"{what} of {' or '.join(near)}"
+            )
+    return Cut(tuple(shape), dim, rank, ranks, tuple(pairs))
 
 
 def cut_of(parameter: Tensor) -> Cut | None:

@@ -9,19 +9,30 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from memlab.tensor_parallelism.blocks import ReplicatedLayerNorm, TensorParallelBlock
+from memlab.ranks import place_in
+from memlab.tensor_parallelism.blocks import ReplicatedLayerNorm, TensorParallelBlock, share
 from memlab.tensor_parallelism.cross_entropy import vocabulary_parallel_cross_entropy
 from memlab.tensor_parallelism.embedding import VocabularyParallelEmbedding
 from memlab.tensor_parallelism.linear import ColumnParallelLinear
+from memlab.tensor_parallelism.random import StreamDropout
 from memlab.tensor_parallelism.regions import reduce_from_ranks, reduce_scatter_sequence
 
 
 class TensorParallelGPT(nn.Module):
     """A decoder-only transformer, split over the ranks of a group.
 
-    Sizes are the whole model's. x, y: (batch, tokens) of int64, the same on all ranks. `model(x, y)` is the mean
-    cross-entropy, the same scalar on all ranks; `model(x)` this rank's part of the logits, (batch, tokens,
-    vocabulary / ranks).
+    layers, width, heads, context, vocabulary, kv_heads, hidden: of the whole model. heads, context, vocabulary and
+      hidden (None: 4 · width) divide by the number of ranks; kv_heads (None: as many as heads) do, or divide it.
+    dropout: of embeddings, attention weights, and what each half of a block adds.
+    sequence_parallel: between its layers each rank holds its rows only; batch · tokens must divide by the ranks.
+    keep_gathered: as of ColumnParallelLinear.
+
+    x, y: (batch, tokens) of int64, the same on all ranks. `model(x, y)` is the mean cross-entropy, the same scalar on
+    all ranks; `model(x)` this rank's part of the logits, (batch, tokens, vocabulary / ranks): gather_from_ranks makes
+    them whole. To tie the head to the token embedding, say model.head.weight = model.token_embedding.weight.
+
+    With one seed on all ranks the weights begin as those of a plain GPT under that seed. Raises ValueError for sizes
+    that the ranks do not divide, saying which do.
     """
 
     def __init__(
@@ -36,33 +47,47 @@ class TensorParallelGPT(nn.Module):
         hidden: int | None = None,
         dropout: float = 0.0,
         sequence_parallel: bool = False,
+        keep_gathered: bool = False,
         group=None,
         device=None,
         dtype=None,
     ):
         super().__init__()
+        for number, what in ((vocabulary, "entries of the vocabulary"), (context, "positions of the context")):
+            share(number, what, group)
         self.context, self.sequence_parallel, self.group = context, sequence_parallel, group
         made = {"group": group, "device": device, "dtype": dtype}
         self.token_embedding = VocabularyParallelEmbedding(vocabulary, width, reduce=False, **made)
         self.position_embedding = VocabularyParallelEmbedding(context, width, reduce=False, **made)
-        self.dropout = dropout
+        self.dropout = StreamDropout(dropout, sequence_parallel=sequence_parallel, group=group)
         made["sequence_parallel"] = sequence_parallel
-        sizes = {"kv_heads": kv_heads, "hidden": hidden, "dropout": dropout}
+        sizes = {"kv_heads": kv_heads, "hidden": hidden, "dropout": dropout, "keep_gathered": keep_gathered}
         self.blocks = nn.ModuleList(TensorParallelBlock(width, heads, **sizes, **made) for _ in range(layers))
         self.norm = ReplicatedLayerNorm(width, **made)
-        self.head = ColumnParallelLinear(width, vocabulary, bias=False, **made)
+        self.head = ColumnParallelLinear(width, vocabulary, bias=False, keep_gathered=keep_gathered, **made)
 
     def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
         batch, tokens = x.shape
         if tokens > self.context:
             raise ValueError(f"expected at most {self.context} tokens (the context), found {tokens}")
-        positions = torch.arange(tokens, device=x.device)
-        summand = (self.token_embedding(x) + self.position_embedding(positions)).flatten(0, 1)
-        whole = reduce_scatter_sequence if self.sequence_parallel else reduce_from_ranks
-        stream = whole(summand, self.group)
+        _, ranks = place_in(self.group)
+        if self.sequence_parallel and batch * tokens % ranks:
+            raise ValueError(
+                f"expected rows that {ranks} ranks divide (sequence_parallel), found {batch} · {tokens} = "
+                f"{batch * tokens}; take another batch, or tokens in multiples of {ranks}"
+            )
+        stream = self.dropout(self._embedded(x))
         for block in self.blocks:
             stream = block(stream, batch)
         logits = self.head(self.norm(stream))
         if y is None:
             return logits.view(batch, tokens, -1)
         return vocabulary_parallel_cross_entropy(logits, y.flatten(), group=self.group)
+
+    def _embedded(self, x: Tensor) -> Tensor:
+        """The stream's beginning: the sum over ranks of both tables' summands, of all rows or this rank's."""
+        positions = torch.arange(x.shape[1], device=x.device)
+        summand = self.token_embedding(x) + self.position_embedding(positions)
+        if self.sequence_parallel:
+            return reduce_scatter_sequence(summand.flatten(0, 1), self.group)
+        return reduce_from_ranks(summand, self.group, inplace=True).flatten(0, 1)

@@ -16,33 +16,44 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
 from torch.nn import functional as F
 
 from memlab.ranks import place_in
-from memlab.tensor_parallelism.cuts import Cut, cut_evenly, cut_of
-from memlab.tensor_parallelism.parameters import draw_part_, make_part
+from memlab.tensor_parallelism.cuts import cut_evenly, cut_of
+from memlab.tensor_parallelism.overlap import Sending, column_linear
+from memlab.tensor_parallelism.parameters import SplitLayer, draw_part_, make_part
 from memlab.tensor_parallelism.regions import (
-    copy_to_ranks,
     gather_from_ranks,
-    gather_sequence,
+    neighbours,
     reduce_from_ranks,
     reduce_scatter_sequence,
     scatter_to_ranks,
 )
 
 
-class ColumnParallelLinear(nn.Module):
+class ColumnParallelLinear(SplitLayer):
     """A linear layer of which each rank computes some of the outputs.
 
     in_features, out_features: of the full layer, as nn.Linear's. This rank's weight is (out_features / ranks,
       in_features), its bias (out_features / ranks,).
     sections: sizes of several outputs stacked on each other, as (width, width, width) of queries, keys and values: each
-      rank has its piece of every one. Together they are out_features.
+      rank has its piece of every one. A pair (size, pieces) makes fewer pieces than there are ranks; neighbours hold
+      the same one, and the sum of its gradient, over them: an all-reduce of the bytes of that piece in every backward.
     gather_output: False, y is this rank's part; True, the whole on every rank.
-    sequence_parallel: x is this rank's rows (rows / ranks, ..., in_features), and they are gathered here.
+    sequence_parallel: x is this rank's rows (rows / ranks, ..., in_features), and they are gathered here. Only the own
+      rows are kept for backward and gathered once more there, while dx is computed. keep_gathered: all rows are kept,
+      for the traffic of a layer without; also the choice inside a checkpoint, which has just gathered them again.
 
-    x: (..., in_features), the same on all ranks → (..., out_features / ranks), or (..., out_features).
-    Raises ValueError for sizes that the ranks do not divide, and for an x that is already split.
+    x: (..., in_features), the same on all ranks → (..., out_features / ranks), or (..., out_features). Backward sums dx
+    over ranks while it computes the weight's gradient. It cannot be differentiated again.
+    Raises ValueError for sizes that the ranks do not divide, for gather_output with several sections, and for an x that
+    is already split.
+
+    >>> from memlab.ranks import imagined_ranks
+    >>> with imagined_ranks(4):
+    ...     ColumnParallelLinear(8, 12)
+    ColumnParallelLinear(in_features=8, out_features=12, here=3)
     """
 
     def __init__(
@@ -51,26 +62,36 @@ class ColumnParallelLinear(nn.Module):
         out_features: int,
         bias: bool = True,
         *,
-        sections: Sequence[int] | None = None,
+        sections: Sequence[int | tuple[int, int]] | None = None,
         gather_output: bool = False,
         sequence_parallel: bool = False,
+        keep_gathered: bool = False,
         group=None,
         device=None,
         dtype=None,
     ):
         super().__init__()
-        self.in_features, self.out_features = in_features, out_features
-        self.gather_output, self.sequence_parallel, self.group = gather_output, sequence_parallel, group
-        place = place_in(group)
-        options = {"device": device, "dtype": dtype}
-        cut = cut_evenly((out_features, in_features), 0, *place, sections, "number of outputs")
-        self.weight = make_part(cut, **options)
-        self.bias = make_part(cut_evenly((out_features,), 0, *place, sections), **options) if bias else None
+        rank, ranks = place_in(group)
+        self.in_features, self.out_features, self.ranks, self.group = in_features, out_features, ranks, group
+        self.gather_output, self.sequence_parallel = gather_output, sequence_parallel
+        what = "number of outputs"
+        cut = cut_evenly((out_features, in_features), 0, rank, ranks, sections, what)
+        if gather_output and (len(cut.sections) > 1 or cut.shared()):
+            raise ValueError(
+                f"expected outputs that lie in order when gathered, found gather_output with sections {cut.sections}; "
+                "make a layer for each section"
+            )
+        self.weight = make_part(cut, device, dtype)
+        bias_cut = cut_evenly((out_features,), 0, rank, ranks, sections, what)
+        self.bias = make_part(bias_cut, device, dtype) if bias else None
+        self.sending = Sending(group, sequence_parallel, keep_gathered, tuple(cut.shared()))
+        for _, _, copies in self.sending.shared:
+            neighbours(copies, group)  # made here, where all ranks are
         self.reset_parameters()
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, **options) -> ColumnParallelLinear:
-        """This rank's part of a layer that exists whole. options: as of the class. One on "meta" gives no values."""
+        """This rank's part of a layer that exists whole. options: as of the class. One on "meta" has no values yet."""
         return _from_linear(cls, linear, options)
 
     def reset_parameters(self) -> None:
@@ -78,24 +99,32 @@ class ColumnParallelLinear(nn.Module):
         _initialise(self)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = gather_sequence(x, self.group) if self.sequence_parallel else copy_to_ranks(x, self.group)
-        y = F.linear(x, self.weight, self.bias)
+        _expect(x, self, whole=True)
+        if self.ranks == 1:
+            return F.linear(x, self.weight, self.bias)
+        y = column_linear(x, self.weight, self.bias, self.sending)
         return gather_from_ranks(y, self.group) if self.gather_output else y
 
     def extra_repr(self) -> str:
+        """The full layer's sizes, and what of them is here."""
         return f"in_features={self.in_features}, out_features={self.out_features}, here={self.weight.shape[0]}"
 
 
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(SplitLayer):
     """A linear layer of which each rank reads some of the inputs; their products are summed.
 
     in_features, out_features: of the full layer. This rank's weight is (out_features, in_features / ranks); the bias is
-      (out_features,) on every rank, and is added once, after the sum.
+      (out_features,) on every rank, with the same gradient, and is added once: to rank 0's summand.
     input_is_parallel: True, x is this rank's part; False, x is whole, and its part is taken here.
     sequence_parallel: y is this rank's rows of the sum, (rows / ranks, ..., out_features).
 
     x: (..., in_features / ranks), or (..., in_features) → (..., out_features), the same on all ranks.
     Raises ValueError for sizes that the ranks do not divide, and for an x that is split and should not be, or should.
+
+    >>> from memlab.ranks import imagined_ranks
+    >>> with imagined_ranks(4):
+    ...     RowParallelLinear(8, 12).weight.shape
+    torch.Size([12, 2])
     """
 
     def __init__(
@@ -111,16 +140,17 @@ class RowParallelLinear(nn.Module):
         dtype=None,
     ):
         super().__init__()
-        self.in_features, self.out_features = in_features, out_features
-        self.input_is_parallel, self.sequence_parallel, self.group = input_is_parallel, sequence_parallel, group
-        options = {"device": device, "dtype": dtype}
-        self.weight = make_part(cut_evenly((out_features, in_features), 1, *place_in(group), what="width"), **options)
-        self.bias = nn.Parameter(torch.empty(out_features, **options)) if bias else None
+        rank, ranks = place_in(group)
+        self.in_features, self.out_features, self.ranks, self.group = in_features, out_features, ranks, group
+        self.input_is_parallel, self.sequence_parallel = input_is_parallel, sequence_parallel
+        cut = cut_evenly((out_features, in_features), 1, rank, ranks, what="number of inputs")
+        self.weight = make_part(cut, device, dtype)
+        self.bias = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype)) if bias else None
         self.reset_parameters()
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, **options) -> RowParallelLinear:
-        """This rank's part of a layer that exists whole. options: as of the class. One on "meta" gives no values."""
+        """This rank's part of a layer that exists whole. options: as of the class. One on "meta" has no values yet."""
         return _from_linear(cls, linear, options)
 
     def reset_parameters(self) -> None:
@@ -128,38 +158,77 @@ class RowParallelLinear(nn.Module):
         _initialise(self)
 
     def forward(self, x: Tensor) -> Tensor:
+        _expect(x, self, whole=not self.input_is_parallel)
         if not self.input_is_parallel:
             x = scatter_to_ranks(x, self.group)
-        y = F.linear(x, self.weight)
-        bias = self.bias
+        bias = None if self.bias is None else _OnRank0.apply(self.bias, place_in(self.group)[0])
+        summand = F.linear(x, self.weight, bias)
         if self.sequence_parallel:
-            y = reduce_scatter_sequence(y, self.group)
-            bias = None if bias is None else copy_to_ranks(bias, self.group)  # each rank adds it to its rows only
-        else:
-            y = reduce_from_ranks(y, self.group)
-        return y if bias is None else y + bias
+            return reduce_scatter_sequence(summand, self.group)
+        return reduce_from_ranks(summand, self.group, inplace=True)
 
     def extra_repr(self) -> str:
+        """The full layer's sizes, and what of them is here."""
         return f"in_features={self.in_features}, out_features={self.out_features}, here={self.weight.shape[1]}"
 
 
-def _from_linear(cls, linear: nn.Linear, options: dict):
-    if not linear.weight.is_meta:
-        options = {"device": linear.weight.device, **options}
-    layer = cls(
-        linear.in_features, linear.out_features, linear.bias is not None, **{"dtype": linear.weight.dtype, **options}
+class _OnRank0(Function):
+    """A bias for rank 0's summand, nothing for the others'; its gradient is that of the sum, which all ranks have."""
+
+    @staticmethod
+    def forward(ctx, bias, rank):
+        return bias.view_as(bias) if rank == 0 else torch.zeros_like(bias)
+
+    @staticmethod
+    def backward(ctx, db):
+        return db, None
+
+
+# ---- making layers
+
+
+def _expect(x: Tensor, layer: ColumnParallelLinear | RowParallelLinear, whole: bool) -> None:
+    """Raise ValueError if x is not of the shape that a layer reads, saying what it looks like instead."""
+    features, part = layer.in_features, layer.in_features // layer.ranks
+    expected, other = (features, part) if whole else (part, features)
+    found = x.shape[-1] if x.dim() else None
+    if layer.sequence_parallel and x.dim() == 1:
+        raise ValueError(f"expected rows, (rows, ..., features), for sequence_parallel; found x of {tuple(x.shape)}")
+    if found == expected:
+        return
+    hint = f"the layer reads {features} features" + ("" if whole else f", {part} on each of {layer.ranks} ranks")
+    if found == other and not whole:
+        hint = "it is whole: pass input_is_parallel=False to the layer, or give it scatter_to_ranks(x)"
+    elif found == other and isinstance(layer, RowParallelLinear):
+        hint = "it is a part already: pass input_is_parallel=True to the layer"
+    elif found == other:
+        hint = "it is a part already: RowParallelLinear reads parts, and gather_from_ranks(x) is whole"
+    raise ValueError(
+        f"expected {'a whole x' if whole else 'a part of x'}, (..., {expected}), found {tuple(x.shape)}; {hint}"
     )
-    if not linear.weight.is_meta:
-        with torch.no_grad():
-            for name, part in layer.named_parameters():
-                full, cut = getattr(linear, name), cut_of(part)
-                part.copy_(full if cut is None else cut.part_of(full))
+
+
+def _from_linear(cls, linear: nn.Linear, options: dict):
+    if not isinstance(linear, nn.Linear):
+        raise TypeError(f"expected an nn.Linear, whole, found {type(linear).__name__}")
+    whole = dict(linear.named_parameters())
+    options = {"dtype": linear.weight.dtype, "device": linear.weight.device, **options}
+    has_values = not linear.weight.is_meta
+    device = torch.device("meta") if has_values else options["device"]  # there nothing is drawn
+    layer = cls(linear.in_features, linear.out_features, "bias" in whole, **{**options, "device": device})
+    for name, part in list(layer.named_parameters()):
+        if has_values:
+            cut, full = cut_of(part), whole[name].detach()
+            values = (full.clone() if cut is None else cut.part_of(full)).to(options["device"], options["dtype"])
+            setattr(layer, name, nn.Parameter(values))
+            part = getattr(layer, name)
+        part.requires_grad_(whole[name].requires_grad)
     return layer
 
 
 def _initialise(layer) -> None:
-    """nn.Linear's uniform distribution, bounded by 1 / √in_features."""
-    bound = 1 / math.sqrt(layer.in_features)
-    draw = lambda numbers: numbers.uniform_(-bound, bound)  # noqa: E731
-    for p in layer.parameters():
-        draw_part_(p, cut_of(p) or Cut(tuple(p.shape), 0, 0, 1, ((p.shape[0], 1),)), draw)
+    """nn.Linear's uniform distributions, bounded by 1 / √in_features; its weight's bound has another rounding error."""
+    gain = nn.init.calculate_gain("leaky_relu", math.sqrt(5))
+    bounds = {"weight": math.sqrt(3) * (gain / math.sqrt(layer.in_features)), "bias": 1 / math.sqrt(layer.in_features)}
+    for name, p in layer.named_parameters():
+        draw_part_(p, cut_of(p), lambda numbers, bound=bounds[name]: numbers.uniform_(-bound, bound))

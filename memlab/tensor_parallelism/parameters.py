@@ -1,39 +1,138 @@
-"""Parameters of which a rank has a part, from the first moment on: the full tensor never exists on it."""
+"""Parameters of which a rank has a part, from the first moment on: the full tensor never exists on it.
+
+A plain layer draws its initial weights one after the other from the generator. For ranks to begin with what it would
+have begun with, each rank draws all of these numbers, a chunk at a time, and keeps its own. That takes one chunk's
+bytes and, once, the time of drawing the whole model, however many ranks there are. Drawing only its own, from a
+generator of its own, a rank would need a fraction of it, and the weights would depend on the number of ranks.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
-from memlab.tensor_parallelism.cuts import Cut
+from memlab.tensor_parallelism.cuts import Cut, cut_of
+
+CHUNK_BYTES = 2**20
+"""How much of a full tensor is drawn at a time (and up to 15 numbers more)."""
+
+_TOGETHER = 16  # normal_ makes as many normal numbers at once out of as many uniform ones
+
+
+class Part(nn.Parameter):
+    """A parameter that knows its cut. So does a deep copy of it, which of a plain Parameter has no attributes."""
+
+    def __deepcopy__(self, memo):
+        return as_part(super().__deepcopy__(memo), self._cut)
 
 
 def make_part(cut: Cut, device=None, dtype=None) -> nn.Parameter:
     """An uninitialised parameter of cut.part_shape, that knows its cut."""
-    parameter = nn.Parameter(torch.empty(cut.part_shape, device=device, dtype=dtype))
+    return as_part(nn.Parameter(torch.empty(cut.part_shape, device=device, dtype=dtype)), cut)
+
+
+def as_part(parameter: nn.Parameter, cut: Cut) -> nn.Parameter:
+    """The same parameter, which knows from here on that it is a part by this cut."""
+    if type(parameter) is nn.Parameter:  # and not an imagined one
+        parameter.__class__ = Part
     parameter._cut = cut
     return parameter
 
 
+class SplitLayer(nn.Module):
+    """A layer of parts. What takes a part's place, as in `to_empty` and `load_state_dict(assign=True)`, is a part."""
+
+    def __setattr__(self, name: str, value) -> None:
+        before = self.__dict__.get("_parameters", {}).get(name)
+        if isinstance(value, nn.Parameter) and cut_of(value) is None and cut_of(before) is not None:
+            as_part(value, cut_of(before))
+        super().__setattr__(name, value)
+
+    def _apply(self, fn, recurse=True):
+        before = dict(self._parameters)
+        super()._apply(fn, recurse)
+        for name, parameter in before.items():
+            if cut_of(parameter) is not None:
+                setattr(self, name, as_part(self._parameters[name], cut_of(parameter)))
+        return self
+
+
 @torch.no_grad()
-def draw_part_(part: Tensor, cut: Cut, draw: Callable[[Tensor], Tensor]) -> None:
-    """Fill a part with its share of what `draw` would fill the full tensor with, a row at a time."""
-    if part.is_meta:
+def draw_part_(part: Tensor, cut: Cut | None, draw: Callable[[Tensor], object]) -> None:
+    """Fill a part with its share of what `draw` would fill the full tensor with, bit for bit.
+
+    part: of cut.part_shape and any floating dtype and device; with cut=None it is the full tensor.
+    draw: fills a tensor (n,) in place from the CPU's generator, as `lambda numbers: numbers.normal_()`. It is
+      called for one chunk after the other, so it may look at nothing but their number.
+
+    The generator is left where the plain layer's drawing on a CPU would have left it, on every rank. A part that is
+    elsewhere is filled through main memory. A meta or fake tensor stays without values, and nothing is drawn.
+    """
+    if part.is_meta or isinstance(part, FakeTensor):
         return
-    rows = torch.empty(1, *cut.shape[1:], dtype=part.dtype)
-    own = {}
-    if cut.dim == 0:
-        place = 0
-        for start, stop in cut.ranges():
-            own.update({row: place + row - start for row in range(start, stop)})
-            place += stop - start
-    for row in range(cut.shape[0]):
-        numbers = draw(rows)[0]
-        if cut.dim == 0:
-            if row in own:
-                part[own[row]] = numbers
+    shape = tuple(part.shape) if cut is None else cut.shape
+    total = math.prod(shape)
+    dim, size = (0, total) if cut is None else (cut.dim, shape[cut.dim])
+    ranges = [(0, total)] if cut is None else cut.ranges()
+    inner = math.prod(shape[dim + 1 :]) if cut else 1
+    row = size * inner  # of the full tensor, as rows that are all cut alike
+    own = part if part.is_contiguous() else torch.empty_like(part, memory_format=torch.contiguous_format)
+    rows = own.view(-1, sum(stop - start for start, stop in ranges) * inner) if total else own
+    chunk = max(_TOGETHER, CHUNK_BYTES // part.element_size() // _TOGETHER * _TOGETHER)
+    buffer = torch.empty(min(total, chunk + _TOGETHER - 1), dtype=part.dtype, device="cpu")
+    for begin, end in _chunks(total, chunk):
+        numbers = buffer[: end - begin]
+        draw(numbers)
+        for first, last, left, right in _rectangles(begin, end, row):
+            drawn = numbers[first * row + left - begin : (last - 1) * row + right - begin].view(last - first, -1)
+            place = 0
+            for start, stop in ranges:
+                low, high = max(start * inner, left), min(stop * inner, right)
+                if low < high:
+                    to = place + low - start * inner
+                    rows[first:last, to : to + high - low].copy_(drawn[:, low - left : high - left])
+                place += (stop - start) * inner
+    if own is not part:
+        part.copy_(own)
+
+
+def _chunks(total: int, chunk: int) -> Iterator[tuple[int, int]]:
+    """From where to where each chunk goes.
+
+    normal_ makes 16 numbers at a time, and begins its last 16 anew if they are not full. So chunks are multiples of 16,
+    and the last has at least 16: of fewer numbers, each would be drawn by itself, in another way.
+    """
+    begin = 0
+    while begin < total:
+        end = begin + chunk
+        if total - end < _TOGETHER:
+            end = total
+        yield begin, end
+        begin = end
+
+
+def _rectangles(begin: int, end: int, row: int) -> Iterator[tuple[int, int, int, int]]:
+    """Numbers begin … end of a matrix with rows of `row`, as rectangles: rows from, to, columns from, to."""
+    while begin < end:
+        first, left = divmod(begin, row)
+        if left or end - begin < row:
+            last, right = first + 1, min(row, left + end - begin)
         else:
-            start, stop = cut.ranges()[0]
-            part[row] = numbers[start:stop]
+            last, right = end // row, row
+        yield first, last, left, right
+        begin = (last - 1) * row + right
+
+
+def pieces_in(part: Tensor, cut: Cut) -> Iterator[tuple[Tensor, int, bool]]:
+    """A part's pieces: a view of each, where it begins in the full tensor, and whether this is the first rank with it.
+
+    Ranks that share a piece are neighbours, so the first of them is the one to write it, or to count it.
+    """
+    place = 0
+    for (_, pieces), (start, stop) in zip(cut.sections, cut.ranges(), strict=True):
+        yield part.narrow(cut.dim, place, stop - start), start, cut.rank % (cut.ranks // pieces) == 0
+        place += stop - start

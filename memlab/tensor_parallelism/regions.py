@@ -13,47 +13,65 @@ backward, and so it is with gathering and scattering:
     reduce_scatter_sequence reduce-scatter        all-gather         along the first dimension
 
 What must hold is on both sides of the table: a tensor that all ranks hold has a gradient that all ranks hold whole.
+In a group of one each of them returns its argument, and nothing is sent. All ranks must call them in the same order,
+with tensors of the same shape and dtype; any dtype that the group's backend sums.
 
 Sources: Shoeybi et al. 2019 (Megatron-LM), section 3; Korthikanti et al. 2022, section 4.2.2 (sequence parallelism).
 """
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 from torch import Tensor, distributed
 from torch.autograd import Function
 
+from memlab.memory_arithmetic.shapes import divisors
 from memlab.ranks import all_gather, place_in, reduce_scatter
 
 
 def copy_to_ranks(x: Tensor, group=None) -> Tensor:
     """x, which all ranks hold, on its way into computations that differ between ranks. (...) → the same."""
-    return _Copy.apply(x, group)
+    return x if place_in(group)[1] == 1 else _Copy.apply(x, group)
 
 
-def reduce_from_ranks(x: Tensor, group=None) -> Tensor:
-    """The sum of all ranks' x. (...) → the same shape."""
-    return _Reduce.apply(x, group)
+def reduce_from_ranks(x: Tensor, group=None, *, inplace: bool = False) -> Tensor:
+    """The sum of all ranks' x. (...) → the same shape.
+
+    inplace: x is not needed any more, so the sum may take its place instead of a second tensor of that size. It does,
+      if x is contiguous and no view of another tensor.
+    """
+    return x if place_in(group)[1] == 1 else _Reduce.apply(x, group, inplace)
 
 
 def gather_from_ranks(x: Tensor, group=None) -> Tensor:
-    """All ranks' x side by side. (..., width / ranks) → (..., width)."""
-    return _Gather.apply(x, group)
+    """All ranks' x side by side. (..., width / ranks) → (..., width).
+
+    A collective lays the ranks' parts one after the other, so a second tensor of this size is needed for a moment.
+    """
+    return x if place_in(group)[1] == 1 else _Gather.apply(x, group)
 
 
 def scatter_to_ranks(x: Tensor, group=None) -> Tensor:
-    """This rank's part of x, which all ranks hold. (..., width) → (..., width / ranks)."""
-    return _Scatter.apply(x, group)
+    """This rank's part of x, which all ranks hold. (..., width) → (..., width / ranks).
+
+    Raises ValueError for a width that the ranks do not divide.
+    """
+    return x if place_in(group)[1] == 1 else _Scatter.apply(x, group)
 
 
 def gather_sequence(x: Tensor, group=None) -> Tensor:
     """All ranks' rows. (rows / ranks, ...) → (rows, ...)."""
-    return _GatherSequence.apply(x, group)
+    return x if place_in(group)[1] == 1 else _GatherSequence.apply(x, group)
 
 
 def reduce_scatter_sequence(x: Tensor, group=None) -> Tensor:
-    """This rank's rows of the sum of all ranks' x. (rows, ...) → (rows / ranks, ...)."""
-    return _ReduceScatterSequence.apply(x, group)
+    """This rank's rows of the sum of all ranks' x. (rows, ...) → (rows / ranks, ...).
+
+    Raises ValueError for rows that the ranks do not divide.
+    """
+    return x if place_in(group)[1] == 1 else _ReduceScatterSequence.apply(x, group)
 
 
 class _Copy(Function):
@@ -64,103 +82,124 @@ class _Copy(Function):
 
     @staticmethod
     def backward(ctx, dy):
-        return _summed(dy, ctx.group), None
+        return under_own_handle(reduce_from_ranks(dy, ctx.group)), None
 
 
 class _Reduce(Function):
     @staticmethod
-    def forward(ctx, x, group):
-        return _summed(x, group)
+    def forward(ctx, x, group, inplace):
+        ctx.group = group
+        if inplace and x.is_contiguous() and not x._is_view():
+            ctx.mark_dirty(x)
+        else:
+            x = x.clone(memory_format=torch.contiguous_format)
+        sum_over_ranks(x, group)
+        return x
 
     @staticmethod
     def backward(ctx, dy):
-        return dy, None
+        return copy_to_ranks(dy, ctx.group), None, None
 
 
 class _Gather(Function):
     @staticmethod
     def forward(ctx, x, group):
         ctx.group = group
-        return _side_by_side(x, group)
+        one_after_another, _ = rows_of_all(x, group)
+        return one_after_another.view(place_in(group)[1], *x.shape).movedim(0, -2).flatten(-2)
 
     @staticmethod
     def backward(ctx, dy):
-        return _own_part(dy, ctx.group), None
+        return scatter_to_ranks(dy, ctx.group), None
 
 
 class _Scatter(Function):
     @staticmethod
     def forward(ctx, x, group):
         ctx.group = group
-        return _own_part(x, group)
+        rank, ranks = place_in(group)
+        part = _share(x.shape[-1], ranks, "a last dimension of {}")
+        return x.narrow(-1, rank * part, part).clone(memory_format=torch.contiguous_format)
 
     @staticmethod
     def backward(ctx, dy):
-        return _side_by_side(dy, ctx.group), None
+        return gather_from_ranks(dy, ctx.group), None
 
 
 class _GatherSequence(Function):
     @staticmethod
     def forward(ctx, x, group):
         ctx.group = group
-        return rows_of_all(x, group)
+        return rows_of_all(x, group)[0]
 
     @staticmethod
     def backward(ctx, dy):
-        return own_rows_of_sum(dy, ctx.group), None
+        return reduce_scatter_sequence(dy, ctx.group), None
 
 
 class _ReduceScatterSequence(Function):
     @staticmethod
     def forward(ctx, x, group):
         ctx.group = group
-        return own_rows_of_sum(x, group)
+        return own_rows_of_sum(x, group)[0]
 
     @staticmethod
     def backward(ctx, dy):
-        return rows_of_all(dy, ctx.group), None
+        return gather_sequence(dy, ctx.group), None
 
 
-# ---- without autograd
+# ---- without autograd; with async_op there is a Work to wait for, otherwise None
 
 
-def rows_of_all(x: Tensor, group=None) -> Tensor:
-    """(rows / ranks, ...) → (rows, ...)."""
-    _, ranks = place_in(group)
-    if ranks == 1:
-        return x.view_as(x)
-    whole = x.new_empty(ranks * x.shape[0], *x.shape[1:])
-    all_gather(whole, x.contiguous(), group)
-    return whole
+def sum_over_ranks(x: Tensor, group=None, async_op: bool = False):
+    """Replace x, dense, by its sum over ranks. (...) → Work or None."""
+    return distributed.all_reduce(x, group=group, async_op=async_op)
 
 
-def own_rows_of_sum(x: Tensor, group=None) -> Tensor:
-    """(rows, ...) → (rows / ranks, ...)."""
-    _, ranks = place_in(group)
-    if ranks == 1:
-        return x.view_as(x)
-    own = x.new_empty(x.shape[0] // ranks, *x.shape[1:])
-    reduce_scatter(own, x.contiguous(), group)
-    return own
+def under_own_handle(gradient: Tensor) -> Tensor:
+    """A gradient that was sent, for autograd to keep: the same memory as another tensor object.
+
+    gloo's thread may hold the one that it sent for a moment after `wait`, and where others hold a parameter's gradient,
+    autograd keeps a copy instead.
+    """
+    return gradient.view_as(gradient)
 
 
-def _summed(x: Tensor, group) -> Tensor:
-    if place_in(group)[1] == 1:
-        return x.view_as(x)
-    total = x.clone(memory_format=torch.contiguous_format)
-    distributed.all_reduce(total, group=group)
-    return total
+def rows_of_all(x: Tensor, group=None, async_op: bool = False):
+    """(rows / ranks, ...) → (rows, ...), and Work or None."""
+    whole = x.new_empty(place_in(group)[1] * x.shape[0], *x.shape[1:])
+    return whole, all_gather(whole, x.contiguous(), group, async_op)
 
 
-def _side_by_side(x: Tensor, group) -> Tensor:
-    _, ranks = place_in(group)
-    if ranks == 1:
-        return x.view_as(x)
-    parts = x.new_empty(ranks, *x.shape)
-    all_gather(parts, x.contiguous(), group)
-    return parts.movedim(0, -2).flatten(-2)
+def own_rows_of_sum(x: Tensor, group=None, async_op: bool = False):
+    """(rows, ...) → (rows / ranks, ...), and Work or None. Raises ValueError for rows that the ranks do not divide."""
+    own = x.new_empty(_share(x.shape[0], place_in(group)[1], "{} rows"), *x.shape[1:])
+    return own, reduce_scatter(own, x.contiguous(), group, async_op)
 
 
-def _own_part(x: Tensor, group) -> Tensor:
-    rank, ranks = place_in(group)
-    return x.chunk(ranks, -1)[rank].contiguous()
+def _share(size: int, ranks: int, what: str) -> int:
+    if size % ranks:
+        near = " or ".join(str(n) for n in (size // ranks * ranks, -(-size // ranks) * ranks) if n)
+        raise ValueError(
+            f"{what.format(size)} cannot be split over {ranks} ranks; make it {near}, or pick a number of ranks that "
+            f"divides it ({divisors(size)})"
+        )
+    return size // ranks
+
+
+_NEIGHBOURS: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # process group → {copies: the smaller group}
+
+
+def neighbours(copies: int, group=None):
+    """The process group of those `copies` ranks, standing beside each other, that hold what this rank holds.
+
+    Made on the first call, for which its members wait for each other, and then remembered as long as `group` lives: of
+    layers that share keys and values there are many.
+    """
+    group = distributed.group.WORLD if group is None else group
+    known = _NEIGHBOURS.setdefault(group, {})
+    if copies not in known:
+        first = place_in(group)[0] // copies * copies
+        members = distributed.get_process_group_ranks(group)[first : first + copies]
+        known[copies] = distributed.new_group(members, use_local_synchronization=True)
+    return known[copies]

@@ -1,0 +1,224 @@
+"""Arithmetic of a split GPT: what a rank holds of weights, and what it sends.
+
+Of a block of width h on t ranks all matrices are cut, 12·h·h/t, and the biases of column parallel layers, 7·h/t; norms
+and the biases of row parallel layers, 6·h, are whole on every rank. Tables and the head are cut along their rows.
+
+A block sends two all-reduces of b·s·h each way (b texts of s tokens). With sequence parallelism each is a
+reduce-scatter and an all-gather, which send as much together; then one more all-gather for every input that is gathered
+again in backward, and the gradients of the norms, 4·h, for each rank has seen only its rows. (Those of whole biases
+need no sum: a row parallel layer's backward gathers the gradients of all rows anyway.)
+
+What forward keeps is on the next page, `activations`.
+
+Sources: Shoeybi et al. 2019 (Megatron-LM), section 3; Korthikanti et al. 2022, section 4.2.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from memlab.data_parallelism.arithmetic import RankBytes
+from memlab.memory_arithmetic import Transformer
+from memlab.memory_arithmetic.ledger import elements
+from memlab.memory_arithmetic.shapes import balanced, divisors, one_of, positive
+from memlab.memory_arithmetic.step import refuse_sizes
+from memlab.ranks import ring_bytes
+
+ITEMSIZES = {"fp32": 4, "bf16": 2, "mixed": 2}
+"""Precision → bytes of a weight, of a gradient and of what is kept."""
+STATE_BYTES = {"fp32": 8, "bf16": 4, "mixed": 12}
+"""Precision → bytes of AdamW's states a parameter; "mixed" has FP32 master weights among them."""
+
+
+class RankParameters(NamedTuple):
+    """Parameters of one rank, in elements: its parts of those that are cut, and those that all ranks hold."""
+
+    cut: int
+    whole: int
+
+    @property
+    def parameters(self) -> int:
+        """The sum."""
+        return self.cut + self.whole
+
+
+class Sent(NamedTuple):
+    """Collectives of one kind in a step.
+
+    where: what they are for. tensor_bytes: of the whole tensor, each time. times: how often. ranks: how many take part.
+    """
+
+    where: str
+    phase: str
+    collective: str
+    times: int
+    tensor_bytes: int
+    ranks: int
+
+    @property
+    def sent_bytes(self) -> int:
+        """What each rank sends in all of them, in rings."""
+        return self.times * ring_bytes(self.collective, self.tensor_bytes, self.ranks)
+
+
+# ---- parameters
+
+
+def rank_parameters(model: Transformer, ranks: int, *, kv_heads: int | None = None) -> RankParameters:
+    """How many parameters a rank of `TensorParallelGPT` holds.
+
+    kv_heads: of grouped queries, in the place of the model's. With fewer than ranks, neighbours hold the same.
+    Raises ValueError for sizes that the ranks do not divide, and for a family that is not "gpt".
+
+    >>> story = Transformer(layers=24, width=2048, heads=16, vocabulary=256, context=1024)
+    >>> rank_parameters(story, 8)
+    RankParameters(cut=151431168, whole=299008)
+    """
+    kv_heads = refuse_ranks(model, ranks, kv_heads)
+    cut = whole = 0
+    for name, size in model.tensors.items():
+        count = elements(size, model.symbols)
+        if "attention.qkv" in name:
+            inputs = model.width if name.endswith("weight") else 1
+            of_keys = 2 * max(1, kv_heads // ranks) * (model.width // model.heads)
+            cut += (model.width // ranks + of_keys) * inputs
+        elif "norm" in name or name.endswith(("out.bias", "down.bias")):
+            whole += count
+        else:
+            cut += count // ranks
+    return RankParameters(cut, whole)
+
+
+def rank_states(
+    model: Transformer, ranks: int, *, precision: str = "mixed", kv_heads: int | None = None, counter_bytes: int = 0
+) -> RankBytes:
+    """Bytes of a rank's parameters, gradients and AdamW's states. counter_bytes: 4 a tensor where AdamW is fused.
+
+    >>> story = Transformer(layers=24, width=2048, heads=16, vocabulary=256, context=1024)
+    >>> [round(rank_states(story, ranks).nbytes / 2**30, 2) for ranks in (1, 2, 4, 8)]
+    [18.06, 9.03, 4.52, 2.26]
+    """
+    one_of("precision", precision, tuple(ITEMSIZES))
+    count = rank_parameters(model, ranks, kv_heads=kv_heads).parameters
+    states = STATE_BYTES[precision] * count + counter_bytes * model.parameter_tensors
+    return RankBytes(ITEMSIZES[precision] * count, ITEMSIZES[precision] * count, states)
+
+
+# ---- what is sent
+
+
+def step_traffic(
+    model: Transformer,
+    batch: int,
+    tokens: int,
+    ranks: int,
+    *,
+    precision: str = "mixed",
+    sequence_parallel: bool = False,
+    keep_gathered: bool = False,
+    kv_heads: int | None = None,
+    segments: int | None = None,
+) -> list[Sent]:
+    """What one rank sends in a forward and a backward, by place and collective; nothing on one rank.
+
+    The optimizer's step sends nothing. segments: how many checkpoints the blocks are in. What they run again they send
+    again, but for the sum at each one's end, for a checkpoint runs no further than to the last tensor saved.
+
+    A step of the story's model on eight ranks, eight texts; 32 MiB a message, 98 all-reduces of them:
+
+    >>> story = Transformer(layers=24, width=2048, heads=16, vocabulary=256, context=1024)
+    >>> for cut in (False, True):
+    ...     print(round(sent_bytes(step_traffic(story, 8, 1024, 8, sequence_parallel=cut)) / 2**30, 2))
+    5.36
+    6.7
+    """
+    kv_heads = refuse_ranks(model, ranks, kv_heads)
+    one_of("precision", precision, tuple(ITEMSIZES))
+    refuse_sizes(model, batch, tokens)
+    if ranks == 1:
+        return []
+    e, rows, layers = ITEMSIZES[precision], batch * tokens, model.layers
+    stream = rows * model.width * e
+    sent: list[Sent] = []
+    add = lambda *what: sent.append(Sent(*what, ranks))  # noqa: E731
+    if sequence_parallel:
+        add("embeddings", "forward", "reduce_scatter", 1, stream)
+        add("blocks", "forward", "all_gather", 2 * layers, stream)
+        add("blocks", "forward", "reduce_scatter", 2 * layers, stream)
+        add("head", "forward", "all_gather", 1, stream)
+    else:
+        add("embeddings", "forward", "all_reduce", 1, stream)
+        add("blocks", "forward", "all_reduce", 2 * layers, stream)
+    add("loss: largest logit, Σ exp, logit at the target", "forward", "all_gather", 1, ranks * 3 * rows * 4)
+    if sequence_parallel:
+        again = [] if keep_gathered else [("head", 1), ("blocks", 2 * layers)]
+        for where, times in again:
+            add(f"{where}, input once more", "backward", "all_gather", times, stream)
+        add("head", "backward", "reduce_scatter", 1, stream)
+        add("blocks", "backward", "all_gather", 2 * layers, stream)
+        add("blocks", "backward", "reduce_scatter", 2 * layers, stream)
+        add("embeddings", "backward", "all_gather", 1, stream)
+        add("gradients of norms", "backward", "all_reduce", 4 * layers + 2, model.width * e)
+    else:
+        add("head", "backward", "all_reduce", 1, stream)
+        add("blocks", "backward", "all_reduce", 2 * layers, stream)
+    if segments is not None:
+        balanced(layers, segments)
+        where = "blocks, run again"
+        if sequence_parallel:
+            add(where, "backward", "all_gather", 2 * layers, stream)
+        half = "reduce_scatter" if sequence_parallel else "all_reduce"
+        add(where, "backward", half, 2 * layers - segments, stream)
+    if kv_heads < ranks:
+        part = 2 * (model.width // model.heads) * e
+        for where, nbytes in (("weights", part * model.width), ("biases", part)):
+            which = f"gradients of keys' and values' {where}, held by neighbours"
+            sent.append(Sent(which, "backward", "all_reduce", layers, nbytes, ranks // kv_heads))
+    return sent
+
+
+def sent_bytes(sent: Iterable[Sent]) -> int:
+    """What a rank sends in all of them."""
+    return sum(one.sent_bytes for one in sent)
+
+
+def by_collective(sent: Iterable[Sent]) -> dict[str, int]:
+    """Bytes by collective, as `Traffic.by_name` counts them."""
+    found: dict[str, int] = {}
+    for one in sent:
+        found[one.collective] = found.get(one.collective, 0) + one.sent_bytes
+    return found
+
+
+# ---- what cannot be
+
+
+def refuse_ranks(model: Transformer, ranks: int, kv_heads: int | None) -> int:
+    """How many key-value heads there are. Raises ValueError for a model that cannot be split over so many ranks."""
+    positive("ranks", ranks)
+    one_of("family", model.family, ("gpt",))
+    kv_heads = model.heads if kv_heads is None else kv_heads
+    positive("kv_heads", kv_heads)
+    if model.heads % kv_heads:
+        raise ValueError(
+            f"{kv_heads} key-value heads cannot serve {model.heads} heads; pick kv_heads that divide them "
+            f"({divisors(model.heads)})"
+        )
+    for size, what in (
+        (model.heads, "heads"),
+        (model.hidden, "hidden features"),
+        (model.vocabulary, "entries of the vocabulary"),
+        (model.context, "positions of the context"),
+    ):
+        if size % ranks:
+            raise ValueError(
+                f"{size} {what} cannot be split over {ranks} ranks; pick a tensor-parallel size that divides {size} "
+                f"({divisors(size)})"
+            )
+    if kv_heads % ranks and ranks % kv_heads:
+        raise ValueError(
+            f"{kv_heads} key-value heads cannot be split over {ranks} ranks, nor shared by them; pick a "
+            f"tensor-parallel size that divides them ({divisors(kv_heads)}) or a multiple"
+        )
+    return kv_heads

@@ -1,0 +1,135 @@
+"""A full checkpoint as one file, which ranks write and read in pieces: nobody ever has the full model in memory.
+
+A file that torch.save wrote is a table of contents and a range of bytes for each tensor. So rank 0 writes the table and
+leaves the ranges empty; every rank maps the file into its address space, where a full tensor is a view of the file, and
+copies its pieces to where they belong. Reading is the same the other way. What is mapped is the kernel's page cache: it
+may be dropped at any time, and ranks on one machine share it.
+
+All ranks must call each of these, and see the same disk. What fails on one is raised on all.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from memlab.ranks import place_in
+from memlab.tensor_parallelism.cuts import Cut, cut_of
+from memlab.tensor_parallelism.parameters import pieces_in
+from memlab.tensor_parallelism.state import (
+    agree,
+    cuts_of_states,
+    load_full_optimizer_state,
+    load_full_state_dict,
+    slots_of,
+)
+
+
+def load_full(model: nn.Module, path: str | os.PathLike, group=None) -> None:
+    """Load a full model's state dict that lies in a file into this rank's parts, of which it reads only the pieces.
+
+    path: of what torch.save wrote of a plain model's state_dict(), or `save_full` on any number of ranks.
+    Raises what torch.load and `load_full_state_dict` raise.
+    """
+    load_full_state_dict(model, _mapped(path, group), group)
+
+
+def save_full(model: nn.Module, path: str | os.PathLike, group=None) -> None:
+    """Write the full model's state dict into a file, each rank its pieces.
+
+    torch.load reads it, as a plain model's; tied parameters are written once. It stands at `path` when all is written,
+    in place of one that was there before; a failure leaves that as it was. Its checksums are those of empty tensors:
+    torch.load does not look at them, but unzip would complain. Not on Windows.
+
+    Raises OSError where a rank cannot write, also for want of room.
+    """
+    slots = slots_of(model, group)
+    _save(slots, {id(p): cut for p in slots.values() if (cut := cut_of(p))}, Path(path), group)
+
+
+def load_full_optimizer(optimizer: torch.optim.Optimizer, path: str | os.PathLike, group=None) -> None:
+    """Load the optimizer's state that lies in a file, of `save_full_optimizer` or a plain model's, into this rank's.
+
+    Raises what torch.load and `load_full_optimizer_state` raise.
+    """
+    load_full_optimizer_state(optimizer, _mapped(path, group), group)
+
+
+def save_full_optimizer(optimizer: torch.optim.Optimizer, path: str | os.PathLike, group=None) -> None:
+    """Write an optimizer's state dict into a file as that of the plain model's optimizer, each rank its pieces.
+
+    As `save_full`; and raises ValueError for states that are neither of their parameters' shapes nor single numbers.
+    """
+    _save(optimizer.state_dict(), cuts_of_states(optimizer), Path(path), group)
+
+
+# ---- the steps of all of these
+
+
+def _mapped(path: str | os.PathLike, group) -> Any:
+    return _on_all(lambda: torch.load(path, map_location="cpu", mmap=True, weights_only=True), group)
+
+
+def _on_all(step: Callable[[], Any], group) -> Any:
+    """Do a step and return what it gives; raise on every rank if it fails on one."""
+    result, problem = None, None
+    try:
+        result = step()
+    except Exception as error:
+        problem = error
+    agree(problem, group)
+    return result
+
+
+@torch.no_grad()
+def _save(tree: Mapping, cuts: dict[int, Cut], path: Path, group) -> None:
+    """Write dicts and lists with tensors, some of which are parts: `cuts` has the cut of each, by its id."""
+    first = place_in(group)[0] == 0
+    unfinished = path.with_name(path.name + ".unfinished")
+    try:
+        _on_all(lambda: first and _write_outline(tree, cuts, unfinished), group)
+        _on_all(lambda: _write_pieces(tree, cuts, unfinished, first), group)
+        _on_all(lambda: first and unfinished.replace(path), group)
+    finally:
+        if first:
+            unfinished.unlink(missing_ok=True)
+
+
+def _write_outline(tree: Mapping, cuts: dict[int, Cut], path: Path) -> None:
+    """A file with room for every tensor, and nothing in it."""
+    full: dict[int, Tensor] = {}
+
+    def room(t: Tensor) -> Tensor:
+        shape = cuts[id(t)].shape if id(t) in cuts else t.shape
+        return full.setdefault(id(t), torch.empty(shape, dtype=t.dtype, device="cpu"))
+
+    with FakeTensorMode(), torch.serialization.skip_data(materialize_fake_tensors=True):
+        torch.save(tree_map_only(Tensor, room, dict(tree)), path)
+    if hasattr(os, "posix_fallocate"):  # a full disk is told of here; later, writing to the map would kill the process
+        with open(path, "rb+") as file:
+            os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
+
+
+def _write_pieces(tree: Mapping, cuts: dict[int, Cut], path: Path, first_rank: bool) -> None:
+    with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):  # what is written there is written to the file
+        file = torch.load(path, mmap=True, weights_only=True)
+    for mine, full in zip(tree_leaves(dict(tree)), tree_leaves(file), strict=True):
+        if not isinstance(mine, Tensor):
+            continue
+        if (cut := cuts.get(id(mine))) is None:
+            if first_rank:
+                full.copy_(mine)
+            continue
+        for piece, start, first in pieces_in(mine, cut):
+            if first:
+                full.narrow(cut.dim, start, piece.shape[cut.dim]).copy_(piece)
+    with open(path, "rb+") as written:
+        os.fsync(written.fileno())

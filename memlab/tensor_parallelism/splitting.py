@@ -1,0 +1,178 @@
+"""Split a model that is there already: a plan says by name which layers become parallel ones.
+
+    plan = {
+        "layers.*.self_attn.[qkv]_proj": ColumnParallelLinear,
+        "layers.*.self_attn.o_proj": RowParallelLinear,
+        "layers.*.mlp.gate_proj": ColumnParallelLinear,
+        "layers.*.mlp.up_proj": ColumnParallelLinear,
+        "layers.*.mlp.down_proj": RowParallelLinear,
+        "embed_tokens": VocabularyParallelEmbedding,
+    }
+    split_layers(model, plan)
+
+The model's own code runs on: between a column parallel layer and the row parallel one after it, it meets a part of the
+features. Attention there must take as many heads as it finds. PyTorch's parallelize_module takes plans of the same
+kind.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from memlab.tensor_parallelism.blocks import share
+from memlab.tensor_parallelism.embedding import VocabularyParallelEmbedding
+from memlab.tensor_parallelism.linear import ColumnParallelLinear, RowParallelLinear
+
+_PLAIN = {ColumnParallelLinear: nn.Linear, RowParallelLinear: nn.Linear, VocabularyParallelEmbedding: nn.Embedding}
+_CUT = {
+    ColumnParallelLinear: {"out_features": "outputs", "weight": 0, "bias": 0},
+    RowParallelLinear: {"in_features": "inputs", "weight": 1, "bias": None},
+    VocabularyParallelEmbedding: {"num_embeddings": "entries of the vocabulary", "weight": 0},
+}
+
+
+def split_layers(
+    model: nn.Module,
+    plan: Mapping[str, Any],
+    *,
+    divide: Mapping[str, Sequence[str]] | None = None,
+    group=None,
+    device=None,
+) -> nn.Module:
+    """Replace the layers that a plan names by parallel ones, of which this rank holds a part; return the model.
+
+    plan: name pattern → ColumnParallelLinear, RowParallelLinear (of an nn.Linear) or VocabularyParallelEmbedding (of an
+      nn.Embedding), or a pair of one and its options, such as (ColumnParallelLinear, {"gather_output": True}). Patterns
+      are a shell's (fnmatch), of the whole name; "*" also matches dots. Where several fit, the first counts.
+    divide: name pattern → attributes that count heads or features, to become this rank's: {"*.attention": ["heads"]}.
+    device: where layers on "meta" get their parts (None: the default device), with the values that such layers begin
+      with; there never is a full weight then. Other modules on "meta" that have reset_parameters, as PyTorch's have,
+      are made there too; what else is on "meta" stays there, and is yours to fill.
+
+    All ranks of the group must hold the same model. Tied weights stay tied. Layers are replaced one after the other,
+    and give up their whole weights as they go.
+
+    Raises ValueError for a pattern that fits nothing, sizes that the ranks do not divide, and weights that are tied to
+    one that is cut in another way, or not; TypeError for a layer of another kind than the plan's. The model is then as
+    it was.
+    """
+    names = _names(model)
+    chosen = {name: entry if isinstance(entry, tuple) else (entry, {}) for name, entry in _fitting(names, plan).items()}
+    for name, (kind, _) in chosen.items():
+        _refuse_unsplittable(name, model.get_submodule(name), kind, group)
+    shares = [
+        (module, attribute, share(_number(module, attribute, name), attribute, group))
+        for name, attributes in _fitting(names, divide or {}).items()
+        for module in [model.get_submodule(name)]
+        for attribute in attributes
+    ]
+    ties = _ties(model, names, {name: kind for name, (kind, _) in chosen.items()})
+
+    for module, attribute, number in shares:
+        setattr(module, attribute, number)
+    for name, all_names in names.items():
+        module = model.get_submodule(name)
+        if name in chosen:
+            kind, options = chosen[name]
+            part = _parallel(module, kind, {"group": group, **options}, device)
+            for each in all_names:
+                parent, _, last = each.rpartition(".")
+                setattr(model.get_submodule(parent), last, part)
+        elif hasattr(module, "reset_parameters") and any(p.is_meta for p in module.parameters(recurse=False)):
+            _begin(module, device)
+    for (first, attribute), *others in ties:
+        for name, other in others:
+            setattr(model.get_submodule(name), other, getattr(model.get_submodule(first), attribute))
+    return model
+
+
+def _names(model: nn.Module) -> dict[str, list[str]]:
+    """All names of every module, by its first one; without the model's own, which is empty."""
+    names: dict[nn.Module, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        names.setdefault(module, []).append(name)
+    return {each[0]: each for each in names.values()}
+
+
+def _fitting(names: Mapping[str, Sequence[str]], patterns: Mapping[str, Any]) -> dict[str, Any]:
+    """For each module that a pattern fits, what the first of these says. Raises ValueError for one that fits none."""
+    found, useful = {}, set()
+    for name, all_names in names.items():
+        fits = [
+            pattern for pattern in patterns if any(fnmatch.fnmatchcase(each, pattern) for each in all_names if each)
+        ]
+        useful.update(fits)
+        if fits:
+            found[name] = patterns[fits[0]]
+    for pattern in patterns:
+        if pattern not in useful:
+            known = dict.fromkeys(re.sub(r"\b\d+\b", "*", name) for name in names if name)
+            raise ValueError(f"expected layers that fit {pattern!r}, found none; names here are {', '.join(known)}")
+    return found
+
+
+def _refuse_unsplittable(name: str, layer: nn.Module, kind: type[nn.Module], group) -> None:
+    plain = _PLAIN.get(kind)
+    if plain is None:
+        known = ", ".join(each.__name__ for each in _PLAIN)
+        raise TypeError(f"expected {known}, or a pair of one and its options, for {name}, found {kind!r}")
+    if not isinstance(layer, plain) or type(layer).forward is not plain.forward:
+        raise TypeError(
+            f"expected an nn.{plain.__name__} at {name} to make a {kind.__name__} of, found {type(layer).__name__}; "
+            "let the pattern fit such layers only"
+        )
+    size, what = next(iter(_CUT[kind].items()))
+    share(getattr(layer, size), f"{what} of {name}", group)
+
+
+def _number(module: nn.Module, attribute: str, name: str) -> int:
+    number = getattr(module, attribute, None)
+    if not isinstance(number, int):
+        raise ValueError(f"expected a number of heads or features in {name}.{attribute}, found {number!r}")
+    return number
+
+
+def _ties(model: nn.Module, names: Sequence[str], kinds: Mapping[str, type]) -> list[list[tuple[str, str]]]:
+    """Parameters that several modules share: (module's name, parameter's name) of each. Raises for unlike cuts."""
+    owners: dict[nn.Parameter, list[tuple[str, str]]] = {}
+    for name in names:
+        for attribute, p in model.get_submodule(name).named_parameters(recurse=False):
+            owners.setdefault(p, []).append((name, attribute))
+    ties = [users for users in owners.values() if len(users) > 1]
+    for users in ties:
+        cuts = {f"{name}.{attribute}": _CUT.get(kinds.get(name), {}).get(attribute) for name, attribute in users}
+        if len(set(cuts.values())) > 1:
+            told = ", ".join(
+                f"{user} {'whole' if dim is None else f'cut by dimension {dim}'}" for user, dim in cuts.items()
+            )
+            raise ValueError(f"expected one cut of tied weights, found {told}; let the plan cut all alike, or none")
+    return ties
+
+
+def _parallel(layer: nn.Module, kind: type[nn.Module], options: dict, device) -> nn.Module:
+    """The parallel layer of this one, as trainable and as much in training as it was."""
+    if layer.weight.is_meta:
+        options = {"device": device, **options}
+    part = (kind.from_embedding if kind is VocabularyParallelEmbedding else kind.from_linear)(layer, **options)
+    for name, p in part.named_parameters():
+        p.requires_grad_(getattr(layer, name).requires_grad)
+    return part.train(layer.training)
+
+
+def _begin(module: nn.Module, device) -> None:
+    """Give a module on "meta" the values that it begins with."""
+    for name, p in list(module.named_parameters(recurse=False)):
+        setattr(
+            module,
+            name,
+            nn.Parameter(torch.empty_like(p, device=device or torch.get_default_device()), p.requires_grad),
+        )
+    for name, buffer in list(module.named_buffers(recurse=False)):
+        setattr(module, name, torch.empty_like(buffer, device=device or torch.get_default_device()))
+    module.reset_parameters()

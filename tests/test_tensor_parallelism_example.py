@@ -1,0 +1,52 @@
+"""The package's own example: launched by itself, by torchrun, and on imagined ranks."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from memlab.tensor_parallelism.__main__ import main
+from tests.example_helpers import figures, printed, ranks_named
+
+MODULE = "memlab.tensor_parallelism"
+CHOSEN = ("--sequence-parallel", "--steps", "2")
+
+
+def peaks(text: str) -> list[float]:
+    return [float(found) for found in re.findall(r"peak +(\S+) MiB", text)]
+
+
+def test_the_example_says_the_same_by_itself_and_under_torchrun():
+    alone = printed(MODULE, *CHOSEN, "--ranks", "2")
+    launched = printed("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", MODULE, *CHOSEN)
+    for text in (alone, launched):
+        assert "tensor and sequence parallel, 2 ranks" in text and ranks_named(text) == ["0", "1"]
+    assert figures(alone) == figures(launched)
+    losses, sent = figures(alone)
+    assert len(losses) == len(sent) == 2
+
+
+def test_losses_do_not_depend_on_ranks_peaks_fall_with_them_and_imagined_ranks_send_what_real_ones_send(capsys):
+    said = {}
+    for arguments in (["--ranks", "1"], ["--ranks", "2"], ["--imagined", "2"]):
+        for more in ((), ("--sequence-parallel",)):
+            assert main([*arguments, *more, "--steps", "2"]) == 0
+            said[" ".join((*arguments, *more))] = capsys.readouterr().out
+    losses = {tuple(figures(text)[0]) for name, text in said.items() if "imagined" not in name}
+    assert len(losses) == 1 and len(*losses) == 2
+    assert peaks(said["--ranks 2"])[0] < 0.7 * peaks(said["--ranks 1"])[0]
+    assert peaks(said["--ranks 2 --sequence-parallel"])[0] < peaks(said["--ranks 2"])[0]
+    for more in ("", " --sequence-parallel"):
+        imagined, sent = figures(said[f"--imagined 2{more}"])
+        assert imagined == [] and sent == figures(said[f"--ranks 2{more}"])[1][:1]
+    assert "no values on imagined hardware" in said["--imagined 2"] and "1 rank\n" in said["--ranks 1"]
+
+
+def test_the_example_refuses_no_ranks_and_no_steps_and_ranks_that_do_not_divide_its_sizes(capsys):
+    for wrong, words in (("--ranks", "one rank"), ("--imagined", "one rank"), ("--steps", "one step")):
+        with pytest.raises(SystemExit):
+            main([wrong, "0"])
+        assert f"expected at least {words}, found 0" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="256 entries of the vocabulary cannot be split over 3 ranks"):
+        main(["--imagined", "3"])

@@ -1,0 +1,49 @@
+"""A part stays a part, whatever a module does with its parameters."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+
+from memlab.ranks import imagined_ranks
+from memlab.tensor_parallelism import ColumnParallelLinear, RowParallelLinear, VocabularyParallelEmbedding, cut_of
+
+
+@pytest.fixture
+def layers():
+    with imagined_ranks(2, 1):
+        yield torch.nn.ModuleList(
+            [ColumnParallelLinear(4, 6), RowParallelLinear(6, 4), VocabularyParallelEmbedding(8, 4)]
+        )
+
+
+def assigned(layers):
+    layers.load_state_dict({name: torch.zeros_like(value) for name, value in layers.state_dict().items()}, assign=True)
+    return layers
+
+
+def pickled(layers):
+    file = io.BytesIO()
+    torch.save(layers, file)
+    return torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+
+
+WAYS = {
+    "deepcopy": copy.deepcopy,
+    "double": lambda layers: layers.double(),
+    "to meta and back": lambda layers: layers.to("meta").to_empty(device="cpu"),
+    "load_state_dict(assign=True)": assigned,
+    "torch.save": pickled,
+}
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
+def test_a_part_knows_its_cut_after(layers, way):
+    cuts = {name: cut_of(p) for name, p in layers.named_parameters()}
+    after = way(layers)
+    assert {name: cut_of(p) for name, p in after.named_parameters()} == cuts
+    assert [name for name, cut in cuts.items() if cut is None] == ["1.bias"]
+    assert all(p.requires_grad and isinstance(p, torch.nn.Parameter) for p in after.parameters())

@@ -1,0 +1,428 @@
+"""Splitting models that are there already, and checking that ranks hold the same where they must."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from memlab.book.workloads import MLP, Llama, text_batch
+from memlab.memory_timeline import imagine
+from memlab.ranks import RankError, Traffic, imagined_ranks, one_rank, run_ranks
+from memlab.tensor_parallelism import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    TensorParallelGPT,
+    VocabularyParallelEmbedding,
+    check_replicas,
+    cut_of,
+    different_on_ranks,
+    split_layers,
+)
+from memlab.tensor_parallelism.replicas import checksum
+
+GATHERED = (ColumnParallelLinear, {"gather_output": True})
+LLAMA = {
+    "token_embedding": VocabularyParallelEmbedding,
+    "blocks.*.attention.[qkv]": GATHERED,
+    "blocks.*.attention.out": (RowParallelLinear, {"input_is_parallel": False}),
+    "*.gate": ColumnParallelLinear,
+    "*.up": ColumnParallelLinear,
+    "*.down": RowParallelLinear,
+    "head": GATHERED,
+}
+TRANSFORMERS = {
+    "model.embed_tokens": VocabularyParallelEmbedding,
+    "*.[qkv]_proj": ColumnParallelLinear,
+    "*.o_proj": RowParallelLinear,
+    "*.gate_proj": ColumnParallelLinear,
+    "*.up_proj": ColumnParallelLinear,
+    "*.down_proj": RowParallelLinear,
+    "lm_head": GATHERED,
+}
+
+
+class Heads(nn.Module):
+    """Attention whose code counts its heads, as many models' does."""
+
+    def __init__(self):
+        super().__init__()
+        self.heads, self.size = 4, 8
+        self.q, self.out = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x):
+        y = self.q(x).view(*x.shape[:2], self.heads, self.size).transpose(1, 2)
+        y = (y @ y.transpose(-2, -1)).softmax(-1) @ y
+        return self.out(y.transpose(1, 2).reshape(*x.shape[:2], self.heads * self.size))
+
+
+class Tied(nn.Module):
+    def __init__(self, device=None):
+        super().__init__()
+        self.table = nn.Embedding(32, 8, device=device)
+        self.middle = nn.Linear(8, 8, device=device)
+        self.same = self.middle
+        self.norm = nn.LayerNorm(8, device=device)
+        self.head = nn.Linear(8, 32, bias=False, device=device)
+        self.head.weight = self.table.weight
+
+    def forward(self, x):
+        return self.head(self.norm(self.same(self.middle(self.table(x)))))
+
+
+TIED = {"table": VocabularyParallelEmbedding, "middle": GATHERED, "head": GATHERED}
+
+
+def llama() -> Llama:
+    torch.manual_seed(0)
+    return Llama(layers=2, width=32, heads=4, kv_heads=2, context=16).double()
+
+
+def of_transformers(tied: bool):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=32,
+        tie_word_embeddings=tied,
+    )
+    return LlamaForCausalLM(config).double()
+
+
+def heads() -> Heads:
+    torch.manual_seed(0)
+    return Heads().double()
+
+
+def on_ranks(rank: int, transformers: bool) -> dict:
+    found = {}
+    x, y = text_batch(2, 16)
+    model = split_layers(llama(), LLAMA)
+    with check_replicas(model):
+        loss = model(x, y)
+        loss.backward()
+    found["llama"] = model(x).detach(), loss.detach(), model.blocks[0].norm1.weight.grad
+    found["part"] = model.blocks[1].feed_forward.up.weight.grad
+    found["numbers"] = sum(p.numel() for p in model.parameters())
+
+    attention = split_layers(
+        nn.ModuleDict({"attention": heads()}),
+        {"*.q": ColumnParallelLinear, "*.out": RowParallelLinear},
+        divide={"attention": ["heads"]},
+    )["attention"]
+    torch.manual_seed(1)
+    with Traffic() as traffic:
+        found["heads"] = attention(torch.randn(2, 5, 32, dtype=torch.float64)).detach(), attention.heads
+    found["sent"] = [record.name for record in traffic.records]
+
+    torch.manual_seed(2)
+    tied = split_layers(Tied(), TIED)
+    found["tied"] = tied.head.weight is tied.table.weight, tied.same is tied.middle
+    tokens = torch.arange(32).view(2, 16)
+    tied(tokens).square().sum().backward()
+    found["tied gradient"] = tied.table.weight.grad
+
+    if transformers:
+        for tie in (False, True):
+            model = split_layers(of_transformers(tie), TRANSFORMERS)
+            out = model(input_ids=tokens, labels=tokens)
+            out.loss.backward()
+            gradients = [p.grad for p in model.parameters() if cut_of(p) is None]
+            found["transformers", tie] = out.logits.detach(), out.loss.detach(), gradients
+            found["still tied", tie] = model.lm_head.weight is model.model.embed_tokens.weight
+    return found
+
+
+def transformers_here() -> bool:
+    try:
+        import transformers  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict]:
+    return run_ranks(on_ranks, 2, transformers_here())
+
+
+def near(found, expected, tolerance=1e-12) -> bool:
+    return (found - expected).norm() <= tolerance * expected.norm()
+
+
+def test_the_books_llama_split_by_names_is_the_llama_and_every_rank_has_half_of_its_matrices(ranks):
+    plain = llama()
+    x, y = text_batch(2, 16)
+    loss = plain(x, y)
+    loss.backward()
+    logits, up = plain(x).detach(), plain.blocks[1].feed_forward.up.weight.grad
+    norms = sum(p.numel() for name, p in plain.named_parameters() if "norm" in name)
+    for number, rank in enumerate(ranks):
+        assert near(rank["llama"][0], logits) and near(rank["llama"][1], loss.detach())
+        assert near(rank["llama"][2], plain.blocks[0].norm1.weight.grad)
+        assert near(rank["part"], up.chunk(2)[number])
+        assert rank["numbers"] == (sum(p.numel() for p in plain.parameters()) - norms) // 2 + norms
+
+
+def test_attention_that_counts_its_heads_gets_its_share_and_needs_one_sum(ranks):
+    plain = heads()
+    torch.manual_seed(1)
+    expected = plain(torch.randn(2, 5, 32, dtype=torch.float64)).detach()
+    for rank in ranks:
+        assert near(rank["heads"][0], expected) and rank["heads"][1] == 2 and rank["sent"] == ["all_reduce"]
+
+
+def test_tied_weights_stay_one_part_and_a_layer_used_twice_stays_one_layer(ranks):
+    torch.manual_seed(2)
+    plain = Tied()
+    plain(torch.arange(32).view(2, 16)).square().sum().backward()
+    for number, rank in enumerate(ranks):
+        assert rank["tied"] == (True, True)
+        assert near(rank["tied gradient"], plain.table.weight.grad.chunk(2)[number], 1e-5)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_transformers_llama_computes_its_logits_on_two_ranks(ranks, tied):
+    pytest.importorskip("transformers")
+    plain, tokens = of_transformers(tied), torch.arange(32).view(2, 16)
+    out = plain(input_ids=tokens, labels=tokens)
+    out.loss.backward()
+    whole = [p.grad for name, p in plain.named_parameters() if "norm" in name]
+    for rank in ranks:
+        logits, loss, gradients = rank["transformers", tied]
+        assert near(logits, out.logits.detach()) and near(loss, out.loss.detach())
+        assert all(near(one, other) for one, other in zip(gradients, whole, strict=True))
+        assert rank["still tied", tied] == tied
+
+
+def test_a_model_on_meta_gets_its_parts_with_values_and_never_a_whole_weight():
+    with one_rank("cpu"):
+        torch.manual_seed(5)
+        model = split_layers(Tied("meta"), TIED, device="cpu")
+        assert model.head.weight is model.table.weight
+        assert not any(p.is_meta for p in model.parameters())
+        assert torch.isfinite(model(torch.arange(4)[None])).all()
+    with imagined_ranks(4), imagine("H100-80GB"):
+        model = split_layers(Tied("meta"), TIED, device="cpu")
+        assert model.table.weight.shape == (8, 8) and model.norm.weight.shape == (8,)
+        model(torch.zeros(2, 4, dtype=torch.int64)).sum().backward()
+
+
+def test_frozen_and_evaluating_layers_stay_so():
+    with imagined_ranks(2):
+        model = MLP(8, 8, 8)
+        model.layers[0].requires_grad_(False)
+        model.layers[1].eval()
+        split_layers(model, {"layers.0": ColumnParallelLinear, "layers.1": RowParallelLinear})
+        assert not any(p.requires_grad for p in model.layers[0].parameters()) and model.layers[0].training
+        assert all(p.requires_grad for p in model.layers[1].parameters()) and not model.layers[1].training
+        table = nn.ModuleDict({"table": nn.Embedding(8, 4)}).requires_grad_(False)
+        assert not split_layers(table, {"table": VocabularyParallelEmbedding})["table"].weight.requires_grad
+
+
+def test_of_several_patterns_that_fit_the_first_counts():
+    with imagined_ranks(2):
+        model = split_layers(MLP(8, 8, 8), {"layers.0": RowParallelLinear, "layers.*": ColumnParallelLinear})
+    assert [type(layer) for layer in model.layers] == [RowParallelLinear, ColumnParallelLinear, ColumnParallelLinear]
+
+
+@pytest.mark.parametrize(
+    ("model", "plan", "divide", "error", "words"),
+    [
+        (MLP, {"layer.*": ColumnParallelLinear}, None, ValueError, "fit 'layer.*', found none; names here are layers"),
+        (MLP, {"layers": ColumnParallelLinear}, None, TypeError, "nn.Linear at layers to make a ColumnParallelLinear"),
+        (MLP, {"layers.0": nn.Linear}, None, TypeError, "expected ColumnParallelLinear, RowParallelLinear, Vocab"),
+        (MLP, {"layers.0": "column"}, None, TypeError, "found 'column'"),
+        (Tied, {"norm": RowParallelLinear}, None, TypeError, "of, found LayerNorm"),
+        (Tied, {"middle": VocabularyParallelEmbedding}, None, TypeError, "nn.Embedding at middle"),
+        (lambda: MLP(7), {"*.0": RowParallelLinear}, None, ValueError, "7 inputs of layers.0 cannot be split over 2"),
+        (Tied, {"table": VocabularyParallelEmbedding}, None, ValueError, "head.weight whole"),
+        (Tied, {"table": VocabularyParallelEmbedding, "head": RowParallelLinear}, None, ValueError, "dimension 1"),
+        (Heads, {"q": ColumnParallelLinear}, {"": ["heads"]}, ValueError, "fit '', found none"),
+        (Tied, {"middle": GATHERED}, {"norm": ["heads"]}, ValueError, "features in norm.heads, found None"),
+        (Tied, {"middle": GATHERED}, {"norm": ["count"]}, ValueError, "3 count cannot be split over 2 ranks"),
+    ],
+)
+def test_a_plan_that_cannot_be_is_refused_and_the_model_is_as_it_was(model, plan, divide, error, words):
+    model = model()
+    if isinstance(model, Tied):
+        model.norm.count = 3
+    before = list(model.named_modules())
+    with imagined_ranks(2), pytest.raises(error, match=re.escape(words)):
+        split_layers(model, plan, divide=divide)
+    assert list(model.named_modules()) == before
+
+
+# ---- replicas
+
+
+def test_checksums_differ_where_one_bit_or_two_places_do():
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex128):
+        x = torch.arange(1, 600_001).remainder(120).to(dtype)
+        y = x.clone()
+        assert checksum(x) == checksum(y) and checksum(x).dtype == torch.int64
+        y[400_000] = 0
+        assert checksum(x) != checksum(y)
+        if dtype != torch.bool:
+            y = x.clone()
+            y[[3, 400_000]] = x[[400_000, 3]]
+            assert checksum(x) != checksum(y)
+    assert checksum(torch.zeros(3)) != checksum(torch.tensor([0.0, -0.0, 0.0]))
+    assert checksum(torch.empty(0)) == 0 and checksum(torch.ones(6, 4).t()) == checksum(torch.ones(4, 6))
+
+
+def gpt(seed: int = 0, **options) -> TensorParallelGPT:
+    torch.manual_seed(seed)
+    return TensorParallelGPT(1, 16, 4, 8, 32, **options)
+
+
+TOKENS = torch.arange(16).view(2, 8)
+
+
+def other_batch(rank, model):
+    with check_replicas(model):
+        model(TOKENS + rank % 3, TOKENS)
+
+
+def other_targets(rank, model):
+    with check_replicas(model):
+        model(TOKENS, TOKENS + rank % 3)
+
+
+def other_shape(rank, model):
+    with check_replicas(model):
+        model(TOKENS[: 1 + rank % 3], TOKENS[: 1 + rank % 3])
+
+
+def other_weights(rank, model):
+    with torch.no_grad():
+        model.norm.weight += rank % 3
+    with check_replicas(model):
+        model(TOKENS, TOKENS)
+
+
+def other_copy(rank, model):
+    """Of the two ranks that hold one piece of the keys, the last differs."""
+    with torch.no_grad():
+        model.blocks[0].attention.qkv.weight[-1] += rank % 3
+    with check_replicas(model):
+        model(TOKENS, TOKENS)
+
+
+def other_dropout(rank, model):
+    model.dropout.p = 0.5
+    with different_on_ranks(), check_replicas(model):
+        model(TOKENS, TOKENS)
+
+
+def other_gradient(rank, model):
+    with check_replicas(model):
+        model(TOKENS, TOKENS).backward()
+        model.blocks[0].norm2.bias.grad += rank % 3
+
+
+def no_gradient(rank, model):
+    with check_replicas(model):
+        model(TOKENS, TOKENS).backward()
+        if rank == 1:
+            model.blocks[0].norm2.bias.grad = None
+
+
+def other_layer(rank, model):
+    with check_replicas(model):
+        (model.norm if rank == 1 else model.head)(torch.ones(3, 16))
+
+
+def other_place(rank, model):
+    with check_replicas(model):
+        if rank != 1:
+            model.norm(torch.ones(3, 16))
+
+
+FAULTS = {
+    other_batch: r"the same input of TensorParallelGPT on all ranks of the group, found on rank 0, 3: \(2, 8\) of "
+    r"torch.int64 and .*; on rank 1: .*; on rank 2: .*; give every rank of the group the same batch",
+    other_targets: "the same input of TensorParallelGPT on all ranks",
+    other_shape: r"same input of TensorParallelGPT .* on rank 0, 3: \(1, 8\) of .* on rank 1, 2: \(2, 8\)",
+    other_weights: r"same parameter norm.weight .* on rank 0, 3: \(16,\) of .*, bits .*; seed all ranks alike",
+    other_copy: "parameter blocks.0.attention.qkv.weight, section 2, piece 0",
+    other_dropout: "same input of ReplicatedLayerNorm blocks.0.norm1 on all ranks",
+    other_gradient: "same gradient of blocks.0.norm2.bias on all ranks .*; every rank must run the same backward",
+    no_gradient: "same gradient of blocks.0.norm2.bias .*; on rank 1: none",
+    other_layer: "found on rank 0, 2, 3: ColumnParallelLinear head; on rank 1: ReplicatedLayerNorm norm; every rank",
+    other_place: "on rank 0, 2, 3: ReplicatedLayerNorm norm; on rank 1: the block's end; every rank must call the same",
+}
+
+
+def faults(rank: int) -> dict:
+    said = {}
+    for fault in FAULTS:
+        model = gpt(kv_heads=2)
+        try:
+            fault(rank, model)
+        except ValueError as error:
+            hooks = sum(len(module._forward_pre_hooks) for module in model.modules())
+            said[fault.__name__] = str(error), hooks
+    for sequence in (False, True):
+        model = gpt(kv_heads=2, dropout=0.2, sequence_parallel=sequence)
+        with check_replicas(model), Traffic() as traffic:
+            model(TOKENS, TOKENS).backward()
+        said[sequence] = sum(len(module._forward_pre_hooks) for module in model.modules())
+        said["sent", sequence] = traffic.by_name()
+    return said
+
+
+@pytest.fixture(scope="module")
+def said() -> list[dict]:
+    return run_ranks(faults, 4)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_differs_is_named_on_every_rank_with_who_differs_and_no_hook_stays(said, fault):
+    for rank in said:
+        text, hooks = rank[fault.__name__]
+        assert re.search(FAULTS[fault], text), text
+        assert hooks == 0
+
+
+def test_a_right_step_passes_with_dropout_with_and_without_sequence_parallelism(said):
+    assert all(rank[sequence] == 0 for rank in said for sequence in (False, True))
+
+
+def test_on_imagined_ranks_and_alone_the_check_does_nothing():
+    with imagined_ranks(4), imagine("H100-80GB"):
+        model = gpt()
+        with check_replicas(model):
+            assert not any(module._forward_pre_hooks for module in model.modules())
+            model(torch.zeros(2, 8, dtype=torch.int64))
+    with one_rank("cpu"):
+        model = gpt()
+        with check_replicas(model), Traffic() as traffic:
+            model(TOKENS)
+    assert traffic.records == []
+
+
+def test_a_model_without_parallel_layers_is_refused():
+    with imagined_ranks(2), pytest.raises(ValueError, match="found none in MLP; split_layers makes them"):
+        check_replicas(MLP()).__enter__()
+
+
+def fails_alone(rank: int) -> None:
+    model = gpt()
+    with check_replicas(model):
+        if rank == 1:
+            raise ArithmeticError("planted")
+        model(TOKENS)
+
+
+def test_a_rank_that_fails_inside_the_check_ends_the_launch_and_is_named():
+    with pytest.raises(RankError, match="rank 1 raised ArithmeticError: planted"):
+        run_ranks(fails_alone, 2)

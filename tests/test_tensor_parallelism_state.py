@@ -1,0 +1,398 @@
+"""A split model's whole: state dicts, files, optimizer states, the norm of its gradients."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, distributed, nn
+from torch.nn.utils import clip_grad_norm_ as plain_clip
+
+from memlab.book.workloads import GPT
+from memlab.memory_timeline import Meter, imagine
+from memlab.ranks import Traffic, imagined_ranks, one_rank, place_in, run_ranks
+from memlab.tensor_parallelism import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    TensorParallelGPT,
+    VocabularyParallelEmbedding,
+    clip_grad_norm_,
+    cut_of,
+    files,
+    full_optimizer_state,
+    full_state_dict,
+    load_full,
+    load_full_optimizer,
+    load_full_optimizer_state,
+    load_full_state_dict,
+    save_full,
+    save_full_optimizer,
+)
+
+FP64 = torch.float64
+
+
+class Plain(nn.Module):
+    """A layer of every kind; the head is tied to the table."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = nn.Embedding(24, 8), nn.Linear(8, 24, bias=False)
+        self.qkv, self.out, self.norm = nn.Linear(8, 16), nn.Linear(8, 8), nn.LayerNorm(8)
+        self.register_buffer("seen", torch.tensor(7))
+        self.head.weight = self.table.weight
+        self.double()
+
+
+class Split(nn.Module):
+    """The same on ranks; of keys and values there are two pieces, which four ranks share."""
+
+    def __init__(self, group):
+        super().__init__()
+        options = {"group": group, "dtype": FP64}
+        pieces = min(2, place_in(group)[1])
+        self.table = VocabularyParallelEmbedding(24, 8, **options)
+        self.head = ColumnParallelLinear(8, 24, bias=False, **options)
+        self.qkv = ColumnParallelLinear(8, 16, sections=(8, (4, pieces), (4, pieces)), **options)
+        self.out, self.norm = RowParallelLinear(8, 8, **options), nn.LayerNorm(8, dtype=FP64)
+        self.register_buffer("seen", torch.tensor(0))
+        self.head.weight = self.table.weight
+
+
+def plain(seed: int = 0) -> Plain:
+    torch.manual_seed(seed)
+    model = Plain()
+    for p in model.parameters():
+        nn.init.normal_(p)
+    return model
+
+
+def part(p: Tensor, full: Tensor) -> Tensor:
+    return full.clone() if cut_of(p) is None else cut_of(p).part_of(full)
+
+
+def same(split: nn.Module, full: dict[str, Tensor]) -> bool:
+    """Whether this rank's parts are those of the full model."""
+    return all(torch.equal(p, part(p, full[name])) for name, p in split.state_dict(keep_vars=True).items())
+
+
+def forget(split: nn.Module) -> nn.Module:
+    with torch.no_grad():
+        for t in (*split.parameters(), *split.buffers()):
+            t.zero_()
+    return split
+
+
+def groups() -> list:
+    """A group of one, of two and of all, with this rank in each."""
+    rank, ranks = place_in()
+    found = []
+    for size in (1, 2, 4):
+        made = [distributed.new_group(list(range(start, start + size))) for start in range(0, ranks, size)]
+        found.append(made[rank // size])
+    return found
+
+
+def raised(call) -> str:
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def states(group) -> dict:
+    full, rank = plain(), place_in(group)[0]
+    expected, split, facts = full.state_dict(), Split(group), {}
+    load_full_state_dict(split, expected, group)
+    facts["loaded"] = same(split, expected)
+    with Meter() as meter, Traffic() as traffic:
+        found = full_state_dict(split, group)
+    facts["sent"], facts["parts"] = traffic.sent_bytes, sum(p.nbytes for p in split.parameters() if cut_of(p))
+    facts["peak"] = meter.timeline.peak_bytes - sum(t.nbytes for t in (*split.parameters(), *split.buffers()))
+    if rank == 0:
+        facts["gathered"] = list(found) == list(expected) and all(torch.equal(found[k], expected[k]) for k in expected)
+        facts["gathered"] &= found["head.weight"] is found["table.weight"]
+    else:
+        facts["gathered"] = found == {}
+    load_full_state_dict(forget(split), found, group)
+    facts["loaded from rank 0"] = same(split, expected)
+    load_full_state_dict(split, {name: t.float() for name, t in expected.items()}, group)
+    facts["converted"] = same(split, {name: t.float().to(t.dtype) for name, t in expected.items()})
+
+    last = rank == place_in(group)[1] - 1
+    less = {name: t for name, t in expected.items() if name != "out.bias" or not last}
+    more = expected | {"other": torch.ones(1)} if last else expected
+    other = expected | {"out.weight": torch.ones(8, 9)} if last else expected
+    own_part = expected | (
+        {"qkv.bias": split.qkv.bias.detach()} if place_in(group)[1] > 1 else {"qkv.bias": expected["norm.bias"]}
+    )
+    before = {name: t.clone() for name, t in split.state_dict().items()}
+    facts["raised"] = [
+        raised(lambda: load_full_state_dict(split, state, group))  # noqa: B023
+        for state in (less, more, other, own_part)
+    ]
+    facts["unchanged"] = all(torch.equal(t, before[name]) for name, t in split.state_dict().items())
+    return facts
+
+
+def through_files(group, folder: Path) -> dict:
+    rank, ranks = place_in(group)
+    full, split, facts = plain(), Split(group), {}
+    expected = full.state_dict()
+    folder = folder / f"{ranks} ranks, from {distributed.get_rank() // ranks * ranks}"
+    if rank == 0:
+        folder.mkdir()
+        torch.save(expected, folder / "plain.pt")
+    distributed.barrier(group)
+    load_full(split, folder / "plain.pt", group)
+    facts["read"] = same(split, expected)
+    save_full(split, folder / "split.pt", group)
+    written = torch.load(folder / "split.pt")
+    facts["written"] = list(written) == list(expected) and all(torch.equal(written[k], expected[k]) for k in expected)
+    facts["tied"] = written["head.weight"].data_ptr() == written["table.weight"].data_ptr()
+    facts["bytes"] = os.path.getsize(folder / "split.pt") - os.path.getsize(folder / "plain.pt")
+    load_full(forget(split), folder / "split.pt", group)
+    facts["read again"] = same(split, expected)
+
+    forget(split)
+    distributed.barrier(group)
+    facts["raised"] = [
+        raised(lambda: load_full(split, folder / "nowhere.pt", group)),
+        raised(lambda: save_full(split, folder / "nowhere" / "split.pt", group)),
+    ]
+    pieces_in = files.pieces_in
+    if rank == ranks - 1:
+        files.pieces_in = lambda *_: 1 / 0
+    facts["raised"].append(raised(lambda: save_full(split, folder / "split.pt", group)))
+    files.pieces_in = pieces_in
+    distributed.barrier(group)
+    facts["left"] = sorted(path.name for path in folder.iterdir())
+    facts["old file"] = torch.equal(torch.load(folder / "split.pt")["table.weight"], expected["table.weight"])
+    return facts
+
+
+def with_gradients(model: nn.Module, seed: int) -> nn.Module:
+    """The same gradients for a plain model and for the parts of a split one."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {name: cut_of(p).shape if cut_of(p) else p.shape for name, p in model.named_parameters()}
+    for name, p in model.named_parameters():
+        p.grad = part(p, torch.randn(shapes[name], dtype=FP64, generator=generator))
+    return model
+
+
+def norms(group) -> dict:
+    full, split, facts = plain(), Split(group), {}
+    load_full_state_dict(split, full.state_dict(), group)
+    for norm_type in (2.0, 1.0, 3.0, float("inf")):
+        for max_norm in (0.5, 1e9):
+            expected = plain_clip(with_gradients(full, 1).parameters(), max_norm, norm_type)
+            found = clip_grad_norm_(with_gradients(split, 1), max_norm, norm_type, group=group)
+            gradients = dict(full.named_parameters())
+            apart = [(p.grad - part(p, gradients[n].grad)).norm() / p.grad.norm() for n, p in split.named_parameters()]
+            facts[norm_type, max_norm] = max(abs(float(found / expected) - 1), *map(float, apart))
+    split.out.weight.grad.fill_(float("nan") if place_in(group)[0] == 0 else 1.0)
+    facts["raised"] = raised(lambda: clip_grad_norm_(split.parameters(), 1.0, error_if_nonfinite=True, group=group))
+    split.zero_grad()
+    facts["none"] = float(clip_grad_norm_(split.parameters(), 1.0, group=group))
+    facts["one"] = float(clip_grad_norm_(split.norm.weight, 1.0, group=group))
+    return facts
+
+
+def equal_states(found: dict, expected: dict) -> bool:
+    return found["param_groups"] == expected["param_groups"] and all(
+        torch.equal(found["state"][number][name], value)
+        for number, values in expected["state"].items()
+        for name, value in values.items()
+    )
+
+
+def optimizers(group, folder: Path) -> dict:
+    rank = place_in(group)[0]
+    full, split, facts = plain(), Split(group), {}
+    load_full_state_dict(split, full.state_dict(), group)
+
+    def in_groups(model):
+        matrices = [p for p in model.parameters() if p.dim() > 1]
+        vectors = [p for p in model.parameters() if p.dim() == 1]
+        return torch.optim.AdamW([{"params": matrices}, {"params": vectors, "weight_decay": 0.0}], lr=0.1)
+
+    one, many = in_groups(full), in_groups(split)
+    for step in range(3):
+        with_gradients(full, step)
+        with_gradients(split, step)
+        one.step()
+        many.step()
+    found = full_optimizer_state(many, group)
+    expected = one.state_dict()
+    if rank == 0:
+        facts["gathered"] = equal_states(found, expected)
+    else:
+        facts["gathered"] = found == {}
+    for name, given in {"each": expected, "rank 0": expected if rank == 0 else {}}.items():
+        start, other = full.state_dict(), Split(group)
+        load_full_state_dict(other, start, group)
+        again = in_groups(other)
+        load_full_optimizer_state(again, given, group)
+        twin = plain()
+        twin.load_state_dict(start)
+        truth = in_groups(twin)
+        truth.load_state_dict(copy.deepcopy(one.state_dict()))
+        with_gradients(twin, 9)
+        with_gradients(other, 9)
+        truth.step()
+        again.step()
+        facts[name] = same(other, twin.state_dict())
+    fresh = in_groups(Split(group))
+    path = folder / f"optimizer {place_in(group)[1]}, {distributed.get_rank() // place_in(group)[1]}.pt"
+    save_full_optimizer(many, path, group)
+    load_full_optimizer(fresh, path, group)
+    facts["file"] = equal_states(torch.load(path), expected)
+    facts["read"] = equal_states(fresh.state_dict(), many.state_dict())
+    fresh = torch.optim.AdamW(split.parameters())
+    smaller = {"state": {0: {"exp_avg": torch.ones(3, 3)}}, "param_groups": fresh.state_dict()["param_groups"]}
+    factored = torch.optim.Adafactor([split.table.weight])
+    factored.step()
+    facts["raised"] = [
+        raised(lambda: load_full_optimizer_state(fresh, expected, group)),
+        raised(lambda: load_full_optimizer_state(fresh, smaller if rank == 0 else {}, group)),
+        raised(lambda: load_full_optimizer_state(fresh, {"weights": 1}, group)),
+        raised(lambda: full_optimizer_state(factored, group)),
+        raised(lambda: save_full_optimizer(factored, path, group)),
+    ]
+    return facts
+
+
+def in_rank(rank: int, folder: str) -> list:
+    found = []
+    for group in groups():
+        found.append((states(group), through_files(group, Path(folder)), norms(group), optimizers(group, Path(folder))))
+    whole = Split(None)
+    found.append(raised(lambda: full_state_dict(whole, groups()[1])))
+    return found
+
+
+@pytest.fixture(scope="module")
+def ranks_found(tmp_path_factory) -> list:
+    """By rank: [states, files, norms, optimizers] in a group of one, of two and of four."""
+    return run_ranks(in_rank, 4, str(tmp_path_factory.mktemp("states")), timeout=240)
+
+
+def facts(ranks_found: list, which: int) -> list[tuple[int, dict]]:
+    return [(size, rank[place][which]) for rank in ranks_found for place, size in enumerate((1, 2, 4))]
+
+
+def test_a_full_state_goes_into_parts_and_comes_back_bitwise(ranks_found):
+    for size, found in facts(ranks_found, 0):
+        assert found["loaded"] and found["gathered"] and found["loaded from rank 0"] and found["converted"], size
+
+
+def test_to_gather_a_state_each_rank_sends_its_parts_and_rank_0_holds_one_more_at_most(ranks_found):
+    whole = sum(p.nbytes for p in plain().parameters()) + 8
+    for number, rank in enumerate(ranks_found):
+        for place, size in enumerate((1, 2, 4)):
+            found = rank[place][0]
+            gathers = number % size == 0
+            assert found["sent"] == (0 if gathers else found["parts"])
+            if gathers:
+                assert whole <= found["peak"] <= whole + 24 * 8 * 8 // 2 * (size > 1)
+            else:
+                assert found["peak"] <= 0
+
+
+def test_a_state_that_does_not_fit_on_one_rank_is_refused_on_all_and_nothing_is_loaded(ranks_found):
+    for size, found in facts(ranks_found, 0):
+        less, more, other, own_part = found["raised"]
+        assert less.startswith("KeyError") and "found no out.bias (1 missing)" in less
+        assert more.startswith("KeyError") and "found also other (1 too many)" in more
+        assert other.startswith("ValueError: expected out.weight of shape (8, 8), found (8, 9)")
+        assert own_part.startswith("ValueError: expected qkv.bias of shape (16,), found (")
+        assert ("one rank's part of this one" in own_part) == (size > 1)
+        assert found["unchanged"]
+
+
+def test_a_group_of_another_size_than_the_models_is_refused(ranks_found):
+    for rank in ranks_found:
+        assert "expected the group that the model was made with, found table.weight cut for 4 ranks" in rank[3]
+
+
+def test_a_file_is_read_and_written_in_pieces_and_is_a_plain_checkpoint(ranks_found):
+    for size, found in facts(ranks_found, 1):
+        assert found["read"] and found["written"] and found["tied"] and found["read again"], size
+        assert abs(found["bytes"]) <= 4096  # names inside the archive, and their alignment
+
+
+def test_where_one_rank_cannot_read_or_write_all_are_told_and_the_old_file_stays(ranks_found):
+    for _, found in facts(ranks_found, 1):
+        nowhere, no_folder, failed = found["raised"]
+        assert nowhere.startswith("FileNotFoundError") and failed.startswith("ZeroDivisionError")
+        assert "nowhere" in no_folder and "Error: " in no_folder
+        assert found["left"] == ["plain.pt", "split.pt"] and found["old file"]
+
+
+def test_gradients_are_clipped_by_the_plain_models_norm(ranks_found):
+    for size, found in facts(ranks_found, 2):
+        for case, apart in found.items():
+            if isinstance(case, tuple):
+                assert apart <= 1e-14, (size, case)
+        assert found["raised"].startswith("RuntimeError: expected a finite norm of the gradients, found nan")
+        assert found["none"] == found["one"] == 0
+
+
+def test_an_optimizers_state_goes_into_parts_and_comes_back_and_training_goes_on(ranks_found):
+    for size, found in facts(ranks_found, 3):
+        assert found["gathered"] and found["each"] and found["rank 0"], size
+
+
+def test_an_optimizers_file_is_the_plain_optimizers_and_is_read_in_pieces(ranks_found):
+    for size, found in facts(ranks_found, 3):
+        assert found["file"] and found["read"], size
+
+
+def test_an_optimizers_state_that_does_not_fit_is_refused_on_all_ranks(ranks_found):
+    for size, found in facts(ranks_found, 3):
+        grouping, smaller, other, factored, unsaved = found["raised"]
+        assert grouping.startswith("ValueError: expected parameter groups of [7] parameters, found [3, 4]")
+        assert smaller.startswith("ValueError: expected exp_avg of parameter 0 of shape (24, 8), found (3, 3)")
+        assert other.startswith("ValueError: expected state and param_groups, as state_dict() gives them")
+        assert factored == unsaved and factored.startswith("ValueError: expected states of their parameter's"), size
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="the system does not reserve room in files")
+def test_a_full_disk_is_told_of_before_anything_is_written(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with one_rank("cpu"), pytest.raises(OSError, match="No space left"):
+        save_full(Split(None), tmp_path / "split.pt")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_checkpoint_of_a_split_gpt_is_the_plain_ones(tmp_path):
+    sizes = {"layers": 1, "width": 16, "heads": 2, "context": 8, "vocabulary": 16}
+    torch.manual_seed(2)
+    expected = GPT(**sizes)
+    with one_rank("cpu"):
+        save_full(TensorParallelGPT(**sizes), tmp_path / "gpt.pt")
+    model = GPT(**sizes)
+    model.load_state_dict(torch.load(tmp_path / "gpt.pt"))
+    torch.manual_seed(2)
+    with one_rank("cpu"):
+        split = TensorParallelGPT(**sizes)
+        assert same(split, expected.state_dict())
+
+
+def test_states_of_imagined_ranks_have_the_full_models_shapes():
+    with imagine("H100-80GB"), imagined_ranks(64):
+        model = TensorParallelGPT(2, 1024, 64, 1024, 4096, dtype=torch.bfloat16)
+        full = full_state_dict(model)
+        assert full["blocks.1.attention.qkv.weight"].shape == (3072, 1024)
+        load_full_state_dict(model, full)
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p)
+        assert clip_grad_norm_(model, 1.0).shape == ()
