@@ -18,6 +18,7 @@ MAKERS = (
     "explore_rank_bytes",
     "explore_hidden",
     "explore_ring",
+    "explore_tensor_ranks",
 )
 SLIDERS = re.compile(rf"\b({'|'.join(MAKERS)})\(")
 MOST_PICTURES = 500

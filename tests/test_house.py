@@ -44,6 +44,8 @@ DRIVERS = tuple(
         "overlap",
         "ranks_pictures",
         "ring_pictures",
+        "split_pictures",
+        "tensor_pictures",
     )
 )
 

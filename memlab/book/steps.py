@@ -22,6 +22,7 @@ from memlab.memory_timeline import Meter, Timeline, in_main_memory
 from memlab.mixed_precision.master_weights import MasterWeights
 from memlab.offloading import OffloadedOptimizer
 from memlab.ranks import imagined_ranks
+from memlab.tensor_parallelism import TensorParallelGPT
 
 OPTIMIZERS = {
     "sgd": (torch.optim.SGD, {"lr": 1e-3}),
@@ -62,23 +63,34 @@ def build(model: Transformer, **options) -> GPT | Llama:
     return GPT(GPTConfig(**sizes, **options))
 
 
+def build_part(model: Transformer, **options) -> TensorParallelGPT:
+    """This rank's part of the book's GPT of these sizes. options: as of `TensorParallelGPT`."""
+    if model.family != "gpt" or model.tied:
+        raise ValueError(
+            "expected sizes of family 'gpt' with an untied head; found "
+            f"family={model.family!r}, tied={model.tied}; a Llama's layers are split by split_layers"
+        )
+    sizes = ("layers", "width", "heads", "context", "vocabulary", "hidden")
+    return TensorParallelGPT(**{name: getattr(model, name) for name in sizes}, **options)
+
+
 class Segment(nn.Module):
-    """Blocks in one checkpoint. stream: (batch, tokens, width) → the same; tables: for every block."""
+    """Blocks in one checkpoint. stream: (batch, tokens, width) → the same; tables: what every block is given beside."""
 
     def __init__(self, blocks):
         super().__init__()
         self.blocks = nn.ModuleList(blocks)
 
-    def _run(self, stream: Tensor, *tables: Tensor) -> Tensor:
+    def _run(self, stream: Tensor, *tables: Tensor | int) -> Tensor:
         for block in self.blocks:
             stream = block(stream, *tables)
         return stream
 
-    def forward(self, stream: Tensor, *tables: Tensor) -> Tensor:
+    def forward(self, stream: Tensor, *tables: Tensor | int) -> Tensor:
         return checkpoint(self._run, stream, *tables)
 
 
-def checkpoint_blocks(network: GPT | Llama, segments: int) -> None:
+def checkpoint_blocks(network: GPT | Llama | TensorParallelGPT, segments: int) -> None:
     """Put so many Segments in place of the model's blocks. Its parameters and their order stay, their names change."""
     blocks = list(network.blocks)
     network.blocks = nn.ModuleList(Segment(blocks[a:b]) for a, b in balanced(len(blocks), segments))
@@ -121,6 +133,8 @@ def metered_step(
     offload: str | None = None,
     ranks: int = 1,
     stage: int = 0,
+    tensor_ranks: int = 1,
+    sequence_parallel: bool = False,
     device: str = "cpu",
     **options,
 ) -> Timeline:
@@ -133,12 +147,19 @@ def metered_step(
     segments: into how many equal segments the blocks are cut, each in a `checkpoint`; None, nothing is checkpointed.
     offload: "states" or "states and gradients" of an `OffloadedOptimizer`, on a GPU or an imagined card.
     ranks: this is rank 0 of so many, all imagined, and each has a batch of its own. stage: ZeRO's, as in `shared_out`.
+    tensor_ranks: this is rank 0 of so many, all imagined, each with its part of a `TensorParallelGPT`, and they share
+    one batch. sequence_parallel and options, such as keep_gathered: of it. ValueError for both kinds of ranks.
     """
     one_of("precision", precision, PRECISIONS)
     one_of("optimizer", optimizer, tuple(OPTIMIZERS))
     one_of("implementation", implementation, tuple(IMPLEMENTATIONS))
     positive("chunk_bytes", chunk_bytes)
     positive("micro_batches", micro_batches)
+    positive("tensor_ranks", tensor_ranks)
+    if ranks > 1 and tensor_ranks > 1:
+        raise ValueError(f"expected ranks or tensor_ranks, found both: {ranks} and {tensor_ranks}")
+    if sequence_parallel and tensor_ranks == 1:
+        raise ValueError("expected tensor_ranks above 1 for sequence_parallel, found 1; one rank has all rows anyway")
     make = functools.partial(
         made,
         optimizer=optimizer,
@@ -147,11 +168,14 @@ def metered_step(
         chunk_bytes=chunk_bytes,
         offload=offload,
     )
-    with imagined_ranks(ranks) if ranks > 1 else nullcontext():
+    with imagined_ranks(max(ranks, tensor_ranks)) if max(ranks, tensor_ranks) > 1 else nullcontext():
         usual = torch.get_default_dtype()
         torch.set_default_dtype(torch.bfloat16 if precision in ("bf16", "mixed") else torch.float32)
         try:
-            network = build(model, **options).to(device)
+            if tensor_ranks > 1:
+                network = build_part(model, sequence_parallel=sequence_parallel, device=device, **options)
+            else:
+                network = build(model, **options).to(device)
             if segments is not None:
                 checkpoint_blocks(network, segments)
         finally:

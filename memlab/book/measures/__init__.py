@@ -29,6 +29,7 @@ from memlab.book.measures.offloading import (
     swapped_to_the_host,
 )
 from memlab.book.measures.pictures import pictures_that_move
+from memlab.book.measures.tensor_parallelism import split_beside_dtensor, split_bytes, split_equal_to_one_process
 
 MEASURES = (
     meter_time,
@@ -58,5 +59,8 @@ MEASURES = (
     launches,
     equal_to_one_process,
     beside_pytorch,
+    split_equal_to_one_process,
+    split_beside_dtensor,
+    split_bytes,
     pictures_that_move,
 )
