@@ -25,6 +25,7 @@ from tests import (
     exercises_memory_timeline,
     exercises_mixed_precision,
     exercises_offloading,
+    exercises_tensor_parallelism,
 )
 
 ANSWERS = {
@@ -37,6 +38,7 @@ ANSWERS = {
     "gradient_checkpointing": exercises_gradient_checkpointing,
     "offloading": exercises_offloading,
     "data_parallelism": exercises_data_parallelism,
+    "tensor_parallelism": exercises_tensor_parallelism,
 }
 NOTEBOOKS = {path.stem: path for path in sources()}
 
