@@ -82,7 +82,7 @@ class TensorParallelGPT(nn.Module):
         logits = self.head(self.norm(stream))
         if y is None:
             return logits.view(batch, tokens, -1)
-        return vocabulary_parallel_cross_entropy(logits, y.flatten(), group=self.group)
+        return vocabulary_parallel_cross_entropy(logits, y.flatten(), in_place=True, group=self.group)
 
     def _embedded(self, x: Tensor) -> Tensor:
         """The stream's beginning: the sum over ranks of both tables' summands, of all rows or this rank's."""
