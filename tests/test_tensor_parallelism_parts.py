@@ -31,7 +31,17 @@ def pickled(layers):
     return torch.load(io.BytesIO(file.getvalue()), weights_only=False)
 
 
+def swapped(layers):
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        return layers.double()
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
 WAYS = {
+    "deepcopy of what was pickled": lambda layers: copy.deepcopy(pickled(layers)),
+    "double, by swapping": swapped,
     "deepcopy": copy.deepcopy,
     "double": lambda layers: layers.double(),
     "to meta and back": lambda layers: layers.to("meta").to_empty(device="cpu"),
@@ -47,3 +57,16 @@ def test_a_part_knows_its_cut_after(layers, way):
     assert {name: cut_of(p) for name, p in after.named_parameters()} == cuts
     assert [name for name, cut in cuts.items() if cut is None] == ["1.bias"]
     assert all(p.requires_grad and isinstance(p, torch.nn.Parameter) for p in after.parameters())
+
+
+def test_a_whole_weight_is_no_part(layers):
+    with pytest.raises(ValueError, match=r"expected this rank's part as weight, \(3, 4\), found \(6, 4\)"):
+        layers[0].weight = torch.nn.Parameter(torch.zeros(6, 4))
+
+
+def test_a_layer_with_a_group_of_its_own_is_copied_with_it(layers):
+    group = torch.distributed.new_group([0, 1])
+    layer = ColumnParallelLinear(4, 6, group=group)
+    other = copy.deepcopy(layer, {id(group): group})
+    assert other.group is group and other.sending.group is group
+    assert cut_of(other.weight) == cut_of(layer.weight)

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from memlab.ranks import place_in
 from memlab.tensor_parallelism.cuts import cut_evenly
-from memlab.tensor_parallelism.parameters import SplitLayer, draw_part_, make_part
+from memlab.tensor_parallelism.parameters import SplitLayer, draw_part_
 from memlab.tensor_parallelism.regions import reduce_from_ranks
 
 
@@ -51,7 +51,7 @@ class VocabularyParallelEmbedding(SplitLayer):
         self.padding_idx = None if padding_idx is None else padding_idx % num_embeddings
         self.reduce, self.group = reduce, group
         cut = cut_evenly((num_embeddings, embedding_dim), 0, *place_in(group), what="vocabulary")
-        self.weight = make_part(cut, device, dtype)
+        self.make_part("weight", cut, device, dtype)
         self.reset_parameters()
 
     @classmethod
@@ -71,7 +71,7 @@ class VocabularyParallelEmbedding(SplitLayer):
         table = cls(embedding.num_embeddings, embedding.embedding_dim, device=drawn_on, **made)
         if not full.is_meta:
             cut = table.weight._cut
-            table.weight = make_part(cut, device, made["dtype"])
+            table.make_part("weight", cut, device, made["dtype"])
             with torch.no_grad():
                 table.weight.copy_(full[slice(*cut.ranges()[0])])
         table.weight.requires_grad_(full.requires_grad)

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from memlab.ranks import place_in
 from memlab.tensor_parallelism.cuts import cut_evenly, cut_of
 from memlab.tensor_parallelism.overlap import Sending, column_linear
-from memlab.tensor_parallelism.parameters import SplitLayer, draw_part_, make_part
+from memlab.tensor_parallelism.parameters import SplitLayer, draw_part_
 from memlab.tensor_parallelism.regions import (
     gather_from_ranks,
     neighbours,
@@ -81,9 +81,11 @@ class ColumnParallelLinear(SplitLayer):
                 f"expected outputs that lie in order when gathered, found gather_output with sections {cut.sections}; "
                 "make a layer for each section"
             )
-        self.weight = make_part(cut, device, dtype)
-        bias_cut = cut_evenly((out_features,), 0, rank, ranks, sections, what)
-        self.bias = make_part(bias_cut, device, dtype) if bias else None
+        self.make_part("weight", cut, device, dtype)
+        if bias:
+            self.make_part("bias", cut_evenly((out_features,), 0, rank, ranks, sections, what), device, dtype)
+        else:
+            self.register_parameter("bias", None)
         self.sending = Sending(group, sequence_parallel, keep_gathered, tuple(cut.shared()))
         for _, _, copies in self.sending.shared:
             neighbours(copies, group)  # made here, where all ranks are
@@ -144,7 +146,7 @@ class RowParallelLinear(SplitLayer):
         self.in_features, self.out_features, self.ranks, self.group = in_features, out_features, ranks, group
         self.input_is_parallel, self.sequence_parallel = input_is_parallel, sequence_parallel
         cut = cut_evenly((out_features, in_features), 1, rank, ranks, what="number of inputs")
-        self.weight = make_part(cut, device, dtype)
+        self.make_part("weight", cut, device, dtype)
         self.bias = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype)) if bias else None
         self.reset_parameters()
 

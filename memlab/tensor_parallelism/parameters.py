@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from memlab.tensor_parallelism.cuts import Cut, cut_of
+from memlab.tensor_parallelism.cuts import Cut
 
 CHUNK_BYTES = 2**20
 """How much of a full tensor is drawn at a time (and up to 15 numbers more)."""
@@ -23,41 +23,48 @@ CHUNK_BYTES = 2**20
 _TOGETHER = 16  # normal_ makes as many normal numbers at once out of as many uniform ones
 
 
-class Part(nn.Parameter):
-    """A parameter that knows its cut. So does a deep copy of it, which of a plain Parameter has no attributes."""
-
-    def __deepcopy__(self, memo):
-        return as_part(super().__deepcopy__(memo), self._cut)
-
-
-def make_part(cut: Cut, device=None, dtype=None) -> nn.Parameter:
-    """An uninitialised parameter of cut.part_shape, that knows its cut."""
-    return as_part(nn.Parameter(torch.empty(cut.part_shape, device=device, dtype=dtype)), cut)
-
-
-def as_part(parameter: nn.Parameter, cut: Cut) -> nn.Parameter:
-    """The same parameter, which knows from here on that it is a part by this cut."""
-    if type(parameter) is nn.Parameter:  # and not an imagined one
-        parameter.__class__ = Part
-    parameter._cut = cut
-    return parameter
-
-
 class SplitLayer(nn.Module):
-    """A layer of parts. What takes a part's place, as in `to_empty` and `load_state_dict(assign=True)`, is a part."""
+    """A layer some of whose parameters are parts. It remembers their cuts, for whatever takes a parameter's place.
+
+    So after `to_empty`, `load_state_dict(assign=True)`, a deep copy or a pickle `cut_of(layer.weight)` is what it was.
+    Groups cannot be copied, so a deep copy of a layer with one of its own is `deepcopy(layer, {id(group): group})`.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.cuts: dict[str, Cut] = {}
+
+    def make_part(self, name: str, cut: Cut, device=None, dtype=None) -> None:
+        """Give the layer an uninitialised parameter of cut.part_shape."""
+        self.cuts[name] = cut
+        setattr(self, name, nn.Parameter(torch.empty(cut.part_shape, device=device, dtype=dtype)))
 
     def __setattr__(self, name: str, value) -> None:
-        before = self.__dict__.get("_parameters", {}).get(name)
-        if isinstance(value, nn.Parameter) and cut_of(value) is None and cut_of(before) is not None:
-            as_part(value, cut_of(before))
+        cut = self.__dict__.get("cuts", {}).get(name)
+        if cut is not None and isinstance(value, nn.Parameter):
+            if tuple(value.shape) != cut.part_shape:
+                raise ValueError(
+                    f"expected this rank's part as {name}, {cut.part_shape}, found {tuple(value.shape)}; "
+                    "give it cut_of(layer.weight).part_of(full)"
+                )
+            value._cut = cut
         super().__setattr__(name, value)
 
+    def __setstate__(self, state: dict) -> None:
+        super().__setstate__(state)
+        self._mark()
+
     def _apply(self, fn, recurse=True):
-        before = dict(self._parameters)
         super()._apply(fn, recurse)
-        for name, parameter in before.items():
-            if cut_of(parameter) is not None:
-                setattr(self, name, as_part(self._parameters[name], cut_of(parameter)))
+        return self._mark()
+
+    def _load_from_state_dict(self, *arguments) -> None:
+        super()._load_from_state_dict(*arguments)
+        self._mark()
+
+    def _mark(self) -> SplitLayer:
+        for name, cut in self.cuts.items():
+            self._parameters[name]._cut = cut
         return self
 
 
