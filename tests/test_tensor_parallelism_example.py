@@ -48,5 +48,7 @@ def test_the_example_refuses_no_ranks_and_no_steps_and_ranks_that_do_not_divide_
         with pytest.raises(SystemExit):
             main([wrong, "0"])
         assert f"expected at least {words}, found 0" in capsys.readouterr().err
-    with pytest.raises(ValueError, match="256 entries of the vocabulary cannot be split over 3 ranks"):
-        main(["--imagined", "3"])
+    for wrong in ("--ranks", "--imagined"):
+        with pytest.raises(SystemExit):
+            main([wrong, "3"])
+        assert "divides 8 heads (1, 2, 4, 8), found 3" in capsys.readouterr().err

@@ -426,3 +426,30 @@ def fails_alone(rank: int) -> None:
 def test_a_rank_that_fails_inside_the_check_ends_the_launch_and_is_named():
     with pytest.raises(RankError, match="rank 1 raised ArithmeticError: planted"):
         run_ranks(fails_alone, 2)
+
+
+def test_what_would_be_lost_or_cannot_be_made_is_refused_and_the_model_stays_as_it_was():
+    def two(change=lambda model: None):
+        model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+        change(model)
+        return model
+
+    hooked = two(lambda model: model[1].register_forward_hook(lambda *_: None))
+    watched = two(lambda model: model[1].weight.register_hook(lambda gradient: gradient))
+    normed = two(lambda model: nn.utils.parametrizations.weight_norm(model[1]))
+    plan = {"0": ColumnParallelLinear, "1": RowParallelLinear}
+    with imagined_ranks(2):
+        for model, error, told in [
+            (hooked, ValueError, "no hooks on 1"),
+            (watched, ValueError, "no hooks on 1"),
+            (normed, TypeError, "parametrized|nn.Linear"),
+        ]:
+            with pytest.raises(error, match=told):
+                split_layers(model, plan)
+            assert type(model[0]) is nn.Linear
+        model = two()
+        with pytest.raises(TypeError, match="sequence"):
+            split_layers(model, {"0": ColumnParallelLinear, "1": (RowParallelLinear, {"sequence": True})})
+        with pytest.raises(ValueError, match="sections"):
+            split_layers(model, {"1": RowParallelLinear, "0": (ColumnParallelLinear, {"sections": (4, 3)})})
+        assert [type(layer) for layer in model] == [nn.Linear, nn.Linear]

@@ -188,7 +188,16 @@ def bars(
                     )
             left = [a + b for a, b in zip(left, widths, strict=True)]
     for y, width in enumerate(left):
-        axes.text(width, y, f"  {width:.1f}", va="center", fontsize=SMALL_SIZE, fontweight="bold")
+        axes.text(
+            width,
+            y,
+            f"  {width:.1f}",
+            va="center",
+            fontsize=SMALL_SIZE,
+            fontweight="bold",
+            zorder=5,
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5},
+        )
     axes.invert_yaxis()
     axes.set_xlim(0, highest / scale * 1.12 or 1)
     draw_budget(axes, limit, scale, vertical=True)

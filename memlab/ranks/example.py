@@ -40,9 +40,10 @@ class Trained:
 def example_parser(package: str, description: str) -> argparse.ArgumentParser:
     """A parser of what every example understands: --ranks, --steps, --imagined."""
     parser = argparse.ArgumentParser(prog=f"python -m {package}", description=description)
-    parser.add_argument("--ranks", type=int, help="2, and under torchrun as many as it started")
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--imagined", type=int, metavar="N", help="be rank 0 of N, on imagined hardware")
+    ranks = parser.add_mutually_exclusive_group()
+    ranks.add_argument("--ranks", type=int, help="2, and under torchrun as many as it started")
+    ranks.add_argument("--imagined", type=int, metavar="N", help="be rank 0 of N, on imagined hardware")
     return parser
 
 
@@ -57,10 +58,12 @@ def run_example(
     train: Callable[..., Trained],
     settings: Callable[[argparse.Namespace], tuple[str, tuple[Any, ...]]],
     arguments: Sequence[str] | None,
+    divided: tuple[int, str] | None = None,
 ) -> int:
     """Call train(rank, *settings, steps) on every rank as the command line says; print what came of it, on rank 0.
 
-    settings: from what was parsed to the example's title and its settings. Returns 0; bad numbers end the program with
+    settings: from what was parsed to the example's title and its settings. divided: a number that the ranks must
+    divide, and of what it is. Returns 0; bad numbers end the program with
     the parser's error.
     """
     given = parser.parse_args(arguments)
@@ -71,6 +74,10 @@ def run_example(
     ranks = (int(os.environ["WORLD_SIZE"]) if launched else 2) if wanted is None else wanted
     if ranks < 1:
         parser.error(f"expected at least one rank, found {ranks}")
+    if divided is not None and divided[0] % ranks:
+        size, what = divided
+        fits = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
+        parser.error(f"expected a number of ranks that divides {size} {what} ({fits}), found {ranks}")
     title, chosen = settings(given)
     if given.imagined is not None:
         with imagine(CARD), imagined_ranks(ranks):

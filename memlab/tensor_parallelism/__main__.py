@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--sequence-parallel", action="store_true", help="between layers, rows of its own on each rank")
     title = {False: "tensor parallel", True: "tensor and sequence parallel"}
     settings = lambda given: (title[given.sequence_parallel], (given.sequence_parallel,))  # noqa: E731
-    return run_example(parser, train, settings, arguments)
+    return run_example(parser, train, settings, arguments, divided=(HEADS, "heads"))
 
 
 if __name__ == "__main__":

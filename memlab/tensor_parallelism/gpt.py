@@ -70,6 +70,8 @@ class TensorParallelGPT(nn.Module):
         batch, tokens = x.shape
         if tokens > self.context:
             raise ValueError(f"expected at most {self.context} tokens (the context), found {tokens}")
+        if x.numel() == 0:
+            raise ValueError(f"expected at least one text of at least one token, found x of shape {tuple(x.shape)}")
         _, ranks = place_in(self.group)
         if self.sequence_parallel and batch * tokens % ranks:
             raise ValueError(

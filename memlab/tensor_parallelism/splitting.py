@@ -11,8 +11,9 @@
     split_layers(model, plan)
 
 The model's own code runs on: between a column parallel layer and the row parallel one after it, it meets a part of the
-features. Attention there must take as many heads as it finds. PyTorch's parallelize_module takes plans of the same
-kind.
+features. Attention there must take as many heads as it finds, and dropout there must stand within `different_on_ranks`,
+or every rank drops the same places of its part. Make the optimizer afterwards: it is to step the parts. PyTorch's
+parallelize_module takes plans of the same kind.
 """
 
 from __future__ import annotations
@@ -59,13 +60,13 @@ def split_layers(
     and give up their whole weights as they go.
 
     Raises ValueError for a pattern that fits nothing, sizes that the ranks do not divide, and weights that are tied to
-    one that is cut in another way, or not; TypeError for a layer of another kind than the plan's. The model is then as
-    it was.
+    one that is cut in another way, or not, layers with hooks; TypeError for a layer of another kind than the plan's or
+    one with parametrized weights, and for options that the kind has not. The model is then as it was.
     """
     names = _names(model)
     chosen = {name: entry if isinstance(entry, tuple) else (entry, {}) for name, entry in _fitting(names, plan).items()}
-    for name, (kind, _) in chosen.items():
-        _refuse_unsplittable(name, model.get_submodule(name), kind, group)
+    for name, (kind, options) in chosen.items():
+        _refuse_unsplittable(name, model.get_submodule(name), kind, {"group": group, **options})
     shares = [
         (module, attribute, share(_number(module, attribute, name), attribute, group))
         for name, attributes in _fitting(names, divide or {}).items()
@@ -117,7 +118,7 @@ def _fitting(names: Mapping[str, Sequence[str]], patterns: Mapping[str, Any]) ->
     return found
 
 
-def _refuse_unsplittable(name: str, layer: nn.Module, kind: type[nn.Module], group) -> None:
+def _refuse_unsplittable(name: str, layer: nn.Module, kind: type[nn.Module], options: dict) -> None:
     plain = _PLAIN.get(kind)
     if plain is None:
         known = ", ".join(each.__name__ for each in _PLAIN)
@@ -127,8 +128,15 @@ def _refuse_unsplittable(name: str, layer: nn.Module, kind: type[nn.Module], gro
             f"expected an nn.{plain.__name__} at {name} to make a {kind.__name__} of, found {type(layer).__name__}; "
             "let the pattern fit such layers only"
         )
+    if set(layer._parameters) - {"weight", "bias"} or not isinstance(layer._parameters.get("weight"), nn.Parameter):
+        raise TypeError(f"expected plain weights at {name}, found parametrized ones; split before parametrizing them")
+    hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
+    if any(hooks) or any(p._backward_hooks for p in layer.parameters()):
+        raise ValueError(f"expected no hooks on {name}, which would go with it, found some; set hooks after splitting")
     size, what = next(iter(_CUT[kind].items()))
-    share(getattr(layer, size), f"{what} of {name}", group)
+    share(getattr(layer, size), f"{what} of {name}", options["group"])
+    sizes = (layer.in_features, layer.out_features) if _PLAIN[kind] is nn.Linear else tuple(layer.weight.shape)
+    kind(*sizes, **{**options, "device": "meta"})  # raises what it would raise later, when layers are replaced
 
 
 def _number(module: nn.Module, attribute: str, name: str) -> int:
