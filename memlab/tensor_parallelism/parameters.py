@@ -39,6 +39,20 @@ class SplitLayer(nn.Module):
         self.cuts[name] = cut
         setattr(self, name, nn.Parameter(torch.empty(cut.part_shape, device=device, dtype=dtype)))
 
+    @classmethod
+    def _from_whole(cls, whole: nn.Module, *sizes, **options) -> SplitLayer:
+        """This rank's parts of a layer that has the same parameters whole, as trainable as they are there."""
+        options = {"dtype": whole.weight.dtype, "device": whole.weight.device, **options}
+        has_values = not whole.weight.is_meta
+        layer = cls(*sizes, **options | ({"device": "meta"} if has_values else {}))  # there nothing is drawn
+        for name, full in whole.named_parameters():
+            if has_values:
+                cut = layer.cuts.get(name)
+                part = full.detach().clone() if cut is None else cut.part_of(full.detach())
+                setattr(layer, name, nn.Parameter(part.to(options["device"], options["dtype"])))
+            getattr(layer, name).requires_grad_(full.requires_grad)
+        return layer
+
     def __setattr__(self, name: str, value) -> None:
         cut = self.__dict__.get("cuts", {}).get(name)
         if cut is not None and isinstance(value, nn.Parameter):
