@@ -146,14 +146,3 @@ def _rectangles(begin: int, end: int, row: int) -> Iterator[tuple[int, int, int,
             last, right = end // row, row
         yield first, last, left, right
         begin = (last - 1) * row + right
-
-
-def pieces_in(part: Tensor, cut: Cut) -> Iterator[tuple[Tensor, int, bool]]:
-    """A part's pieces: a view of each, where it begins in the full tensor, and whether this is the first rank with it.
-
-    Ranks that share a piece are neighbours, so the first of them is the one to write it, or to count it.
-    """
-    place = 0
-    for (_, pieces), (start, stop) in zip(cut.sections, cut.ranges(), strict=True):
-        yield part.narrow(cut.dim, place, stop - start), start, cut.rank % (cut.ranks // pieces) == 0
-        place += stop - start
