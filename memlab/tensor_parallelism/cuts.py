@@ -131,6 +131,16 @@ def cut_evenly(
     return Cut(tuple(shape), dim, rank, ranks, tuple(pairs))
 
 
+def share(number: int, what: str, ranks: int) -> int:
+    """How many of so many each rank has. Raises ValueError where the ranks do not divide it, saying which would."""
+    if number % ranks:
+        raise ValueError(
+            f"{number} {what} cannot be split over {ranks} ranks; pick a tensor-parallel size that divides {number} "
+            f"({divisors(number)}), or for {ranks} ranks {-(-number // ranks) * ranks} {what}"
+        )
+    return number // ranks
+
+
 def cut_of(parameter: Tensor) -> Cut | None:
     """The cut that a parameter is a part by; None for one that every rank holds whole."""
     return getattr(parameter, "_cut", None)

@@ -25,7 +25,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from memlab.tensor_parallelism.blocks import share
+from memlab.ranks import place_in
+from memlab.tensor_parallelism.cuts import share
 from memlab.tensor_parallelism.embedding import VocabularyParallelEmbedding
 from memlab.tensor_parallelism.linear import ColumnParallelLinear, RowParallelLinear
 
@@ -67,7 +68,7 @@ def split_layers(
     for name, (kind, _) in chosen.items():
         _refuse_unsplittable(name, model.get_submodule(name), kind, group)
     shares = [
-        (module, attribute, share(_number(module, attribute, name), attribute, group))
+        (module, attribute, share(_number(module, attribute, name), attribute, place_in(group)[1]))
         for name, attributes in _fitting(names, divide or {}).items()
         for module in [model.get_submodule(name)]
         for attribute in attributes
@@ -128,7 +129,7 @@ def _refuse_unsplittable(name: str, layer: nn.Module, kind: type[nn.Module], gro
             "let the pattern fit such layers only"
         )
     size, what = next(iter(_CUT[kind].items()))
-    share(getattr(layer, size), f"{what} of {name}", group)
+    share(getattr(layer, size), f"{what} of {name}", place_in(group)[1])
 
 
 def _number(module: nn.Module, attribute: str, name: str) -> int:
