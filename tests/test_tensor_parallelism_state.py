@@ -32,6 +32,7 @@ from memlab.tensor_parallelism import (
     save_full,
     save_full_optimizer,
 )
+from tests.tensor_parallelism_helpers import groups, raised
 
 FP64 = torch.float64
 
@@ -85,24 +86,6 @@ def forget(split: nn.Module) -> nn.Module:
         for t in (*split.parameters(), *split.buffers()):
             t.zero_()
     return split
-
-
-def groups() -> list:
-    """A group of one, of two and of all, with this rank in each."""
-    rank, ranks = place_in()
-    found = []
-    for size in (1, 2, 4):
-        made = [distributed.new_group(list(range(start, start + size))) for start in range(0, ranks, size)]
-        found.append(made[rank // size])
-    return found
-
-
-def raised(call) -> str:
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
 
 
 def states(group) -> dict:
