@@ -413,7 +413,7 @@ def test_one_of_many_imagined_ranks_holds_its_share_of_the_weights():
         (
             4,
             lambda: TensorParallelGPT(1, 32, 4, 8, 16, sequence_parallel=True)(torch.zeros(3, 6, dtype=torch.int64)),
-            "4 ranks divide (sequence_parallel), found 3 · 6 = 18",
+            "18 rows (batch · tokens) cannot be split over 4 ranks",
         ),
         (2, lambda: TensorParallelBlock(32, 4)(torch.zeros(9, 32), 2), "rows of 2 texts of one length, found 9 rows"),
     ],

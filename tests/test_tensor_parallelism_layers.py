@@ -666,8 +666,8 @@ SAID = {
         "2, 3, 6), or a number of inputs of 4 or 8"
     ),
     "rows": (
-        "ValueError: 7 rows cannot be split over 4 ranks; make it 4 or 8, or pick a number of ranks that "
-        "divides it (1, 7)"
+        "ValueError: 7 rows cannot be split over 4 ranks; pick a tensor-parallel size that divides 7 (1, 7), "
+        "or for 4 ranks 8 rows"
     ),
     "a single row": "ValueError: expected rows, (rows, ..., features), for sequence_parallel; found x of (16,)",
     "sections": "ValueError: expected sections that make 24 together, found 8 + 8 = 16",
@@ -684,8 +684,8 @@ SAID = {
         "((16, 4), (8, 4)); make a layer for each section"
     ),
     "scattered": (
-        "ValueError: a last dimension of 9 cannot be split over 4 ranks; make it 8 or 12, or pick a number of"
-        " ranks that divides it (1, 3, 9)"
+        "ValueError: 9 features cannot be split over 4 ranks; pick a tensor-parallel size that divides 9 "
+        "(1, 3, 9), or for 4 ranks 12 features"
     ),
     "no linear": "TypeError: expected an nn.Linear, whole, found ColumnParallelLinear",
     "create_graph": (

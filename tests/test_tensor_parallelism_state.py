@@ -17,12 +17,12 @@ from memlab.memory_timeline import Meter, imagine
 from memlab.ranks import Traffic, imagined_ranks, one_rank, place_in, run_ranks
 from memlab.tensor_parallelism import (
     ColumnParallelLinear,
+    Cut,
     RowParallelLinear,
     TensorParallelGPT,
     VocabularyParallelEmbedding,
     clip_grad_norm_,
     cut_of,
-    files,
     full_optimizer_state,
     full_state_dict,
     load_full,
@@ -32,6 +32,7 @@ from memlab.tensor_parallelism import (
     save_full,
     save_full_optimizer,
 )
+from tests.tensor_parallelism_helpers import groups, raised
 
 FP64 = torch.float64
 
@@ -85,24 +86,6 @@ def forget(split: nn.Module) -> nn.Module:
         for t in (*split.parameters(), *split.buffers()):
             t.zero_()
     return split
-
-
-def groups() -> list:
-    """A group of one, of two and of all, with this rank in each."""
-    rank, ranks = place_in()
-    found = []
-    for size in (1, 2, 4):
-        made = [distributed.new_group(list(range(start, start + size))) for start in range(0, ranks, size)]
-        found.append(made[rank // size])
-    return found
-
-
-def raised(call) -> str:
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
 
 
 def states(group) -> dict:
@@ -165,11 +148,11 @@ def through_files(group, folder: Path) -> dict:
         raised(lambda: load_full(split, folder / "nowhere.pt", group)),
         raised(lambda: save_full(split, folder / "nowhere" / "split.pt", group)),
     ]
-    pieces_in = files.pieces_in
+    write = Cut.write
     if rank == ranks - 1:
-        files.pieces_in = lambda *_: 1 / 0
+        Cut.write = lambda *_: 1 / 0
     facts["raised"].append(raised(lambda: save_full(split, folder / "split.pt", group)))
-    files.pieces_in = pieces_in
+    Cut.write = write
     distributed.barrier(group)
     facts["left"] = sorted(path.name for path in folder.iterdir())
     facts["old file"] = torch.equal(torch.load(folder / "split.pt")["table.weight"], expected["table.weight"])

@@ -3,32 +3,28 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 
 import pytest
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from memlab.book.workloads import GPT, GPTConfig, text_batch
 from memlab.memory_timeline import Meter, imagine
 from memlab.ranks import Traffic, imagined_ranks, one_rank, place_in, run_ranks
 from memlab.tensor_parallelism import (
     ColumnParallelLinear,
     Cut,
     RowParallelLinear,
-    TensorParallelGPT,
     VocabularyParallelEmbedding,
     cut_of,
-    full_state_dict,
     parameters,
     vocabulary_parallel_cross_entropy,
 )
 from memlab.tensor_parallelism.parameters import draw_part_
+from tests.tensor_parallelism_helpers import groups, raised
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 NORMAL, UNIFORM = (lambda numbers: numbers.normal_()), (lambda numbers: numbers.uniform_(-0.3, 0.3))
-SMALL = GPTConfig(layers=1, width=16, heads=4, context=8, vocabulary=64)
 
 
 # ---- drawing parts
@@ -123,16 +119,6 @@ def test_where_there_is_no_memory_shapes_are_right_and_nothing_is_drawn(imagined
 # ---- in ranks: 1, 2 and 4 of them in one launch
 
 
-def groups() -> list:
-    """A group of one, of two and of all, with this rank in each."""
-    rank, ranks = place_in()
-    found = []
-    for size in (1, 2, 4):
-        made = [distributed.new_group(list(range(start, start + size))) for start in range(0, ranks, size)]
-        found.append(made[rank // size])
-    return found
-
-
 def distance(found: Tensor, expected: Tensor) -> float:
     """By norm; nan and infinities must stand in the same places."""
     same = torch.equal(found.isnan(), expected.isnan()) and torch.equal(found.isinf(), expected.isinf())
@@ -140,14 +126,6 @@ def distance(found: Tensor, expected: Tensor) -> float:
         return float("inf")
     found, expected = (t[t.isfinite()].double() for t in (found, expected))
     return float((found - expected).norm() / expected.norm().clamp(min=1e-300)) if len(expected) else 0.0
-
-
-def raised(call) -> str:
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
 
 
 def look_up(group) -> dict:
@@ -246,33 +224,8 @@ def others_of_losses(z: Tensor, y: Tensor, group) -> dict:
     return facts
 
 
-def tied(group) -> float:
-    torch.set_default_dtype(torch.float64)
-    try:
-        sizes = {k: v for k, v in dataclasses.asdict(SMALL).items() if k != "attention"}
-        torch.manual_seed(5)
-        plain = GPT(SMALL)
-        torch.manual_seed(5)
-        split = TensorParallelGPT(**sizes, group=group)
-        for model in (plain, split):
-            model.head.weight = model.token_embedding.weight
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-            for seed in range(4):
-                x, y = text_batch(2, 8, seed=seed)
-                model(x % 64, y % 64).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-        full = full_state_dict(split, group)
-        if not full:
-            return 0.0
-        assert full["head.weight"] is full["token_embedding.weight"]
-        return max(distance(full[name], p) for name, p in plain.state_dict().items())
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
 def in_rank(rank: int) -> list:
-    return [(look_up(group), losses(group), tied(group)) for group in groups()]
+    return [(look_up(group), losses(group)) for group in groups()]
 
 
 @pytest.fixture(scope="module")
@@ -286,20 +239,20 @@ def ranks_found() -> list:
 
 
 def test_a_split_table_looks_up_and_learns_what_the_full_one_does_bitwise(ranks_found):
-    for size, (facts, _, _) in ranks_found:
+    for size, (facts, _) in ranks_found:
         wrong = [name for name, right in facts.items() if name != "raised" and not right]
         assert not wrong, (size, wrong)
 
 
 def test_a_token_of_no_table_is_refused_on_every_rank(ranks_found):
-    for _, (facts, _, _) in ranks_found:
+    for _, (facts, _) in ranks_found:
         for error, bad in zip(facts["raised"], ("3 to 24", f"3 to {10**9}", "-1 to 3"), strict=True):
             assert error.startswith(f"IndexError: expected tokens from 0 to 23, found some from {bad}")
 
 
 def test_the_loss_of_split_logits_is_pytorchs_whatever_the_logits(ranks_found):
     epsilon = {torch.float64: 2e-16, torch.float32: 1.2e-7, torch.bfloat16: 7.9e-3, torch.float16: 9.8e-4}
-    for size, (_, (found, _), _) in ranks_found:
+    for size, (_, (found, _)) in ranks_found:
         for (name, dtype), (loss, gradient) in found.items():
             wide = epsilon[torch.promote_types(dtype, torch.float32)]
             assert loss <= 4 * wide, (size, name, dtype)
@@ -307,24 +260,20 @@ def test_the_loss_of_split_logits_is_pytorchs_whatever_the_logits(ranks_found):
 
 
 def test_the_loss_sends_three_numbers_a_token_in_one_message(ranks_found):
-    for size, (_, (_, facts), _) in ranks_found:
+    for size, (_, (_, facts)) in ranks_found:
         assert facts["sent"] == [("all_gather", (size - 1) * 3 * 12 * 8)] * (size > 1)
 
 
 def test_a_target_that_is_not_in_the_vocabulary_is_refused_on_every_rank(ranks_found):
-    for _, (_, (_, facts), _) in ranks_found:
+    for _, (_, (_, facts)) in ranks_found:
         for bad in (24, -1, 10**12):
             assert facts[bad].startswith(f"IndexError: expected targets from 0 to 23, or ignore_index, found {bad};")
         assert facts["beyond"].startswith("IndexError: expected targets from 0 to 20, or ignore_index, found 22;")
 
 
 def test_what_pads_a_vocabulary_counts_for_nothing(ranks_found):
-    for _, (_, (_, facts), _) in ranks_found:
+    for _, (_, (_, facts)) in ranks_found:
         assert max(facts["padded"]) <= 1e-15
-
-
-def test_a_head_that_is_tied_to_the_table_learns_as_the_plain_models(ranks_found):
-    assert max(found[2] for _, found in ranks_found) <= 1e-12
 
 
 # ---- bytes

@@ -26,6 +26,7 @@ from memlab.memory_arithmetic.passes import left_by_a_block
 from memlab.memory_arithmetic.shapes import one_of
 from memlab.memory_arithmetic.step import HARDWARE, refuse_attention, refuse_dropout, refuse_sizes
 from memlab.tensor_parallelism.arithmetic import ITEMSIZES, refuse_ranks
+from memlab.tensor_parallelism.cuts import share
 
 BETWEEN = ("norm1", "norm2", "branch")
 """Words in the names of what lies between two halves of a block."""
@@ -117,10 +118,8 @@ class _Count:
         refuse_sizes(model, batch, tokens)
         refuse_dropout(dropout)
         refuse_attention(model, "fp32" if precision == "fp32" else "bf16", "fused", dropout, hardware)
-        if sequence_parallel and batch * tokens % ranks:
-            raise ValueError(
-                f"{batch} · {tokens} rows cannot be split over {ranks} ranks; pick a batch that makes them divisible"
-            )
+        if sequence_parallel:
+            share(batch * tokens, "rows (batch · tokens)", ranks)
         if self.kv_heads != model.heads and (
             hardware == "gpu" and precision == "fp32" or hardware == "cpu" and dropout
         ):

@@ -24,6 +24,7 @@ from memlab.memory_arithmetic.ledger import elements
 from memlab.memory_arithmetic.shapes import balanced, divisors, one_of, positive
 from memlab.memory_arithmetic.step import refuse_sizes
 from memlab.ranks import ring_bytes
+from memlab.tensor_parallelism.cuts import share
 
 ITEMSIZES = {"fp32": 4, "bf16": 2, "mixed": 2}
 """Precision → bytes of a weight, of a gradient and of what is kept."""
@@ -211,11 +212,7 @@ def refuse_ranks(model: Transformer, ranks: int, kv_heads: int | None) -> int:
         (model.vocabulary, "entries of the vocabulary"),
         (model.context, "positions of the context"),
     ):
-        if size % ranks:
-            raise ValueError(
-                f"{size} {what} cannot be split over {ranks} ranks; pick a tensor-parallel size that divides {size} "
-                f"({divisors(size)})"
-            )
+        share(size, what, ranks)
     if kv_heads % ranks and ranks % kv_heads:
         raise ValueError(
             f"{kv_heads} key-value heads cannot be split over {ranks} ranks, nor shared by them; pick a "

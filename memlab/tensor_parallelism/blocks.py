@@ -17,20 +17,10 @@ from torch.nn import functional as F
 
 from memlab.memory_arithmetic.shapes import divisors
 from memlab.ranks import place_in
+from memlab.tensor_parallelism.cuts import share
 from memlab.tensor_parallelism.linear import ColumnParallelLinear, RowParallelLinear
 from memlab.tensor_parallelism.random import StreamDropout, different_on_ranks
 from memlab.tensor_parallelism.regions import copy_to_ranks
-
-
-def share(number: int, what: str, group=None) -> int:
-    """How many of so many each rank of the group has. Raises ValueError where ranks do not divide it: which would."""
-    _, ranks = place_in(group)
-    if number % ranks:
-        raise ValueError(
-            f"{number} {what} cannot be split over {ranks} ranks; pick a tensor-parallel size that divides {number} "
-            f"({divisors(number)}), or for {ranks} ranks {-(-number // ranks) * ranks} {what}"
-        )
-    return number // ranks
 
 
 class TensorParallelAttention(nn.Module):
@@ -68,9 +58,9 @@ class TensorParallelAttention(nn.Module):
                 f"{kv_heads} key-value heads cannot serve {heads} heads; pick kv_heads that divide them "
                 f"({divisors(heads)})"
             )
-        self.heads, self.head_size = share(heads, "heads", group), width // heads
+        self.heads, self.head_size = share(heads, "heads", ranks), width // heads
         copied = ranks % kv_heads == 0  # each rank has one of the keys and values, and ranks / kv_heads have the same
-        self.kv_heads = 1 if copied else share(kv_heads, "key-value heads", group)
+        self.kv_heads = 1 if copied else share(kv_heads, "key-value heads", ranks)
         self.dropout, self.group = dropout, group
         options["group"] = group
         keys, pieces = kv_heads * self.head_size, kv_heads if copied else ranks
@@ -103,7 +93,7 @@ class TensorParallelFeedForward(nn.Module):
     def __init__(self, width: int, hidden: int | None = None, *, group=None, keep_gathered: bool = False, **options):
         super().__init__()
         hidden = 4 * width if hidden is None else hidden
-        share(hidden, "hidden features", group)
+        share(hidden, "hidden features", place_in(group)[1])
         options["group"] = group
         self.up = ColumnParallelLinear(width, hidden, keep_gathered=keep_gathered, **options)
         self.down = RowParallelLinear(hidden, width, **options)

@@ -55,6 +55,20 @@ class Cut:
         """This rank's pieces as views of the full tensor."""
         return [full.narrow(self.dim, start, stop - start) for start, stop in self.ranges()]
 
+    def pieces_in(self, part: Tensor) -> list[Tensor]:
+        """This rank's pieces as views of its part."""
+        return list(part.split([stop - start for start, stop in self.ranges()], self.dim))
+
+    def firsts(self) -> list[bool]:
+        """Of each piece, whether this is the first rank that has it: the one to write it, or to count it."""
+        return [self.rank % (self.ranks // pieces) == 0 for _, pieces in self.sections]
+
+    def write(self, part: Tensor, full: Tensor) -> None:
+        """Copy those pieces of this rank's part into the full tensor that no rank before it has."""
+        for piece, place, first in zip(self.pieces_in(part), self.pieces_of(full), self.firsts(), strict=True):
+            if first:
+                place.copy_(piece)
+
     def part_of(self, full: Tensor) -> Tensor:
         """This rank's part of the full tensor, as a tensor of its own."""
         return torch.cat(self.pieces_of(full), self.dim)
@@ -115,6 +129,16 @@ def cut_evenly(
                 f"{what} of {' or '.join(near)}"
             )
     return Cut(tuple(shape), dim, rank, ranks, tuple(pairs))
+
+
+def share(number: int, what: str, ranks: int) -> int:
+    """How many of so many each rank has. Raises ValueError where the ranks do not divide it, saying which would."""
+    if number % ranks:
+        raise ValueError(
+            f"{number} {what} cannot be split over {ranks} ranks; pick a tensor-parallel size that divides {number} "
+            f"({divisors(number)}), or for {ranks} ranks {-(-number // ranks) * ranks} {what}"
+        )
+    return number // ranks
 
 
 def cut_of(parameter: Tensor) -> Cut | None:

@@ -56,26 +56,15 @@ class VocabularyParallelEmbedding(SplitLayer):
 
     @classmethod
     def from_embedding(cls, embedding: nn.Embedding, **options) -> VocabularyParallelEmbedding:
-        """This rank's part of a table that exists whole. options: as of the class. One on "meta" gives no values.
+        """This rank's part of a table that exists whole. options: as of the class. One on "meta" has no values yet.
 
         Raises ValueError for an embedding with max_norm, scale_grad_by_freq or sparse, which this one has not.
         """
         unknown = [name for name in ("max_norm", "scale_grad_by_freq", "sparse") if getattr(embedding, name)]
         if unknown:
             raise ValueError(f"expected an embedding without {unknown[0]}, found it set; a split one does not have it")
-        full = embedding.weight
-        made = {"padding_idx": embedding.padding_idx, "dtype": full.dtype}
-        made |= options if full.is_meta else {"device": full.device, **options}
-        device = made.pop("device", None)
-        drawn_on = device if full.is_meta else "meta"  # where nothing is drawn
-        table = cls(embedding.num_embeddings, embedding.embedding_dim, device=drawn_on, **made)
-        if not full.is_meta:
-            cut = table.weight._cut
-            table.make_part("weight", cut, device, made["dtype"])
-            with torch.no_grad():
-                table.weight.copy_(full[slice(*cut.ranges()[0])])
-        table.weight.requires_grad_(full.requires_grad)
-        return table
+        sizes = embedding.num_embeddings, embedding.embedding_dim
+        return cls._from_whole(embedding, *sizes, **{"padding_idx": embedding.padding_idx, **options})
 
     @property
     def _own_padding(self) -> int | None:

@@ -23,7 +23,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from memlab.ranks import place_in
 from memlab.tensor_parallelism.cuts import Cut, cut_of
-from memlab.tensor_parallelism.parameters import pieces_in
 from memlab.tensor_parallelism.state import (
     agree,
     cuts_of_states,
@@ -124,12 +123,9 @@ def _write_pieces(tree: Mapping, cuts: dict[int, Cut], path: Path, first_rank: b
     for mine, full in zip(tree_leaves(dict(tree)), tree_leaves(file), strict=True):
         if not isinstance(mine, Tensor):
             continue
-        if (cut := cuts.get(id(mine))) is None:
-            if first_rank:
-                full.copy_(mine)
-            continue
-        for piece, start, first in pieces_in(mine, cut):
-            if first:
-                full.narrow(cut.dim, start, piece.shape[cut.dim]).copy_(piece)
+        if (cut := cuts.get(id(mine))) is not None:
+            cut.write(mine, full)
+        elif first_rank:
+            full.copy_(mine)
     with open(path, "rb+") as written:
         os.fsync(written.fileno())

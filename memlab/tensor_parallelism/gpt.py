@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from memlab.ranks import place_in
-from memlab.tensor_parallelism.blocks import ReplicatedLayerNorm, TensorParallelBlock, share
+from memlab.tensor_parallelism.blocks import ReplicatedLayerNorm, TensorParallelBlock
 from memlab.tensor_parallelism.cross_entropy import vocabulary_parallel_cross_entropy
+from memlab.tensor_parallelism.cuts import share
 from memlab.tensor_parallelism.embedding import VocabularyParallelEmbedding
 from memlab.tensor_parallelism.linear import ColumnParallelLinear
 from memlab.tensor_parallelism.random import StreamDropout
@@ -54,7 +55,7 @@ class TensorParallelGPT(nn.Module):
     ):
         super().__init__()
         for number, what in ((vocabulary, "entries of the vocabulary"), (context, "positions of the context")):
-            share(number, what, group)
+            share(number, what, place_in(group)[1])
         self.context, self.sequence_parallel, self.group = context, sequence_parallel, group
         made = {"group": group, "device": device, "dtype": dtype}
         self.token_embedding = VocabularyParallelEmbedding(vocabulary, width, reduce=False, **made)
@@ -72,12 +73,8 @@ class TensorParallelGPT(nn.Module):
             raise ValueError(f"expected at most {self.context} tokens (the context), found {tokens}")
         if x.numel() == 0:
             raise ValueError(f"expected at least one text of at least one token, found x of shape {tuple(x.shape)}")
-        _, ranks = place_in(self.group)
-        if self.sequence_parallel and batch * tokens % ranks:
-            raise ValueError(
-                f"expected rows that {ranks} ranks divide (sequence_parallel), found {batch} · {tokens} = "
-                f"{batch * tokens}; take another batch, or tokens in multiples of {ranks}"
-            )
+        if self.sequence_parallel:
+            share(batch * tokens, "rows (batch · tokens)", place_in(self.group)[1])
         stream = self.dropout(self._embedded(x))
         for block in self.blocks:
             stream = block(stream, batch)

@@ -32,7 +32,33 @@ from memlab.tensor_parallelism.regions import (
 )
 
 
-class ColumnParallelLinear(SplitLayer):
+class SplitLinear(SplitLayer):
+    """What the two have in common: what they begin with."""
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, **options) -> SplitLinear:
+        """This rank's part of a layer that exists whole. options: as of the class. One on "meta" has no values yet."""
+        if not isinstance(linear, nn.Linear):
+            raise TypeError(f"expected an nn.Linear, whole, found {type(linear).__name__}")
+        return cls._from_whole(linear, linear.in_features, linear.out_features, linear.bias is not None, **options)
+
+    def reset_parameters(self) -> None:
+        """What nn.Linear begins with, a part of it on each rank.
+
+        Uniform within 1 / √in_features, for the weight with nn.Linear's own rounding error.
+        """
+        gain, root = nn.init.calculate_gain("leaky_relu", math.sqrt(5)), math.sqrt(self.in_features)
+        for p, bound in ((self.weight, math.sqrt(3) * (gain / root)), (self.bias, 1 / root)):
+            if p is not None:
+                draw_part_(p, cut_of(p), lambda numbers, bound=bound: numbers.uniform_(-bound, bound))
+
+    def extra_repr(self) -> str:
+        """The full layer's sizes, and what of them is here."""
+        here = self.weight.shape[cut_of(self.weight).dim]
+        return f"in_features={self.in_features}, out_features={self.out_features}, here={here}"
+
+
+class ColumnParallelLinear(SplitLinear):
     """A linear layer of which each rank computes some of the outputs.
 
     in_features, out_features: of the full layer, as nn.Linear's. This rank's weight is (out_features / ranks,
@@ -91,15 +117,6 @@ class ColumnParallelLinear(SplitLayer):
             neighbours(copies, group)  # made here, where all ranks are
         self.reset_parameters()
 
-    @classmethod
-    def from_linear(cls, linear: nn.Linear, **options) -> ColumnParallelLinear:
-        """This rank's part of a layer that exists whole. options: as of the class. One on "meta" has no values yet."""
-        return _from_linear(cls, linear, options)
-
-    def reset_parameters(self) -> None:
-        """What nn.Linear begins with, a part of it on each rank."""
-        _initialise(self)
-
     def forward(self, x: Tensor) -> Tensor:
         _expect(x, self, whole=True)
         if self.ranks == 1:
@@ -107,12 +124,8 @@ class ColumnParallelLinear(SplitLayer):
         y = column_linear(x, self.weight, self.bias, self.sending)
         return gather_from_ranks(y, self.group) if self.gather_output else y
 
-    def extra_repr(self) -> str:
-        """The full layer's sizes, and what of them is here."""
-        return f"in_features={self.in_features}, out_features={self.out_features}, here={self.weight.shape[0]}"
 
-
-class RowParallelLinear(SplitLayer):
+class RowParallelLinear(SplitLinear):
     """A linear layer of which each rank reads some of the inputs; their products are summed.
 
     in_features, out_features: of the full layer. This rank's weight is (out_features, in_features / ranks); the bias is
@@ -150,15 +163,6 @@ class RowParallelLinear(SplitLayer):
         self.bias = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype)) if bias else None
         self.reset_parameters()
 
-    @classmethod
-    def from_linear(cls, linear: nn.Linear, **options) -> RowParallelLinear:
-        """This rank's part of a layer that exists whole. options: as of the class. One on "meta" has no values yet."""
-        return _from_linear(cls, linear, options)
-
-    def reset_parameters(self) -> None:
-        """What nn.Linear begins with, a part of it on each rank."""
-        _initialise(self)
-
     def forward(self, x: Tensor) -> Tensor:
         _expect(x, self, whole=not self.input_is_parallel)
         if not self.input_is_parallel:
@@ -168,10 +172,6 @@ class RowParallelLinear(SplitLayer):
         if self.sequence_parallel:
             return reduce_scatter_sequence(summand, self.group)
         return reduce_from_ranks(summand, self.group, inplace=True)
-
-    def extra_repr(self) -> str:
-        """The full layer's sizes, and what of them is here."""
-        return f"in_features={self.in_features}, out_features={self.out_features}, here={self.weight.shape[1]}"
 
 
 class _OnRank0(Function):
@@ -186,10 +186,7 @@ class _OnRank0(Function):
         return db, None
 
 
-# ---- making layers
-
-
-def _expect(x: Tensor, layer: ColumnParallelLinear | RowParallelLinear, whole: bool) -> None:
+def _expect(x: Tensor, layer: SplitLinear, whole: bool) -> None:
     """Raise ValueError if x is not of the shape that a layer reads, saying what it looks like instead."""
     features, part = layer.in_features, layer.in_features // layer.ranks
     expected, other = (features, part) if whole else (part, features)
@@ -208,29 +205,3 @@ def _expect(x: Tensor, layer: ColumnParallelLinear | RowParallelLinear, whole: b
     raise ValueError(
         f"expected {'a whole x' if whole else 'a part of x'}, (..., {expected}), found {tuple(x.shape)}; {hint}"
     )
-
-
-def _from_linear(cls, linear: nn.Linear, options: dict):
-    if not isinstance(linear, nn.Linear):
-        raise TypeError(f"expected an nn.Linear, whole, found {type(linear).__name__}")
-    whole = dict(linear.named_parameters())
-    options = {"dtype": linear.weight.dtype, "device": linear.weight.device, **options}
-    has_values = not linear.weight.is_meta
-    device = torch.device("meta") if has_values else options["device"]  # there nothing is drawn
-    layer = cls(linear.in_features, linear.out_features, "bias" in whole, **{**options, "device": device})
-    for name, part in list(layer.named_parameters()):
-        if has_values:
-            cut, full = cut_of(part), whole[name].detach()
-            values = (full.clone() if cut is None else cut.part_of(full)).to(options["device"], options["dtype"])
-            setattr(layer, name, nn.Parameter(values))
-            part = getattr(layer, name)
-        part.requires_grad_(whole[name].requires_grad)
-    return layer
-
-
-def _initialise(layer) -> None:
-    """nn.Linear's uniform distributions, bounded by 1 / √in_features; its weight's bound has another rounding error."""
-    gain = nn.init.calculate_gain("leaky_relu", math.sqrt(5))
-    bounds = {"weight": math.sqrt(3) * (gain / math.sqrt(layer.in_features)), "bias": 1 / math.sqrt(layer.in_features)}
-    for name, p in layer.named_parameters():
-        draw_part_(p, cut_of(p), lambda numbers, bound=bounds[name]: numbers.uniform_(-bound, bound))

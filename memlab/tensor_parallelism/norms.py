@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from memlab.data_parallelism.norms import norm_of_parts
 from memlab.ranks import place_in
 from memlab.tensor_parallelism.cuts import cut_of
-from memlab.tensor_parallelism.parameters import pieces_in
 
 
 @torch.no_grad()
@@ -44,7 +43,7 @@ def clip_grad_norm_(
     counted = []
     for p in trained:
         if (cut := cut_of(p)) is not None:
-            counted += [piece for piece, _, first in pieces_in(p.grad, cut) if first]
+            counted += [piece for piece, first in zip(cut.pieces_in(p.grad), cut.firsts(), strict=True) if first]
         elif rank == 0:
             counted.append(p.grad)
     if not parameters:

@@ -39,6 +39,20 @@ class SplitLayer(nn.Module):
         self.cuts[name] = cut
         setattr(self, name, nn.Parameter(torch.empty(cut.part_shape, device=device, dtype=dtype)))
 
+    @classmethod
+    def _from_whole(cls, whole: nn.Module, *sizes, **options) -> SplitLayer:
+        """This rank's parts of a layer that has the same parameters whole, as trainable as they are there."""
+        options = {"dtype": whole.weight.dtype, "device": whole.weight.device, **options}
+        has_values = not whole.weight.is_meta
+        layer = cls(*sizes, **options | ({"device": "meta"} if has_values else {}))  # there nothing is drawn
+        for name, full in whole.named_parameters():
+            if has_values:
+                cut = layer.cuts.get(name)
+                part = full.detach().clone() if cut is None else cut.part_of(full.detach())
+                setattr(layer, name, nn.Parameter(part.to(options["device"], options["dtype"])))
+            getattr(layer, name).requires_grad_(full.requires_grad)
+        return layer
+
     def __setattr__(self, name: str, value) -> None:
         cut = self.__dict__.get("cuts", {}).get(name)
         if cut is not None and isinstance(value, nn.Parameter):
@@ -132,14 +146,3 @@ def _rectangles(begin: int, end: int, row: int) -> Iterator[tuple[int, int, int,
             last, right = end // row, row
         yield first, last, left, right
         begin = (last - 1) * row + right
-
-
-def pieces_in(part: Tensor, cut: Cut) -> Iterator[tuple[Tensor, int, bool]]:
-    """A part's pieces: a view of each, where it begins in the full tensor, and whether this is the first rank with it.
-
-    Ranks that share a piece are neighbours, so the first of them is the one to write it, or to count it.
-    """
-    place = 0
-    for (_, pieces), (start, stop) in zip(cut.sections, cut.ranges(), strict=True):
-        yield part.narrow(cut.dim, place, stop - start), start, cut.rank % (cut.ranks // pieces) == 0
-        place += stop - start

@@ -27,8 +27,8 @@ import torch
 from torch import Tensor, distributed
 from torch.autograd import Function
 
-from memlab.memory_arithmetic.shapes import divisors
 from memlab.ranks import all_gather, place_in, reduce_scatter
+from memlab.tensor_parallelism.cuts import share
 
 
 def copy_to_ranks(x: Tensor, group=None) -> Tensor:
@@ -118,7 +118,7 @@ class _Scatter(Function):
     def forward(ctx, x, group):
         ctx.group = group
         rank, ranks = place_in(group)
-        part = _share(x.shape[-1], ranks, "a last dimension of {}")
+        part = share(x.shape[-1], "features", ranks)
         return x.narrow(-1, rank * part, part).clone(memory_format=torch.contiguous_format)
 
     @staticmethod
@@ -173,18 +173,8 @@ def rows_of_all(x: Tensor, group=None, async_op: bool = False):
 
 def own_rows_of_sum(x: Tensor, group=None, async_op: bool = False):
     """(rows, ...) → (rows / ranks, ...), and Work or None. Raises ValueError for rows that the ranks do not divide."""
-    own = x.new_empty(_share(x.shape[0], place_in(group)[1], "{} rows"), *x.shape[1:])
+    own = x.new_empty(share(x.shape[0], "rows", place_in(group)[1]), *x.shape[1:])
     return own, reduce_scatter(own, x.contiguous(), group, async_op)
-
-
-def _share(size: int, ranks: int, what: str) -> int:
-    if size % ranks:
-        near = " or ".join(str(n) for n in (size // ranks * ranks, -(-size // ranks) * ranks) if n)
-        raise ValueError(
-            f"{what.format(size)} cannot be split over {ranks} ranks; make it {near}, or pick a number of ranks that "
-            f"divides it ({divisors(size)})"
-        )
-    return size // ranks
 
 
 _NEIGHBOURS: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # process group → {copies: the smaller group}

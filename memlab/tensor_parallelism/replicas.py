@@ -154,11 +154,9 @@ def _held(model: nn.Module, group, gradients: bool) -> Iterator[tuple[str, Tenso
         if cut is None or tensor is None:
             yield what, tensor
             continue
-        lengths = [stop - start for start, stop in cut.ranges()]
-        parts = tensor.split(lengths, cut.dim)
-        for number, ((_, pieces), part) in enumerate(zip(cut.sections, parts, strict=True)):
+        for number, ((_, pieces), piece) in enumerate(zip(cut.sections, cut.pieces_in(tensor), strict=True)):
             if pieces < ranks:
-                yield f"{what}, section {number}, piece {rank * pieces // ranks}", part
+                yield f"{what}, section {number}, piece {rank * pieces // ranks}", piece
 
 
 def _refuse_difference(what: str, found: dict[int, str], hint: str) -> None:

@@ -26,7 +26,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from memlab.tensor_parallelism.blocks import share
+from memlab.ranks import place_in
+from memlab.tensor_parallelism.cuts import share
 from memlab.tensor_parallelism.embedding import VocabularyParallelEmbedding
 from memlab.tensor_parallelism.linear import ColumnParallelLinear, RowParallelLinear
 
@@ -68,7 +69,7 @@ def split_layers(
     for name, (kind, options) in chosen.items():
         _refuse_unsplittable(name, model.get_submodule(name), kind, {"group": group, **options})
     shares = [
-        (module, attribute, share(_number(module, attribute, name), attribute, group))
+        (module, attribute, share(_number(module, attribute, name), attribute, place_in(group)[1]))
         for name, attributes in _fitting(names, divide or {}).items()
         for module in [model.get_submodule(name)]
         for attribute in attributes
@@ -134,7 +135,7 @@ def _refuse_unsplittable(name: str, layer: nn.Module, kind: type[nn.Module], opt
     if any(hooks) or any(p._backward_hooks for p in layer.parameters()):
         raise ValueError(f"expected no hooks on {name}, which would go with it, found some; set hooks after splitting")
     size, what = next(iter(_CUT[kind].items()))
-    share(getattr(layer, size), f"{what} of {name}", options["group"])
+    share(getattr(layer, size), f"{what} of {name}", place_in(options["group"])[1])
     sizes = (layer.in_features, layer.out_features) if _PLAIN[kind] is nn.Linear else tuple(layer.weight.shape)
     kind(*sizes, **{**options, "device": "meta"})  # raises what it would raise later, when layers are replaced
 

@@ -17,7 +17,6 @@ from torch import Tensor, distributed, nn
 from memlab.memory_timeline import main_memory
 from memlab.ranks import place_in, receive, send
 from memlab.tensor_parallelism.cuts import Cut, cut_of
-from memlab.tensor_parallelism.parameters import pieces_in
 
 
 @torch.no_grad()
@@ -154,9 +153,7 @@ def _gathered(part: Tensor, cut: Cut | None, group) -> Tensor | None:
     for other in range(ranks):
         theirs = dataclasses.replace(cut, rank=other)
         arrived = receive(part.new_empty(theirs.part_shape), other, group) if other else part.detach()
-        for piece, start, first in pieces_in(arrived, theirs):
-            if first:
-                full.narrow(cut.dim, start, piece.shape[cut.dim]).copy_(piece)
+        theirs.write(arrived, full)
     return full
 
 
@@ -167,8 +164,8 @@ def _deliver(full: Tensor, part: Tensor, cut: Cut | None, sent: bool, group) -> 
         if cut is None:
             part.copy_(full)
         else:
-            for piece, start, _ in pieces_in(part, cut):
-                piece.copy_(full.narrow(cut.dim, start, piece.shape[cut.dim]))
+            for piece, given in zip(cut.pieces_in(part), cut.pieces_of(full), strict=True):
+                piece.copy_(given)
     if sent and cut is None:
         distributed.broadcast(part.detach(), group=group, group_src=0)
     elif sent and rank:
