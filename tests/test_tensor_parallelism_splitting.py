@@ -20,6 +20,7 @@ from memlab.tensor_parallelism import (
     cut_of,
     different_on_ranks,
     split_layers,
+    vocabulary_parallel_cross_entropy,
 )
 from memlab.tensor_parallelism.replicas import checksum
 
@@ -317,6 +318,20 @@ def other_copy(rank, model):
         model(TOKENS, TOKENS)
 
 
+def frozen_there(rank, model):
+    """Below its one trained layer that rank needs no gradient, and would not come to sum it."""
+    if rank == 1:
+        model.requires_grad_(False)
+        model.head.requires_grad_(True)
+    with check_replicas(model):
+        model(TOKENS, TOKENS).backward()
+
+
+def other_targets_of_the_loss(rank, model):
+    with check_replicas(model):
+        vocabulary_parallel_cross_entropy(model(TOKENS), TOKENS + rank % 3)
+
+
 def other_dropout(rank, model):
     model.dropout.p = 0.5
     with different_on_ranks(), check_replicas(model):
@@ -354,6 +369,8 @@ FAULTS = {
     other_shape: r"same input of TensorParallelGPT .* on rank 0, 3: \(1, 8\) of .* on rank 1, 2: \(2, 8\)",
     other_weights: r"same parameter norm.weight .* on rank 0, 3: \(16,\) of .*, bits .*; seed all ranks alike",
     other_copy: "parameter blocks.0.attention.qkv.weight, section 2, piece 0",
+    frozen_there: r"same requires_grad of token_embedding.weight .* on rank 0, 2, 3: True; on rank 1: False",
+    other_targets_of_the_loss: "same input of vocabulary_parallel_cross_entropy on all ranks",
     other_dropout: "same input of ReplicatedLayerNorm blocks.0.norm1 on all ranks",
     other_gradient: "same gradient of blocks.0.norm2.bias on all ranks .*; every rank must run the same backward",
     no_gradient: "same gradient of blocks.0.norm2.bias .*; on rank 1: none",

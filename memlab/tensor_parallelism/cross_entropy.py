@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
+from torch.overrides import handle_torch_function, has_torch_function
 
 from memlab.ranks import all_gather, place_in
 
@@ -57,6 +58,11 @@ def vocabulary_parallel_cross_entropy(
     TypeError for other dtypes; IndexError, on all ranks, for targets that are not in the vocabulary. A GPU notices
     those by itself, as F.cross_entropy's: a device-side assert, later.
     """
+    if has_torch_function((logits, targets)):  # such as check_replicas, which looks at the targets
+        options = {"ignore_index": ignore_index, "reduction": reduction, "vocabulary": vocabulary}
+        options |= {"in_place": in_place, "group": group}
+        call = vocabulary_parallel_cross_entropy
+        return handle_torch_function(call, (logits, targets), logits, targets, **options)
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"expected reduction 'mean', 'sum' or 'none', found {reduction!r}")
     if targets.shape != logits.shape[:-1]:

@@ -17,10 +17,12 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, distributed, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from memlab.ranks import all_gather, place_in
 from memlab.tensor_parallelism.blocks import ReplicatedLayerNorm
+from memlab.tensor_parallelism.cross_entropy import vocabulary_parallel_cross_entropy
 from memlab.tensor_parallelism.cuts import cut_of
 from memlab.tensor_parallelism.embedding import VocabularyParallelEmbedding
 from memlab.tensor_parallelism.gpt import TensorParallelGPT
@@ -56,8 +58,8 @@ def check_replicas(model: nn.Module) -> Iterator[None]:
             model(x, y).backward()
 
     Compared bit by bit are parameters and buffers that are not cut, at the beginning (of a cut one, pieces that several
-    ranks hold); inputs of every parallel layer, when it is called (of a layer that takes a part, their shapes); and the
-    gradients of all such parameters at the end. The error names the layer or parameter, the ranks that differ from the
+    ranks hold) and what is trained; inputs of every parallel layer, when it is called (of a layer that takes a part,
+    their shapes), and targets of the loss; and the gradients of all such parameters at the end. The error names the layer or parameter, the ranks that differ from the
     group's rank 0, and what to do. Ranks that call different layers, or bring other shapes, are told and do not hang.
 
     Costs: every such tensor is read once more; for each call of a layer 24 bytes go from each rank to each, and a GPU
@@ -78,6 +80,7 @@ def check_replicas(model: nn.Module) -> Iterator[None]:
         for name, layer in layers.items():
             hook = layer.register_forward_pre_hook(_Hook(f"{type(layer).__name__} {name}".rstrip()), with_kwargs=True)
             stack.callback(hook.remove)
+        stack.enter_context(_Targets())
         yield
     _compare_held(model, "the block's end", _GRADIENTS, group, gradients=True)
 
@@ -102,6 +105,17 @@ class _Hook:
     def __call__(self, layer: nn.Module, args: tuple, kwargs: dict) -> None:
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         _meet(self.place, inputs, _takes_whole(layer), inputs[0].device, layer.group)
+
+
+class _Targets(TorchFunctionMode):
+    """Compares the targets of the loss, which is no layer."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is vocabulary_parallel_cross_entropy:
+            targets = args[1]
+            _meet(func.__name__, (targets,), True, targets.device, kwargs["group"])
+        return func(*args, **kwargs)
 
 
 def _takes_whole(layer: nn.Module) -> bool:
@@ -132,7 +146,9 @@ def _meet(place: str, inputs: Sequence[Tensor], whole: bool, device: torch.devic
 def _compare_held(model: nn.Module, place: str, hint: str, group, gradients: bool = False) -> None:
     """Compare parameters and buffers, or gradients, that several ranks hold."""
     _meet(place, (), False, next(model.parameters()).device, group)
-    mine = {}
+    mine = (
+        {} if gradients else {f"requires_grad of {name}": str(p.requires_grad) for name, p in model.named_parameters()}
+    )
     for what, tensor in _held(model, group, gradients):
         described = tensor is not None and f"{tuple(tensor.shape)} of {tensor.dtype}, bits {checksum(tensor).item():x}"
         mine[what] = described or "none"
