@@ -58,9 +58,11 @@ def check_replicas(model: nn.Module) -> Iterator[None]:
             model(x, y).backward()
 
     Compared bit by bit are parameters and buffers that are not cut, at the beginning (of a cut one, pieces that several
-    ranks hold) and what is trained; inputs of every parallel layer, when it is called (of a layer that takes a part,
-    their shapes), and targets of the loss; and the gradients of all such parameters at the end. The error names the layer or parameter, the ranks that differ from the
-    group's rank 0, and what to do. Ranks that call different layers, or bring other shapes, are told and do not hang.
+    ranks hold), and which parameters are trained; inputs of every parallel layer, when it is called (of a layer that
+    takes a part, their shapes), and targets of the loss; and the gradients of all such parameters at the end. The error
+    names the layer or parameter, the ranks that differ from the group's rank 0, and what to do. Ranks that call
+    different layers in forward, or bring other shapes, are told and do not hang; those of which one runs another
+    backward may.
 
     Costs: every such tensor is read once more; for each call of a layer 24 bytes go from each rank to each, and a GPU
     is waited for. So it is for a step in doubt, not for every step. On imagined ranks and alone it does nothing. Its
