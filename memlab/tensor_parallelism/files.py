@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from memlab.data_parallelism.agreement import refuse_other_models
 from memlab.ranks import place_in
 from memlab.tensor_parallelism.cuts import Cut, cut_of
 from memlab.tensor_parallelism.state import (
@@ -48,9 +49,11 @@ def save_full(model: nn.Module, path: str | os.PathLike, group=None) -> None:
     in place of one that was there before; a failure leaves that as it was. Its checksums are those of empty tensors:
     torch.load does not look at them, but unzip would complain. Not on Windows.
 
-    Raises OSError where a rank cannot write, also for want of room.
+    Raises OSError where a rank cannot write, also for want of room; ValueError where ranks have different models.
     """
     slots = slots_of(model, group)
+    cuts = {f"the cut of {name}": (cut.shape, cut.sections) for name, p in slots.items() if (cut := cut_of(p))}
+    refuse_other_models(model, group, **cuts)
     _save(slots, {id(p): cut for p in slots.values() if (cut := cut_of(p))}, Path(path), group)
 
 
@@ -111,7 +114,10 @@ def _write_outline(tree: Mapping, cuts: dict[int, Cut], path: Path) -> None:
         return full.setdefault(id(t), torch.empty(shape, dtype=t.dtype, device="cpu"))
 
     with FakeTensorMode(), torch.serialization.skip_data(materialize_fake_tensors=True):
-        torch.save(tree_map_only(Tensor, room, dict(tree)), path)
+        try:
+            torch.save(tree_map_only(Tensor, room, dict(tree)), path)
+        except RuntimeError as error:  # a missing folder, a full disk
+            raise OSError(f"expected a file that can be written, found {path.name} cannot: {error}") from error
     if hasattr(os, "posix_fallocate"):  # a full disk is told of here; later, writing to the map would kill the process
         with open(path, "rb+") as file:
             os.posix_fallocate(file.fileno(), 0, path.stat().st_size)

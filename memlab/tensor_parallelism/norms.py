@@ -3,7 +3,9 @@
 ‖g‖² = Σ over ranks of Σ over its pieces of ‖piece‖² + Σ over whole ones of ‖g‖². Of what several ranks hold, the first
 counts it. One number is summed; then each rank scales what it has.
 
-Left to itself, each rank would clip by the norm of its own parts, and what all hold would differ from then on.
+Left to itself, each rank would clip by the norm of its own parts, and what all hold would differ from then on. The same
+goes for a number that is not finite: only the rank whose part it is in sees it, so ask all whether to skip a step, as
+chapter 06's LossScaler does with `agree` (torch.amp.GradScaler does not).
 """
 
 from __future__ import annotations
