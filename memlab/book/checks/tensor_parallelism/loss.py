@@ -123,7 +123,10 @@ def _same_loss(losses: Tensor, case: _Case, own: slice, where: str, ranks: int) 
     elif torch.allclose(losses.double() / ranks, case.losses, rtol=1e-4, atol=1e-3):
         look = f" They are {ranks} times too large: what all ranks have already is not to be summed."
     elif (gap := (losses.double() - case.losses).abs() > 1e-2).any():
-        look = f" {int(gap.sum())} of {_TOKENS} are wrong. A target's logit is on one rank; what do the others add?"
+        look = (
+            f" {int(gap.sum())} of {_TOKENS} are wrong. Do all ranks subtract the same largest logit? A target's is on "
+            "one rank; what do the others add?"
+        )
     raise Wrong(f"{where}: the losses are not those of the whole logits.{look}")
 
 
