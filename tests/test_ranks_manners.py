@@ -276,6 +276,30 @@ def test_a_rank_of_torchruns_raises_its_own_error(tmp_path):
     assert "results" not in done.stdout
 
 
+ENDED = """
+import os, torch
+from memlab.ranks import run_ranks
+
+def train(rank):
+    p = torch.nn.Parameter(torch.ones(2))
+    torch.optim.AdamW([p])  # imports torch's compiler, whose imports must not keep the group
+
+run_ranks(train, 1)
+print(sorted({open(f"/proc/self/task/{task}/comm").read().strip() for task in os.listdir("/proc/self/task")}))
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="a thread's name is read in /proc")
+def test_no_thread_of_the_group_outlives_it_under_torchrun(tmp_path):
+    (tmp_path / "ended.py").write_text(ENDED)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
+    done = subprocess.run(
+        [*command, tmp_path / "ended.py"], env=environment(tmp_path), capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert "gloo" not in done.stdout and "python" in done.stdout
+
+
 def test_a_single_rank_of_torchruns_forms_a_group_and_ends_it(monkeypatch):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

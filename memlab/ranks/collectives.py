@@ -6,6 +6,7 @@ all_gather:     everyone brings one piece and leaves with the whole
 
 from __future__ import annotations
 
+import torch.distributed.nn.functional  # noqa: F401  imported later, by an optimizer, its defaults keep the group alive
 from torch import Tensor, distributed
 
 # PyTorch 2.13 renamed both, and warns of the older names, the only ones that 2.11 has.
