@@ -51,4 +51,7 @@ def test_the_example_refuses_no_ranks_and_no_steps_and_ranks_that_do_not_divide_
     for wrong in ("--ranks", "--imagined"):
         with pytest.raises(SystemExit):
             main([wrong, "3"])
-        assert "divides 8 heads (1, 2, 4, 8), found 3" in capsys.readouterr().err
+        assert (
+            "8 heads cannot be split over 3 ranks; pick a tensor-parallel size that divides 8 (1, 2, 4, 8)"
+            in capsys.readouterr().err
+        )

@@ -73,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run as the command line says, and print what came of it: once, on rank 0."""
     parser = example_parser("memlab.data_parallelism", __doc__.splitlines()[0])
     parser.add_argument("--technique", choices=TECHNIQUES, default="data-parallel")
-    return run_example(parser, train, lambda given: (given.technique, (given.technique,)), arguments)
+    return run_example(parser, train, lambda given, ranks: (given.technique, (given.technique,)), arguments)
 
 
 if __name__ == "__main__":

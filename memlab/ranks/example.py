@@ -56,14 +56,13 @@ def example_device() -> str:
 def run_example(
     parser: argparse.ArgumentParser,
     train: Callable[..., Trained],
-    settings: Callable[[argparse.Namespace], tuple[str, tuple[Any, ...]]],
+    settings: Callable[[argparse.Namespace, int], tuple[str, tuple[Any, ...]]],
     arguments: Sequence[str] | None,
-    divided: tuple[int, str] | None = None,
 ) -> int:
     """Call train(rank, *settings, steps) on every rank as the command line says; print what came of it, on rank 0.
 
-    settings: from what was parsed to the example's title and its settings. divided: a number that the ranks must
-    divide, and of what it is. Returns 0; bad numbers end the program with
+    settings: from what was parsed and the number of ranks to the example's title and its settings; its ValueError is
+    the parser's. Returns 0; bad numbers end the program with
     the parser's error.
     """
     given = parser.parse_args(arguments)
@@ -74,11 +73,10 @@ def run_example(
     ranks = (int(os.environ["WORLD_SIZE"]) if launched else 2) if wanted is None else wanted
     if ranks < 1:
         parser.error(f"expected at least one rank, found {ranks}")
-    if divided is not None and divided[0] % ranks:
-        size, what = divided
-        fits = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
-        parser.error(f"expected a number of ranks that divides {size} {what} ({fits}), found {ranks}")
-    title, chosen = settings(given)
+    try:
+        title, chosen = settings(given, ranks)
+    except ValueError as error:
+        parser.error(str(error))
     if given.imagined is not None:
         with imagine(CARD), imagined_ranks(ranks):
             results = [train(0, *chosen, given.steps)]

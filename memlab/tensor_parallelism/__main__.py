@@ -10,6 +10,7 @@ the third is rank 0 of 8 on imagined hardware, in this process: bytes without va
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
 
@@ -20,6 +21,7 @@ from memlab.memory_timeline import Meter
 from memlab.ranks import Traffic
 from memlab.ranks.example import Trained, example_device, example_parser, run_example
 from memlab.tensor_parallelism import TensorParallelGPT
+from memlab.tensor_parallelism.cuts import share
 
 LAYERS, WIDTH, HEADS, CONTEXT, VOCABULARY, BATCH = 4, 128, 8, 64, 256, 4
 
@@ -52,9 +54,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run as the command line says, and print what came of it: once, on rank 0."""
     parser = example_parser("memlab.tensor_parallelism", __doc__.splitlines()[0])
     parser.add_argument("--sequence-parallel", action="store_true", help="between layers, rows of its own on each rank")
-    title = {False: "tensor parallel", True: "tensor and sequence parallel"}
-    settings = lambda given: (title[given.sequence_parallel], (given.sequence_parallel,))  # noqa: E731
-    return run_example(parser, train, settings, arguments, divided=(HEADS, "heads"))
+    return run_example(parser, train, settings, arguments)
+
+
+def settings(given: argparse.Namespace, ranks: int) -> tuple[str, tuple[bool]]:
+    """The title, and what `train` is told. Raises ValueError for ranks that do not divide the heads."""
+    share(HEADS, "heads", ranks)
+    title = "tensor and sequence parallel" if given.sequence_parallel else "tensor parallel"
+    return title, (given.sequence_parallel,)
 
 
 if __name__ == "__main__":
