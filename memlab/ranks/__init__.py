@@ -3,7 +3,8 @@
 Read the pages in this order.
 
 Talking: `membership` (who is in a group), `collectives` (the two halves of an all-reduce, under one name in every
-PyTorch), `traffic` (how many bytes that takes) and `point_to_point` (from one rank to another).
+PyTorch), `traffic` (how many bytes that takes), `point_to_point` (from one rank to another) and `mesh` (a group along each
+axis).
 
 Being several: `launch` (`run_ranks`: a function in several processes), `server` (what they are forked from),
 `processes` (as the launcher sees them), `worker` (what happens in each), `failures` (who was to blame), `torchrun`
@@ -16,16 +17,20 @@ from memlab.ranks.failures import RankError
 from memlab.ranks.imagined import imagined_ranks, one_rank
 from memlab.ranks.launch import run_ranks
 from memlab.ranks.membership import place_in
-from memlab.ranks.point_to_point import exchange, receive, send
+from memlab.ranks.mesh import mesh
+from memlab.ranks.point_to_point import Transfer, begin, exchange, receive, send
 from memlab.ranks.traffic import Message, Traffic, ring_bytes
 
 __all__ = [
     "Message",
     "RankError",
     "Traffic",
+    "Transfer",
     "all_gather",
+    "begin",
     "exchange",
     "imagined_ranks",
+    "mesh",
     "one_rank",
     "place_in",
     "receive",

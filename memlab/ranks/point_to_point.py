@@ -10,6 +10,8 @@ which NCCL refuses.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, distributed
 
@@ -18,12 +20,12 @@ from memlab.ranks.traffic import counted
 
 def send(tensor: Tensor, to: int, group=None) -> None:
     """Send a tensor to rank `to` of the group; it waits there for `receive`. tensor: any shape and dtype."""
-    _run([(distributed.isend, tensor, to)], group)
+    _run([("send", tensor, to)], group)
 
 
 def receive(tensor: Tensor, frm: int, group=None) -> Tensor:
     """Fill `tensor`, of the shape and dtype that rank `frm` of the group sends, and return it."""
-    _run([(distributed.irecv, tensor, frm)], group)
+    _run([("receive", tensor, frm)], group)
     return tensor
 
 
@@ -36,7 +38,7 @@ def exchange(outgoing: Tensor, to: int, incoming: Tensor, frm: int, group=None) 
     to, frm: ranks of the group, also one and the same. incoming: of the shape and dtype that `frm` sends; it shares no
     memory with `outgoing`. On a GPU "done" is as of the current stream, as for every op there.
     """
-    _run([(distributed.isend, outgoing, to), (distributed.irecv, incoming, frm)], group)
+    _run([("send", outgoing, to), ("receive", incoming, frm)], group)
     return incoming
 
 
@@ -46,23 +48,49 @@ def staged(tensor: Tensor, group=None) -> bool:
     return not tensor.is_cpu and group._get_backend(tensor.device).name() == "gloo"
 
 
-def _run(transfers: list[tuple], group) -> None:
-    """Begin every transfer, then wait for all of them."""
-    operations, landings = [], []
-    for begin, tensor, peer in transfers:
-        wire = _wire(tensor, begin is distributed.isend, group)
-        operations.append(distributed.P2POp(begin, wire, group=group, group_peer=peer))
-        if wire is not tensor and begin is distributed.irecv:
-            landings.append((tensor, wire))
-    sent, received = (
-        [t for begin, t, _ in transfers if begin is way] for way in (distributed.isend, distributed.irecv)
-    )
-    with counted(sent, received, group):
-        for work in distributed.batch_isend_irecv(operations):
+class Transfer:
+    """A tensor on its way. `wait()` returns it when it is there (or gone); until then leave it alone."""
+
+    def __init__(self, tensor: Tensor, wire: Tensor, receives: bool):
+        self.tensor, self._wire, self._receives, self._works = tensor, wire, receives, ()
+
+    def wait(self) -> Tensor:
+        """On a GPU "there" is as of the current stream, as for every op."""
+        for work in self._works:
             work.wait()
-    with torch.no_grad():
-        for tensor, wire in landings:
-            tensor.copy_(wire)
+        self._works = ()
+        if self._receives and self._wire is not self.tensor:
+            with torch.no_grad():
+                self.tensor.copy_(self._wire)
+        self._wire = self.tensor
+        return self.tensor
+
+
+def begin(messages: Sequence[tuple[str, Tensor, int]], group=None) -> list[Transfer]:
+    """Begin several messages at once, and return a Transfer for each. messages: ("send" or "receive", tensor, rank)."""
+    operations, transfers = [], []
+    for name, tensor, peer in messages:
+        sends = name == "send"
+        wire = _wire(tensor, sends, group)
+        operations.append(
+            distributed.P2POp(distributed.isend if sends else distributed.irecv, wire, group=group, group_peer=peer)
+        )
+        transfers.append(Transfer(tensor, wire, not sends))
+    if not operations:
+        return []
+    sent, received = ([tensor for name, tensor, _ in messages if name == way] for way in ("send", "receive"))
+    with counted(sent, received, group):
+        works = distributed.batch_isend_irecv(operations)
+    together = len(works) != len(operations)  # NCCL: one work for all
+    for number, transfer in enumerate(transfers):
+        transfer._works = works if together else (works[number],)
+    return transfers
+
+
+def _run(transfers: list[tuple[str, Tensor, int]], group) -> None:
+    """Begin every transfer, then wait for all of them."""
+    for transfer in begin(transfers, group):
+        transfer.wait()
 
 
 def _wire(tensor: Tensor, filled: bool, group) -> Tensor:
