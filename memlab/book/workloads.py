@@ -233,12 +233,12 @@ class GroupedAttention(nn.Module):
         self.out = nn.Linear(self.heads * self.size, config.width, bias=False)
 
     def forward(self, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-        batch, tokens, width = x.shape
+        batch, tokens, _ = x.shape
         q = rotate(self.q(x).view(batch, tokens, self.heads, self.size).transpose(1, 2), cosine, sine)
         k = rotate(self.k(x).view(batch, tokens, self.kv_heads, self.size).transpose(1, 2), cosine, sine)
         v = self.v(x).view(batch, tokens, self.kv_heads, self.size).transpose(1, 2)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.heads != self.kv_heads)
-        return self.out(mixed.transpose(1, 2).reshape(batch, tokens, width))
+        return self.out(mixed.transpose(1, 2).reshape(batch, tokens, -1))
 
 
 class SwiGLU(nn.Module):

@@ -86,7 +86,7 @@ def _surroundings() -> dict[str, object]:
         "autograd switched off": torch.is_grad_enabled(),
         "another default dtype": torch.get_default_dtype(),
         "a hook on every module": len(_hooks),
-        "a thread running": threading.active_count(),
+        "a thread running": set(threading.enumerate()),
     }
 
 
@@ -103,6 +103,7 @@ def _as_new() -> Iterator[None]:
     try:
         yield
         after = _surroundings()
+        after["a thread running"] |= before["a thread running"]  # one that ended meanwhile is not left
     finally:
         torch.set_num_threads(threads)
         torch.set_grad_enabled(grad)
