@@ -3,8 +3,8 @@
 Read the pages in this order.
 
 Talking: `membership` (who is in a group), `collectives` (the two halves of an all-reduce, under one name in every
-PyTorch), `traffic` (how many bytes that takes), `point_to_point` (from one rank to another) and `mesh` (a group along each
-axis).
+PyTorch), `traffic` (how many bytes that takes), `point_to_point` (from one rank to another) and `mesh` (a group along
+each axis).
 
 Being several: `launch` (`run_ranks`: a function in several processes), `server` (what they are forked from),
 `processes` (as the launcher sees them), `worker` (what happens in each), `failures` (who was to blame), `torchrun`
@@ -16,12 +16,13 @@ from memlab.ranks.collectives import all_gather, reduce_scatter
 from memlab.ranks.failures import RankError
 from memlab.ranks.imagined import imagined_ranks, one_rank
 from memlab.ranks.launch import run_ranks
-from memlab.ranks.membership import place_in
-from memlab.ranks.mesh import mesh
+from memlab.ranks.membership import ALONE, place_in
+from memlab.ranks.mesh import mesh, mesh_groups
 from memlab.ranks.point_to_point import Transfer, begin, exchange, receive, send
 from memlab.ranks.traffic import Message, Traffic, ring_bytes
 
 __all__ = [
+    "ALONE",
     "Message",
     "RankError",
     "Traffic",
@@ -31,6 +32,7 @@ __all__ = [
     "exchange",
     "imagined_ranks",
     "mesh",
+    "mesh_groups",
     "one_rank",
     "place_in",
     "receive",

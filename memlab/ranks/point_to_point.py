@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, distributed
 
+from memlab.ranks.membership import place_in
 from memlab.ranks.traffic import counted
 
 
@@ -49,13 +50,18 @@ def staged(tensor: Tensor, group=None) -> bool:
 
 
 class Transfer:
-    """A tensor on its way. `wait()` returns it when it is there (or gone); until then leave it alone."""
+    """A tensor on its way: `wait()` returns it when it is there, or gone. Until then leave it alone.
+
+    It holds the tensor, whose memory a backend reads or writes meanwhile; so keep the Transfer until it is waited for.
+    On a GPU only the current stream waits, as for every op: what is computed afterwards finds the tensor there, and its
+    memory goes to nobody else before. Staged, a send has left the GPU when it begins; a receive gets there in `wait()`.
+    """
 
     def __init__(self, tensor: Tensor, wire: Tensor, receives: bool):
         self.tensor, self._wire, self._receives, self._works = tensor, wire, receives, ()
 
     def wait(self) -> Tensor:
-        """On a GPU "there" is as of the current stream, as for every op."""
+        """The tensor. A second call returns it at once."""
         for work in self._works:
             work.wait()
         self._works = ()
@@ -67,9 +73,24 @@ class Transfer:
 
 
 def begin(messages: Sequence[tuple[str, Tensor, int]], group=None) -> list[Transfer]:
-    """Begin several messages at once, and return a Transfer for each. messages: ("send" or "receive", tensor, rank)."""
+    """Begin several messages at once, and return a Transfer for each, in their order.
+
+        sent, received = begin([("send", mine, right), ("receive", theirs, left)])
+
+    messages: ("send" or "receive", tensor, rank of the group); tensors of any shapes and dtypes. Between two ranks the
+    order decides which receive a send meets, over all calls; sends and receives do not wait for each other within one.
+    With NCCL, each call waits for the one before, and the group's first talk must be one of all its ranks.
+
+    Raises ValueError, before anything is sent, for another word and for a rank that is not of the group.
+    """
+    _, ranks = place_in(group)
     operations, transfers = [], []
     for name, tensor, peer in messages:
+        if name not in ("send", "receive") or not 0 <= peer < ranks:
+            raise ValueError(
+                f'expected "send" or "receive", a tensor, and a rank of the group, 0 to {ranks - 1}, found {name!r} '
+                f"and rank {peer}; count ranks as the group does"
+            )
         sends = name == "send"
         wire = _wire(tensor, sends, group)
         operations.append(

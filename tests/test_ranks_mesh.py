@@ -1,0 +1,136 @@
+"""A mesh of ranks: who is together along each axis, on real and imagined ranks, and what is refused."""
+
+from __future__ import annotations
+
+import math
+import threading
+
+import pytest
+import torch
+from torch import distributed
+
+from memlab.memory_timeline import Meter, imagine
+from memlab.ranks import Traffic, imagined_ranks, mesh, mesh_groups, one_rank, run_ranks
+
+MESHES = [
+    {"data": 2, "pipeline": 2, "tensor": 2},
+    {"tensor": 2, "data": 3},
+    {"pipeline": 4, "data": 1, "tensor": 2},
+    {"data": 5},
+    {"a": 1, "b": 1},
+]
+
+
+def members(made, axis: str) -> list[int]:
+    return distributed.get_process_group_ranks(made.get_group(axis))
+
+
+@pytest.mark.parametrize("axes", MESHES, ids=str)
+def test_the_groups_in_words_are_those_that_pytorch_makes_on_every_rank(axes):
+    groups, ranks = mesh_groups(axes), math.prod(axes.values())
+    for rank in range(ranks):
+        with imagined_ranks(ranks, rank):
+            made = mesh(**axes)
+            assert made.mesh_dim_names == tuple(axes) == tuple(groups) and made.shape == tuple(axes.values())
+            for axis in axes:
+                mine = members(made, axis)
+                assert mine in groups[axis] and mine[made.get_local_rank(axis)] == rank
+    for axis, size in axes.items():
+        assert {len(group) for group in groups[axis]} == {size}
+        assert sorted(sum(groups[axis], [])) == list(range(ranks))
+
+
+def test_the_first_axis_is_outermost_and_neighbours_are_together_along_the_last():
+    groups = mesh_groups({"data": 2, "pipeline": 2, "tensor": 2})
+    assert groups["tensor"] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert groups["pipeline"] == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert groups["data"] == [[0, 4], [1, 5], [2, 6], [3, 7]]
+
+
+def test_a_size_of_minus_one_is_what_is_left():
+    with imagined_ranks(8):
+        assert mesh(data=-1, tensor=2).shape == (4, 2)
+        assert mesh(data=8, tensor=-1).shape == (8, 1)
+
+
+@pytest.mark.parametrize(
+    ("axes", "words"),
+    [
+        ({}, "expected at least one axis and its size, as mesh(data=2, tensor=2), found none"),
+        ({"data": 0}, "expected a number of ranks along data, 1 or more, found 0"),
+        ({"data": -2, "tensor": -1}, "expected a number of ranks along data, 1 or more, found -2"),
+        ({"data": 2.0}, "found 2.0"),
+        ({"data": True}, "found True"),
+        ({"data": None}, "found None"),
+        ({"data": -1, "tensor": -1}, "expected one axis of -1, which is what is left, found data and tensor"),
+        (
+            {"data": 2, "tensor": 2},
+            "expected axes whose product is 8, the number of ranks, found data=2 · tensor=2; data=4 or tensor=4 would",
+        ),
+        ({"data": 3, "tensor": 2}, "found data=3 · tensor=2; data=4 would do"),
+        ({"data": 3, "tensor": 5}, "sizes whose product divides 8 (1, 2, 4, 8), and -1 for what is left, would do"),
+        ({"data": -1, "tensor": 3}, "sizes whose product divides 8 (1, 2, 4, 8), and -1"),
+        ({"data": 16}, "data=8 would do"),
+    ],
+    ids=str,
+)
+def test_sizes_that_do_not_make_the_ranks_are_refused_and_the_error_says_which_would(axes, words):
+    with imagined_ranks(8):
+        with pytest.raises(ValueError) as error:
+            mesh(**axes)
+        assert words in str(error.value)
+
+
+def test_groups_in_words_refuse_what_is_no_size():
+    for axes in ({}, {"data": 0}, {"data": -1}, {"data": "2"}):
+        with pytest.raises(ValueError, match="expected"):
+            mesh_groups(axes)
+
+
+def test_without_a_process_group_a_mesh_says_where_one_is():
+    with pytest.raises(RuntimeError, match=r"run_ranks\(fn, 4\)"):
+        mesh(data=1)
+
+
+@pytest.mark.parametrize("rank", [0, 3, 6])
+def test_on_imagined_hardware_a_mesh_is_real_and_neither_meter_nor_traffic_sees_it(rank):
+    with imagine("H100-80GB"), imagined_ranks(8, rank), Meter() as meter, Traffic() as traffic:
+        made = mesh(data=2, pipeline=-1, tensor=2)
+        x = torch.ones(6)
+        distributed.all_reduce(x, group=made.get_group("pipeline"))
+    assert type(made.mesh) is torch.Tensor and made.mesh.tolist() == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
+    assert made.get_coordinate() == tuple(int(digit) for digit in f"{rank:03b}")
+    assert meter.timeline.peak_bytes == x.nbytes == 24
+    assert [(record.name, record.ranks) for record in traffic.records] == [("all_reduce", 2)]
+
+
+def test_one_rank_is_a_mesh_of_ones_and_nothing_is_left_behind():
+    threads = threading.active_count()
+    with one_rank("cpu"):
+        made = mesh(data=1, pipeline=1, tensor=1)
+        assert made.device_type == "cpu" and [made.get_local_rank(axis) for axis in made.mesh_dim_names] == [0, 0, 0]
+        x = torch.ones(1)
+        for axis in made.mesh_dim_names:
+            distributed.all_reduce(x, group=made.get_group(axis))
+        assert x.item() == 1
+    assert not distributed.is_initialized() and threading.active_count() == threads
+
+
+def sums(rank):
+    """What each axis of two meshes sums, the second with the axes the other way round."""
+    found = []
+    for axes in ({"data": 2, "tensor": -1}, {"tensor": 2, "data": 2}, {"data": 2, "tensor": 2}):
+        made = mesh(**axes)
+        assert made.device_type == "cpu"
+        for axis in sorted(axes):
+            x = torch.tensor([10.0**rank])
+            distributed.all_reduce(x, group=made.get_group(axis))
+            found.append(x.item())
+    return found
+
+
+def test_real_ranks_sum_along_each_axis_and_further_meshes_do_not_disturb_the_first():
+    found = run_ranks(sums, 4)
+    data, tensor = [101, 1010, 101, 1010], [11, 11, 1100, 1100]
+    for at, expected in enumerate((data, tensor, tensor, data, data, tensor)):
+        assert [rank[at] for rank in found] == expected
