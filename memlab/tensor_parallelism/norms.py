@@ -41,15 +41,24 @@ def clip_grad_norm_(
         parameters = parameters.parameters()
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     trained = [p for p in parameters if p.grad is not None]
+    if not parameters:
+        return torch.tensor(0.0)
+    norm = norm_of_parts(
+        counted_parts(trained, group), norm_type, error_if_nonfinite, device=parameters[0].device, group=group
+    )
+    torch.nn.utils.clip_grads_with_norm_(trained, max_norm, norm)
+    return norm.to(functools.reduce(torch.promote_types, {p.dtype for p in parameters}, torch.float32))
+
+
+def counted_parts(trained: Iterable[Tensor], group=None) -> list[Tensor]:
+    """Of the gradients of these parameters, what this rank of the group is the first to have, and so counts."""
     rank, _ = place_in(group)
     counted = []
     for p in trained:
-        if (cut := cut_of(p)) is not None:
-            counted += [piece for piece, first in zip(cut.pieces_in(p.grad), cut.firsts(), strict=True) if first]
-        elif rank == 0:
+        if (cut := cut_of(p)) is None:
+            counted += [p.grad] if rank == 0 else []
+        elif all(cut.firsts()):
             counted.append(p.grad)
-    if not parameters:
-        return torch.tensor(0.0)
-    norm = norm_of_parts(counted, norm_type, error_if_nonfinite, device=parameters[0].device, group=group)
-    torch.nn.utils.clip_grads_with_norm_(trained, max_norm, norm)
-    return norm.to(functools.reduce(torch.promote_types, {p.dtype for p in parameters}, torch.float32))
+        else:
+            counted += [piece for piece, first in zip(cut.pieces_in(p.grad), cut.firsts(), strict=True) if first]
+    return counted

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from memlab.tensor_parallelism.cuts import Cut
+from memlab.tensor_parallelism.cuts import Cut, cut_of
 
 CHUNK_BYTES = 2**20
 """How much of a full tensor is drawn at a time (and up to 15 numbers more)."""
@@ -56,7 +56,8 @@ class SplitLayer(nn.Module):
     def __setattr__(self, name: str, value) -> None:
         cut = self.__dict__.get("cuts", {}).get(name)
         if cut is not None and isinstance(value, nn.Parameter):
-            if tuple(value.shape) != cut.part_shape:
+            own = cut_of(value) == cut  # fully_shard puts the layer's own parameter back, of which it kept a piece
+            if tuple(value.shape) != cut.part_shape and not own:
                 raise ValueError(
                     f"expected this rank's part as {name}, {cut.part_shape}, found {tuple(value.shape)}; "
                     "give it cut_of(layer.weight).part_of(full)"
