@@ -1,118 +1,207 @@
-"""A pipeline's plan: which layers on which stage, in which order, and what travels between them. Made before any process starts.
+"""A pipeline's plan: which layers on which stage, in which order, and what travels between them. Made before any
+process starts.
 
-Layers are a list of modules, or of functions that make one; each takes what the one before returns: a tensor, or a tuple of
-tensors. The plan runs them on imagined tensors, micro-batch by micro-batch, to learn the shapes that stages send each other. So
-what cannot work is refused here, in one process, and not by ranks that wait for each other.
+Layers are a list of modules, or of functions that make one; each takes what the one before returns: a tensor, or a
+tuple of tensors. The plan runs them on imagined tensors, micro-batch by micro-batch (page `rehearsal`), to learn the
+shapes that stages send each other. So what cannot work is refused here, in one process, and not by ranks that wait
+for each other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from memlab.memory_arithmetic.shapes import divisors
-from memlab.pipeline_parallelism.balance import balance
+from memlab.pipeline_parallelism.balancing import balance
 from memlab.pipeline_parallelism.checking import check_schedule
-from memlab.pipeline_parallelism.schedule import Schedule
+from memlab.pipeline_parallelism.imagined_layers import Layer, make_layer
+from memlab.pipeline_parallelism.rehearsal import LayerFacts, Wire, rehearse
+from memlab.pipeline_parallelism.schedule import BACKWARD, Schedule
+from memlab.pipeline_parallelism.tied import tied_names
+from memlab.units import format_bytes
 
-Layer = nn.Module | Callable[[], nn.Module]
-
-
-@dataclass(frozen=True)
-class Wire:
-    """A tensor that travels between two stages. gradient: whether one comes back for it."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    gradient: bool
-
-    @property
-    def nbytes(self) -> int:
-        return self.dtype.itemsize * torch.Size(self.shape).numel()
+__all__ = ["Layer", "PipelinePlan", "Wire", "make_layer", "plan_pipeline", "split_batch"]
 
 
 @dataclass(frozen=True)
 class PipelinePlan:
-    """What every rank of a pipeline knows. Travels to the ranks as an argument.
+    """What every rank of a pipeline knows. Travels to the ranks as an argument; small, if layers are functions.
 
-    layers: all of the model's. parts: which of them each stage has. wires: what stage s sends to stage s + 1, one list each.
-    tied: names of parameters that are one, such as ("0.token_embedding.weight", "5.head.weight").
+    layers: all of the model's. parts: which of them each stage has. wires: what stage s sends to stage s + 1, one
+      tuple each.
+    tied: names of parameters that are one, such as ("0.token_embedding.weight", "5.head.weight"); two or more of one
+      shape.
+    facts: what is known of each layer without making it. batch: the mini-batch's shape and dtype; None where x was a
+      list.
     """
 
     layers: tuple[Layer, ...]
     schedule: Schedule
     parts: tuple[range, ...]
     wires: tuple[tuple[Wire, ...], ...]
-    tied: tuple[tuple[str, str], ...] = field(default=())
+    tied: tuple[tuple[str, ...], ...] = field(default=())
+    facts: tuple[LayerFacts, ...] = field(default=(), repr=False)
+    batch: Wire | None = None
+
+    def stage_of(self, name: str) -> int:
+        """The stage that has a layer, or a parameter: "3" or "3.weight" is layer 3's."""
+        number = int(name.split(".")[0])
+        return next(stage for stage, part in enumerate(self.parts) if number in part)
+
+    def wire_bytes(self, stage: int) -> int:
+        """What one micro-batch sends from this stage to the next."""
+        return sum(wire.nbytes for wire in self.wires[stage])
+
+    def __str__(self) -> str:
+        """Stage by stage: the rank, the layers, their parameters, and what each micro-batch sends on."""
+        lines = [f"{self.schedule.name}: {len(self.parts)} stages, {self.schedule.micro_batches} micro-batches"]
+        for stage, part in enumerate(self.parts):
+            facts = self.facts[part.start : part.stop]
+            own = sum(one.parameter_bytes for one in facts)
+            numbers = f"layer {part[0]}" if len(part) == 1 else f"layers {part[0]}–{part[-1]}"
+            lines.append(
+                f"stage {stage}  rank {self.schedule.ranks_of_stages[stage]}  {numbers}: "
+                f"{_run_lengths([one.name for one in facts])}, parameters {format_bytes(own)}"
+            )
+            if stage < len(self.wires):
+                sent = ", ".join(map(str, self.wires[stage]))
+                back = sum(wire.nbytes for wire in self.wires[stage] if wire.gradient)
+                lines.append(
+                    f"    ↓ {sent}: {format_bytes(self.wire_bytes(stage))}, gradients back {format_bytes(back)}"
+                )
+        for names in self.tied:
+            where = sorted({self.stage_of(name) for name in names})
+            lines.append(f"tied: {' = '.join(names)}, on stage {' and '.join(map(str, where))}")
+        return "\n".join(lines)
 
 
 def plan_pipeline(
     layers: Sequence[Layer],
     schedule: Schedule,
-    x: Tensor,
+    x: Tensor | Sequence[Tensor],
     *,
     parts: Sequence[range] | None = None,
-    tied: Sequence[tuple[str, str]] = (),
+    tied: Sequence[Sequence[str]] = (),
 ) -> PipelinePlan:
     """Cut layers into the schedule's stages and see that everything fits.
 
-    x: a mini-batch (batch, …) as training will give it; its values are not used. parts: consecutive layers of each stage; None:
-    equally many. tied: pairs of parameter names, "<layer>.<name>".
+    layers: modules or functions that make one (an nn.Sequential or nn.ModuleList is a list, too). Modules are copied,
+      not run.
+    x: a mini-batch (batch, …) as training will give it, on the device of training, or its micro-batches as a list;
+      values are not used. Autocast that is on now is taken to be on in training: it decides the dtypes of what
+      travels.
+    parts: consecutive layers of each stage, as of `balance`; None: equally many.
+    tied: groups of parameter names, "<layer>.<name>", that are one parameter. Names of one group may be on one stage.
 
-    Raises ValueError for more stages than layers, a batch that the micro-batches do not divide, parts that leave layers out, a
-    stage whose output changes its shape between micro-batches, or an invalid schedule (`check_schedule`).
+    Nothing is sent while planning, also where layers talk to each other in a group of their own; such layers are
+    made, so a process that is not in the group gets their errors.
+
+    Raises ValueError for more stages than layers, a batch that the micro-batches do not divide, parts that leave
+    layers out, a layer that refuses what the one before returns, or that returns no tensors, shapes that depend on
+    values, a stage whose output changes its shape between micro-batches, tied names that are no parameters of one
+    shape, one module or parameter on two stages, and an invalid schedule (`check_schedule`). Raises TypeError for
+    layers that are neither modules nor functions.
+
+    >>> import functools
+    >>> from memlab.pipeline_parallelism import gpipe
+    >>> layers = [functools.partial(nn.Linear, 16, 16), nn.Tanh, functools.partial(nn.Linear, 16, 4)]
+    >>> print(plan_pipeline(layers, gpipe(2, 4), torch.zeros(32, 16)))
+    GPipe: 2 stages, 4 micro-batches
+    stage 0  rank 0  layer 0: Linear, parameters 1.1 KiB
+        ↓ (8, 16) float32: 512 B, gradients back 512 B
+    stage 1  rank 1  layers 1–2: Tanh, Linear, parameters 272 B
     """
-    layers = tuple(layers)
+    layers = _listed(layers)
+    if not isinstance(schedule, Schedule):
+        raise TypeError(f"expected a Schedule such as gpipe(4, 8), found {type(schedule).__name__}")
     check_schedule(schedule)
-    if parts is None:
-        parts = balance([1] * len(layers), schedule.stages)
-    if [number for part in parts for number in part] != list(range(len(layers))) or not all(parts):
+    if len(layers) < schedule.stages:
         raise ValueError(
-            f"expected parts that are layers 0 to {len(layers) - 1} in order, none empty, found {list(parts)}"
+            f"expected at most {len(layers)} stages for {len(layers)} layers, found a schedule with "
+            f"{schedule.stages}; every stage needs a layer: take fewer stages, or cut layers into smaller ones"
         )
-    if len(parts) != schedule.stages:
-        raise ValueError(f"expected {schedule.stages} parts, one for each stage of the schedule, found {len(parts)}")
-    wires = _wires(layers, parts, split_batch(x, schedule.micro_batches))
-    return PipelinePlan(layers, schedule, tuple(parts), wires, tuple(tied))
+    parts = _checked(balance([1] * len(layers), schedule.stages) if parts is None else parts, len(layers), schedule)
+    with _disable_current_modes():  # only shapes count, whatever watches or imagines tensors now
+        micro_batches = split_batch(_shapes(x), schedule.micro_batches)
+    trains = any(action.kind == BACKWARD for actions in schedule.actions for action in actions)
+    tied = tuple(tied_names(tied))
+    device = next((t.device for t in (x if isinstance(x, (list, tuple)) else [x])), torch.device("cpu"))
+    made = rehearse(layers, parts, micro_batches, device, trains=trains, tied=tied)
+    batch = Wire(tuple(x.shape), x.dtype, False) if isinstance(x, Tensor) else None
+    return PipelinePlan(layers, schedule, parts, made.wires, tied, made.facts, batch)
 
 
-def split_batch(x: Tensor, micro_batches: int) -> tuple[Tensor, ...]:
-    """Cut (batch, …) into equal micro-batches, without a copy."""
+def split_batch(x: Tensor | Sequence[Tensor], micro_batches: int) -> tuple[Tensor, ...]:
+    """Cut (batch, …) into equal micro-batches, without a copy. A list of so many tensors is taken as it is.
+
+    Raises ValueError for a batch without rows, or whose rows the micro-batches do not divide, and TypeError for no
+    tensor.
+    """
+    if isinstance(x, (list, tuple)) and all(isinstance(one, Tensor) for one in x):
+        if len(x) != micro_batches:
+            raise ValueError(f"expected a list of {micro_batches} micro-batches, found {len(x)}")
+        return tuple(x)
+    if not isinstance(x, Tensor):
+        raise TypeError(f"expected a tensor (batch, …), or a list of micro-batches, found {type(x).__name__}")
+    if x.dim() == 0 or x.shape[0] == 0:
+        raise ValueError(f"expected a batch of at least one row, (batch, …), found shape {tuple(x.shape)}")
     if x.shape[0] % micro_batches:
         raise ValueError(
-            f"expected a batch that {micro_batches} micro-batches divide, found {x.shape[0]} rows; "
-            f"pick micro-batches that divide it ({divisors(x.shape[0])})"
+            f"expected a batch that {micro_batches} micro-batches divide, found {x.shape[0]} rows; pick micro-batches "
+            f"that divide it ({divisors(x.shape[0])}), or {-(-x.shape[0] // micro_batches) * micro_batches} rows"
         )
     return x.chunk(micro_batches)
 
 
-def make_layer(layer: Layer) -> nn.Module:
-    """The module itself, or what the function makes."""
-    return layer if isinstance(layer, nn.Module) else layer()
+def _shapes(x):
+    """The batch without values."""
+    if isinstance(x, (list, tuple)):
+        return [_shapes(one) for one in x]
+    return torch.empty(x.shape, dtype=x.dtype, device="meta") if isinstance(x, Tensor) else x
 
 
-def _wires(layers, parts, micro_batches) -> tuple[tuple[Wire, ...], ...]:
-    """Run all micro-batches through imagined copies of the layers and note what crosses each cut."""
-    found: list[list[tuple[Wire, ...]]] = []
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.random.fork_rng(devices=[]):
-        made = [make_layer(layer) for layer in layers]
-        for i, micro_batch in enumerate(micro_batches):
-            stream = torch.empty(micro_batch.shape, dtype=micro_batch.dtype)
-            crossing = []
-            for stage, part in enumerate(parts):
-                for number in part:
-                    stream = made[number](stream)
-                out = stream if isinstance(stream, tuple) else (stream,)
-                crossing.append(tuple(Wire(tuple(t.shape), t.dtype, t.requires_grad) for t in out))
-                if found and crossing[-1] != found[0][stage]:
-                    raise ValueError(
-                        f"expected stage {stage} to return one shape for every micro-batch, found "
-                        f"{[w.shape for w in crossing[-1]]} for micro-batch {i} and {[w.shape for w in found[0][stage]]} for "
-                        "micro-batch 0; pad them to one shape"
-                    )
-            found.append(crossing)
-    return tuple(found[0][:-1])
+def _listed(layers) -> tuple[Layer, ...]:
+    if isinstance(layers, nn.Module) and not isinstance(layers, (nn.Sequential, nn.ModuleList)):
+        raise TypeError(
+            f"expected a list of layers, found one {type(layers).__name__}; list its parts in the order in which "
+            "they run"
+        )
+    layers = tuple(layers)
+    for number, layer in enumerate(layers):
+        if not isinstance(layer, nn.Module) and not callable(layer):
+            raise TypeError(
+                f"expected layer {number} to be a module, or a function that makes one, found {type(layer).__name__}"
+            )
+    return layers
+
+
+def _checked(parts, layers: int, schedule: Schedule) -> tuple[range, ...]:
+    """The parts, if each stage has one, and they are all layers in order."""
+    parts = tuple(parts)
+    if len(parts) != schedule.stages:
+        raise ValueError(f"expected {schedule.stages} parts, one for each stage of the schedule, found {len(parts)}")
+    numbers = [list(part) for part in parts]
+    if not all(numbers):
+        raise ValueError(f"expected a layer on every stage, found none on stage {numbers.index([])}: {list(parts)}")
+    if [number for part in numbers for number in part] != list(range(layers)):
+        raise ValueError(
+            f"expected parts that are layers 0 to {layers - 1} in order, each once, found {list(parts)}; "
+            "balance(costs, stages) makes such"
+        )
+    return tuple(range(part[0], part[-1] + 1) for part in numbers)
+
+
+def _run_lengths(names: list[str]) -> str:
+    """Names with repetitions counted: "Embeddings, 3 × Block"."""
+    found: list[list] = []
+    for name in names:
+        if found and found[-1][1] == name:
+            found[-1][0] += 1
+        else:
+            found.append([1, name])
+    return ", ".join(name if times == 1 else f"{times} × {name}" for times, name in found)

@@ -1,34 +1,39 @@
-"""Real ranks that execute a schedule: each does its own list, and nothing else decides.
+"""Real ranks that execute a schedule: each does its own list, from top to bottom, and nothing else decides.
 
-A receive begins where the list says so, and only the computation that needs it waits. What is sent is held until the rank's
-next computation is through; by then it is usually gone, and nobody waited.
+    forward        wait for what the stage before has sent · run the layers · keep what backward needs
+    backward       wait for the gradient that the stage after has sent · run backward
+    send, receive  begin it, and go on
+
+So a rank idles only where it waits for a neighbour: the bubble. Gradients add up over the micro-batches (chapter 07).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
 
 from memlab.pipeline_parallelism.checking import groups_of
-from memlab.pipeline_parallelism.plan import PipelinePlan, split_batch
+from memlab.pipeline_parallelism.evaluation import evaluating, forwards_of, whole_batch
+from memlab.pipeline_parallelism.messages import Messages
+from memlab.pipeline_parallelism.plan import PipelinePlan
+from memlab.pipeline_parallelism.promises import planned_micro_batches, scalar_loss
 from memlab.pipeline_parallelism.schedule import (
     BACKWARD,
+    COMPUTATIONS,
     FORWARD,
     RECEIVE_ACTIVATION,
     RECEIVE_GRADIENT,
     SEND_ACTIVATION,
-    SENDS,
     Action,
 )
 from memlab.pipeline_parallelism.simulator import Span
-from memlab.pipeline_parallelism.stage import StageRun, build_stage
+from memlab.pipeline_parallelism.stage import StageRun, build_stages
 from memlab.pipeline_parallelism.tied import TiedParameters
 from memlab.ranks import place_in
-from memlab.ranks.point_to_point import begin
 
 
 class Pipeline:
@@ -46,10 +51,21 @@ class Pipeline:
 
         run_ranks(train, 2, plan)
 
-    plan: of `plan_pipeline`, the same on all ranks. loss_fn: (output, y) of a micro-batch → its mean loss.
-    group: the pipeline's ranks, as many as the schedule has; all if None. checkpointed: keep only each stage's input.
-    wrap: a function that wraps each stage's module, such as `DataParallel`; if it has `no_sync`, only the last micro-batch's
-      backward runs outside of it.
+    plan: of `plan_pipeline`, the same on all ranks.   loss_fn: (output, y) of a micro-batch → its mean loss, a scalar.
+    group: the pipeline's ranks, as many as the schedule has; all if None.   device: where this rank computes.
+    checkpointed: keep only each stage's input, and compute the rest again in backward.
+    wrap: a function that wraps each stage that has parameters, such as `DataParallel`. If the result has `no_sync`,
+      every backward but the stage's last runs in it.
+    after: called with each action when it is done: a computation when what was sent before it is gone; messages that
+      stand side by side when all of them have begun.
+
+    `spans` are the last step's forwards and backwards, by `time.perf_counter`, without the wait for what they need:
+    1 − busy time / (ranks · whole time) is the bubble. (On a GPU: when work was handed over, which says little.)
+
+    A step that raises leaves nothing in flight. If every rank goes on, the next one first ends its messages, with
+    zeros: so ranks stay in step. What the failed one added to gradients means nothing: zero_grad().
+
+    Raises ValueError for a group of another number of ranks.
     """
 
     def __init__(
@@ -61,128 +77,124 @@ class Pipeline:
         checkpointed: bool = False,
         wrap: Callable[[nn.Module], nn.Module] | None = None,
         device: torch.device | str = "cpu",
+        after: Callable[[Action], None] | None = None,
     ):
-        self.plan, self.loss_fn, self.group, self.device = plan, loss_fn, group, torch.device(device)
-        self.rank, ranks = place_in(group)
-        schedule = plan.schedule
+        self.plan, self.loss_fn, self.group, self.after = plan, loss_fn, group, after
+        self.device, (self.rank, ranks) = torch.device(device), place_in(group)
+        schedule, self.last_stage = plan.schedule, plan.schedule.stages - 1
         if ranks != schedule.ranks:
             raise ValueError(f"expected {schedule.ranks} ranks, as the schedule has, found {ranks}; launch as many")
-        modules = {stage: build_stage(plan, stage).to(device) for stage in schedule.stages_of(self.rank)}
-        self.tied = TiedParameters(plan, modules, group)
-        self.modules = {stage: wrap(module) if wrap else module for stage, module in modules.items()}
-        self.runs = {stage: StageRun(module, checkpointed) for stage, module in self.modules.items()}
+        modules = {s: m.to(device) for s, m in build_stages(plan, schedule.stages_of(self.rank)).items()}
+        self.tied = TiedParameters(plan, modules, group, wrapped=wrap is not None)
+        self.modules = {s: wrap(m) if wrap and list(m.parameters()) else m for s, m in modules.items()}
+        wires = (*plan.wires, None)
+        self.runs = {s: StageRun(m, checkpointed, stage=s, planned=wires[s]) for s, m in self.modules.items()}
+        self.messages = Messages(plan, group, self.device)
         self.spans: list[Span] = []
+        self._training = groups_of(schedule.actions[self.rank])
+        self._evaluation = groups_of(forwards_of(schedule).actions[self.rank])
+        self._last_backward = {a.stage: a for a in schedule.actions[self.rank] if a.kind == BACKWARD}
+        self._failed = None  # of a step that raised: its list, from where it ended, and whose sum is to come
 
-    def parameters(self):
-        """Of this rank's stages."""
-        for module in self.modules.values():
-            yield from module.parameters()
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Of this rank's stages, each once."""
+        yield from dict.fromkeys(p for module in self.modules.values() for p in module.parameters())
 
-    def named_parameters(self):
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Of this rank's stages, under the whole model's names."""
         for module in self.modules.values():
             yield from getattr(module, "module", module).named_parameters()
 
-    def step(self, x: Tensor | None = None, y: Tensor | None = None) -> Tensor | None:
-        """Forward and backward of a mini-batch: gradients are in `p.grad` afterwards, as of the whole batch's mean loss.
+    def step(
+        self, x: Tensor | None = None, y: Tensor | None = None, *, divide_by: float | Tensor | None = None
+    ) -> Tensor | None:
+        """Forward and backward of a mini-batch; afterwards `p.grad` has the gradient of its loss added.
 
-        x: (batch, …), read on the first stage's rank; y: (batch, …), on the last's. Returns the mean loss there, else None.
+        x: (batch, …), read on the first stage's rank; y: (batch, …), on the last's. Elsewhere they may be None.
+        divide_by: None: the loss is the mean over micro-batches, whose own losses are means. Or a number: loss_fn gives
+        sums, and their sum is divided by it, such as the labels in the whole batch (chapter 07).
+
+        Returns the loss on the last stage's rank, detached, 0-dim; None elsewhere. Raises ValueError for a batch or a
+        stage's output that is not as planned, TypeError for a loss that is no scalar.
         """
-        schedule = self.plan.schedule
-        last = schedule.stages - 1
-        xs = split_batch(x, schedule.micro_batches) if 0 in self.runs else ()
-        ys = split_batch(y, schedule.micro_batches) if last in self.runs else ()
-        here: dict[Action, tuple] = {}  # what has arrived, or begun to: tensors, and who waits for them
-        leaving: list = []  # sends, each with its tensor
-        losses, self.spans = [], []
-        for actions in groups_of(schedule.actions[self.rank]):
-            if actions[0].kind not in (FORWARD, BACKWARD):
-                leaving += self._talk(actions, here)
-                continue
-            (action,) = actions
-            before = time.perf_counter()
-            if action.kind == FORWARD:
-                made = self._forward(action, xs, ys, here, losses)
-            else:
-                made = self._backward(action, here, len(losses))
-            self.spans.append(Span(self.rank, action, before, time.perf_counter()))
-            for transfer in leaving:
-                transfer.wait()
-            leaving = []
-            if made:
-                here[action] = made
-        for transfer in leaving:
-            transfer.wait()
+        if not (self._last_backward and torch.is_grad_enabled()):
+            raise RuntimeError("expected a schedule with backwards, and gradients on, found none; call evaluate")
+        xs, ys = self._read("x", x, 0), self._read("y", y, self.last_stage)
+        shares = self.plan.schedule.micro_batches if divide_by is None else divide_by
+        losses = self._play(self._training, xs, lambda out, i: scalar_loss(self.loss_fn(out, ys[i])) / shares)
         self.tied.sum_gradients()
-        return torch.stack(losses).sum() if losses else None
+        return torch.stack([loss for (loss,) in losses]).sum() if losses else None
 
-    def _talk(self, actions: list[Action], here: dict) -> list:
-        """Begin all these messages at once."""
-        transfers, receives, kept = [], [], []
-        for action in actions:
-            peer = self.plan.schedule.peer(action)
-            if action.kind in SENDS:
-                source = FORWARD if action.kind == SEND_ACTIVATION else BACKWARD
-                tensors = here.pop(Action(source, action.stage, action.micro_batch))
-                transfers += [("send", tensor, peer) for tensor in tensors]
-            else:
-                tensors = self._room(action)
-                transfers += [("receive", tensor, peer) for tensor in tensors]
-                receives.append((action, tensors))
-        works = iter(begin(transfers, self.group))
-        for action in actions:
-            if action.kind in SENDS:
-                kept += [next(works) for w in self._wires(action)]
-            else:
-                tensors = self._room_of(receives, action)
-                here[action] = (tensors, [next(works) for _ in tensors])
-        return kept
+    def evaluate(self, x: Tensor | None = None, y: Tensor | None = None):
+        """Forwards alone, without gradients, in eval mode. x, y: as for `step`.
 
-    @staticmethod
-    def _room_of(receives, action):
-        return next(tensors for one, tensors in receives if one == action)
+        Returns on the last stage's rank the mean loss; without y what the last layer returns, (batch, …) or a tuple of
+        such. None elsewhere.
+        """
+        xs, ys = self._read("x", x, 0), () if y is None else self._read("y", y, self.last_stage)
+        with evaluating(self.modules.values()):
+            made = self._play(self._evaluation, xs, lambda out, i: self.loss_fn(out, ys[i]) if ys else out)
+            if not made:
+                return None
+            return torch.stack([loss for (loss,) in made]).mean() if ys else whole_batch(made)
 
-    def _wires(self, action: Action) -> list:
-        """What a message carries."""
-        forward = action.kind in (SEND_ACTIVATION, RECEIVE_ACTIVATION)
-        cut = min(action.stage, action.peer_stage)
-        return [wire for wire in self.plan.wires[cut] if forward or wire.gradient]
+    def _read(self, name: str, batch: Tensor | None, stage: int) -> Sequence[Tensor]:
+        return planned_micro_batches(self.plan, name, batch) if stage in self.runs else ()
 
-    def _room(self, action: Action) -> list[Tensor]:
-        return [torch.empty(wire.shape, dtype=wire.dtype, device=self.device) for wire in self._wires(action)]
+    def _play(self, groups: list[list[Action]], xs, head) -> list[tuple[Tensor, ...]]:
+        """Do what the list says. head: (output, micro-batch) → what is made of it. Returns all that it made."""
+        failed, self._failed = self._failed, None
+        if failed is not None:
+            self.messages.catch_up(*failed)
+        if groups is self._training:
+            self.tied.begin_step()
+        self.spans, made = [], []
+        waiting = iter(groups)
+        try:
+            for actions in waiting:
+                if actions[0].kind not in COMPUTATIONS:
+                    self.messages.begin(actions)
+                elif actions[0].kind == FORWARD:
+                    self._forward(actions[0], xs, head, made)
+                else:
+                    self._backward(actions[0])
+                if self.after is not None:
+                    for action in actions:
+                        self.after(action)
+            self.messages.settle()
+        except BaseException:
+            self._failed = list(waiting), self.tied if groups is self._training else None
+            for run in self.runs.values():
+                run.in_flight.clear()
+            raise
+        return made
 
-    def _forward(self, action: Action, xs, ys, here: dict, losses: list) -> tuple[Tensor, ...]:
+    def _forward(self, action: Action, xs, head, made: list) -> None:
         stage, i = action.stage, action.micro_batch
-        if stage == 0:
-            inputs = (xs[i],)
+        inputs = (xs[i],) if stage == 0 else self.messages.take(Action(RECEIVE_ACTIVATION, stage, i))
+        loss = (lambda out: head(out, i)) if stage == self.last_stage else None
+        begun = time.perf_counter()
+        outputs = self.runs[stage].forward(i, inputs, loss)
+        self._done(action, begun)
+        if loss:
+            made.append(outputs)
         else:
-            inputs = self._arrived(Action(RECEIVE_ACTIVATION, stage, i), Action(FORWARD, stage - 1, i), here)
-            for tensor, wire in zip(inputs, self.plan.wires[stage - 1], strict=True):
-                tensor.requires_grad_(wire.gradient)
-        if stage < self.plan.schedule.stages - 1:
-            return self.runs[stage].forward(i, inputs)
-        scale = 1 / self.plan.schedule.micro_batches
-        (loss,) = self.runs[stage].forward(i, inputs, lambda out: self.loss_fn(out, ys[i]) * scale)
-        losses.append(loss)
-        return ()
+            self.messages.ready[Action(RECEIVE_ACTIVATION, stage + 1, i)] = outputs
 
-    def _backward(self, action: Action, here: dict, _: int) -> tuple[Tensor, ...]:
+    def _backward(self, action: Action) -> None:
         stage, i = action.stage, action.micro_batch
-        if stage == self.plan.schedule.stages - 1:
-            gradients = [None]
-        else:
-            gradients = self._arrived(Action(RECEIVE_GRADIENT, stage, i), Action(BACKWARD, stage + 1, i), here)
-        last = [a for a in self.plan.schedule.actions[self.rank] if a.kind == BACKWARD and a.stage == stage][-1]
-        quiet = getattr(self.modules[stage], "no_sync", nullcontext) if action != last else nullcontext
-        with quiet():
-            return self.runs[stage].backward(i, gradients)
+        gradients = [None] if stage == self.last_stage else self.messages.take(Action(RECEIVE_GRADIENT, stage, i))
+        self.messages.settle(Action(SEND_ACTIVATION, stage, i))
+        quiet = getattr(self.modules[stage], "no_sync", nullcontext)
+        quiet = nullcontext if action == self._last_backward[stage] else quiet
+        mixed = torch.is_autocast_enabled(self.device.type)
+        begun = time.perf_counter()
+        with quiet(), torch.autocast(self.device.type, enabled=False) if mixed else nullcontext():
+            made = self.runs[stage].backward(i, gradients)
+        self._done(action, begun)
+        if stage > 0:
+            self.messages.ready[Action(RECEIVE_GRADIENT, stage - 1, i)] = made
 
-    @staticmethod
-    def _arrived(message: Action, near: Action, here: dict):
-        """The tensors of a message, once they are there; or what this rank itself has made."""
-        if message in here:
-            tensors, works = here.pop(message)
-            for work in works:
-                work.wait()
-            return tensors
-        return here.pop(near)
+    def _done(self, action: Action, begun: float) -> None:
+        self.spans.append(Span(self.rank, action, begun, time.perf_counter()))
+        self.messages.settle()

@@ -1,62 +1,123 @@
 """A stage: the layers that one rank computes, and what it keeps between a micro-batch's forward and its backward.
 
-Backward needs what autograd saved, and where to begin: an edge of the graph, not the output itself. So the output's bytes are
-free as soon as they are sent.
+Backward needs what autograd saved and, at both ends, a place in the graph: the node where it begins, and the one that
+takes the gradients to be sent back. Neither is a tensor. So the output's bytes are free as soon as they are sent, and
+the input's unless an op has saved them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from memlab.gradient_checkpointing import checkpoint
-from memlab.pipeline_parallelism.plan import PipelinePlan, make_layer
+from memlab.pipeline_parallelism.plan import PipelinePlan, Wire, make_layer
+from memlab.pipeline_parallelism.promises import check_output
 
 
-def build_stage(plan: PipelinePlan, stage: int) -> nn.Sequential:
-    """The layers of one stage, under their numbers in the whole model: "3.weight" is layer 3's.
+def build_stages(plan: PipelinePlan, stages: Sequence[int]) -> dict[int, nn.Sequential]:
+    """The layers of some stages, under their numbers in the whole model: "3.weight" is layer 3's.
 
-    Every rank makes all layers, one after the other, and keeps its own: so with one seed on all ranks the weights are those that
-    one process would draw, and no rank ever holds more than its stage and one layer.
+    Every rank makes all layers once, one after the other, and keeps its own: so with one seed on all ranks the weights
+    are those that one process would draw, and no rank ever holds more than its stages and one layer.
     """
-    kept = {}
-    for number, layer in enumerate(plan.layers):
-        if number in plan.parts[stage]:
-            kept[str(number)] = make_layer(layer)
-        elif not isinstance(layer, nn.Module):
-            make_layer(layer)
-    module = nn.Sequential()
-    for name, layer in kept.items():
-        module.add_module(name, layer)
-    return module
+    modules = {stage: nn.Sequential() for stage in stages}
+    for stage, part in enumerate(plan.parts):
+        for number in part:
+            layer = plan.layers[number]
+            if stage in modules:
+                modules[stage].add_module(str(number), make_layer(layer))
+            elif not isinstance(layer, nn.Module):
+                make_layer(layer)
+    return modules
+
+
+class InFlight(NamedTuple):
+    """A micro-batch between its forward and its backward: places in the graph, and no tensor."""
+
+    begins: list[GradientEdge | None]  # where backward begins, for each output
+    gradients: list[Tensor | None]  # where it ends: backward fills it, for each input that requires a gradient
+    like: list[tuple]  # shape, dtype and device of those inputs
 
 
 class StageRun:
-    """Runs a stage's forwards and backwards, in any order, and holds what is in flight."""
+    """Runs a stage's forwards and backwards, in any order of micro-batches, and holds what is in flight.
 
-    def __init__(self, module: nn.Module, checkpointed: bool = False):
-        self.module, self.checkpointed = module, checkpointed
-        self.in_flight: dict[int, tuple[tuple[Tensor, ...], list[GradientEdge | None]]] = {}
+    module: the stage's layers; it takes a tensor, or a tuple of several.   checkpointed: keep the inputs only, and
+    compute the rest again in backward.   stage: its number, for errors.   planned: what it returns for every
+    micro-batch, which is checked; None: anything.
+    """
 
-    def forward(self, micro_batch: int, inputs: tuple[Tensor, ...], loss=None) -> tuple[Tensor, ...]:
-        """Run the layers on what arrived. loss: a function of the output, on the last stage. Returns what is to be sent, detached."""
-        run = self.module if loss is None else (lambda *stream: loss(self.module(*stream)))
+    def __init__(
+        self, module: nn.Module, checkpointed: bool = False, *, stage: int = 0, planned: Sequence[Wire] | None = None
+    ):
+        self.module, self.checkpointed, self.stage, self.planned = module, checkpointed, stage, planned
+        self.in_flight: dict[int, InFlight] = {}
+
+    def forward(
+        self, micro_batch: int, inputs: Sequence[Tensor], loss: Callable[..., Tensor] | None = None
+    ) -> tuple[Tensor, ...]:
+        """Run the layers on what arrived, and return what is to be sent: detached and contiguous.
+
+        inputs: of any shapes; those that require a gradient get one in backward.   loss: on the last stage, a function
+        of what the layers return; it runs as one more layer.
+
+        Raises ValueError or TypeError where the layers return something else than planned.
+        """
+        gradients: list[Tensor | None] = []
+        wanted = [t for t in inputs if t.requires_grad] if torch.is_grad_enabled() else []
+        if wanted:
+            entered = iter(_Enter.apply(torch.empty(0, requires_grad=True), gradients, *(t.detach() for t in wanted)))
+            inputs = [next(entered) if t.requires_grad else t for t in inputs]
+
+        def run(*stream: Tensor):
+            out = self.module(stream[0] if len(stream) == 1 else stream)
+            return out if loss is None else loss(out)
+
         out = checkpoint(run, *inputs) if self.checkpointed else run(*inputs)
         outputs = out if isinstance(out, tuple) else (out,)
+        if self.planned is not None:
+            check_output(outputs, self.planned, self.stage, micro_batch)
         if torch.is_grad_enabled():
-            edges = [get_gradient_edge(t) if t.requires_grad else None for t in outputs]
-            self.in_flight[micro_batch] = (tuple(t for t in inputs if t.requires_grad), edges)
-        return tuple(t.detach() for t in outputs)
+            begins = [get_gradient_edge(t) if t.requires_grad else None for t in outputs]
+            like = [(t.shape, t.dtype, t.device) for t in wanted]
+            self.in_flight[micro_batch] = InFlight(begins, gradients, like)
+        return tuple(t.detach().contiguous() for t in outputs)
 
     def backward(self, micro_batch: int, gradients: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
-        """Run backward from the outputs' gradients. Returns the gradients of the inputs that need one."""
-        inputs, edges = self.in_flight.pop(micro_batch)
-        roots = [edge for edge in edges if edge is not None]
-        torch.autograd.backward(roots, list(gradients))
-        made = tuple(t.grad for t in inputs)
-        for t in inputs:
-            t.grad = None
-        return made
+        """Run backward, and return the gradients of the inputs that require one; of one that nothing used, zeros.
+
+        gradients: of each output that requires one; of a loss, None.
+        """
+        begins, made, like = self.in_flight.pop(micro_batch)
+        begins = [place for place in begins if place is not None]
+        if begins:
+            torch.autograd.backward(begins, list(gradients))
+        made += [None] * (len(like) - len(made))  # where no gradient came so far
+        return tuple(
+            torch.zeros(shape, dtype=dtype, device=device) if gradient is None else gradient.contiguous()
+            for gradient, (shape, dtype, device) in zip(made, like, strict=True)
+        )
+
+
+class _Enter(torch.autograd.Function):
+    """Where a stage's graph ends: hands on what arrived, and puts the gradients that come back into a list.
+
+    A leaf with `.grad` would do, too, and its node would keep the tensor until backward, whoever needs it. This one
+    keeps nothing, and the layers may write in place to what it returns.
+    """
+
+    @staticmethod
+    def forward(ctx, anchor: Tensor, gradients: list, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.gradients = gradients
+        ctx.set_materialize_grads(False)
+        return tuple(t.detach() for t in tensors)
+
+    @staticmethod
+    def backward(ctx, *gradients: Tensor | None) -> tuple[None, ...]:
+        ctx.gradients.extend(gradients)
+        return (None,) * (2 + len(gradients))

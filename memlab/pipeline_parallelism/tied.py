@@ -1,44 +1,237 @@
-"""One parameter on two stages, such as the token embedding that is also the head: two copies that stay equal.
+"""One parameter on several stages, such as the token embedding that is also the head: copies that stay equal.
 
-Each stage computes a gradient of its own use; their sum is the parameter's. Both ranks step on the same sum, from the same
-beginning, so the copies stay equal to the bit. The price: its bytes, gradients and states twice, and one all-reduce a step.
+Each stage computes the gradient of its own use; their sum is the parameter's. All holders step on the same sum, from
+the same beginning, so the copies stay equal to the bit. The price, for n bytes on h ranks: n bytes of weights,
+gradients and states on each, and (h − 1) · n bytes sent by each in a step; for two ranks that is an all-reduce's.
+
+Holders send to each other in the pipeline's group, and have none of their own. (Where each rank has a GPU assigned,
+PyTorch splits a group off NCCL's, for which it needs every rank: made by its members alone, it waits for the others.)
+
+Summing over the tie and averaging over data are both linear, so either may come first. With `DataParallel` and
+`fully_shard` the tie's sum is last, and the copies stay equal. With ZeroOptimizer's stage 1 the average is, in other
+buckets on each stage: from three data ranks on copies may differ in their last bits.
 """
 
 from __future__ import annotations
 
-import torch
-from torch import distributed, nn
+import functools
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
-from memlab.pipeline_parallelism.plan import PipelinePlan
-from memlab.ranks import place_in
+import torch
+from torch import Tensor, distributed, nn
+
+from memlab.ranks import begin, place_in, receive, send
+from memlab.tensor_parallelism.cuts import cut_of
+
+if TYPE_CHECKING:
+    from memlab.pipeline_parallelism.plan import PipelinePlan
+
+SCRATCH_BYTES = 2**22
+"""Gradients are summed in pieces of so many bytes, for each of which there is room for the others'."""
+
+
+def tied_names(tied: Iterable[Sequence[str]]) -> list[tuple[str, ...]]:
+    """Names of parameters that are one, each name once: pairs that share a name become three.
+
+    >>> tied_names([("0.weight", "2.weight"), ("2.weight", "4.weight")])
+    [('0.weight', '2.weight', '4.weight')]
+    """
+    found: list[tuple[str, ...]] = []
+    for names in tied:
+        same = [other for other in found if not set(other).isdisjoint(names)]
+        merged = dict.fromkeys(name for some in (*same, names) for name in some)
+        found = [other for other in found if other not in same] + [tuple(merged)]
+    return found
+
+
+def check_tied(layers: Sequence[nn.Module], tied: Iterable[Sequence[str]]) -> None:
+    """Raise ValueError for names "<layer>.<name>" of no parameter, and for tied ones that are not alike.
+
+    layers: all of the model's, made; imagined will do.
+    """
+    for names in tied_names(tied):
+        like: dict[str, tuple] = {}
+        for name in names:
+            number, _, rest = name.partition(".")
+            inside = number.isdigit() and int(number) < len(layers)
+            parameters = dict(layers[int(number)].named_parameters(remove_duplicate=False)) if inside else {}
+            if rest not in parameters:
+                known = [f"{number}.{own}" for own in parameters]
+                hint = f"; layer {number} has {', '.join(known[:8])}" if inside else f"; there are {len(layers)} layers"
+                raise ValueError(f'expected names of parameters, "<layer>.<name>", as tied; found {name!r}{hint}')
+            like[name] = _kind(parameters[rest])
+        _check_alike(like)
+
+
+class Tie:
+    """A parameter that this rank has a copy of; or several, one for each of its wrapped stages.
+
+    slots: where this rank's copies are, as (module, attribute). ranks: all holders, in the order of the names; the
+    first gives the values. counts: whether this rank's first copy is the first of all.
+    """
+
+    def __init__(self, names, slots: list[tuple[nn.Module, str]], ranks: list[int], counts: bool):
+        self.names, self.slots, self.ranks, self.counts = names, slots, ranks, counts
+        self.copies: list[nn.Parameter] = [getattr(module, name) for module, name in slots]
+        self.arrived: set[int] = set()  # which copies had a gradient in this step
 
 
 class TiedParameters:
-    """The tied parameters that this rank has copies of. modules: this rank's stages."""
+    """The tied parameters that this rank has copies of. Every rank of the pipeline makes it, before stages are wrapped.
 
-    def __init__(self, plan: PipelinePlan, modules: dict[int, nn.Module], group=None):
-        self.pairs = []
-        rank, _ = place_in(group)
-        own = {name: p for module in modules.values() for name, p in module.named_parameters()}
-        ranks_of = plan.schedule.ranks_of_stages
-        for first, second in plan.tied:
-            holders = [ranks_of[_stage_of(plan, name)] for name in (first, second)]
-            if holders[0] == holders[1]:
-                raise NotImplementedError("seed")
-            members = sorted(distributed.get_global_rank(group or distributed.group.WORLD, at) for at in holders)
-            pair = distributed.new_group(members, use_local_synchronization=True) if rank in holders else None
-            if pair is not None:
-                mine = own[first if rank == holders[0] else second]
-                with torch.no_grad():
-                    distributed.broadcast(
-                        mine, distributed.get_global_rank(group or distributed.group.WORLD, holders[0]), group=pair
-                    )
-                self.pairs.append((mine, pair))
+    modules: this rank's stages, each layer under its number. The first name's values become all copies'. Names in one
+    stage become one Parameter, and so do those in several stages of one rank; unless these are wrapped, since two
+    wrappers would both average it: then each keeps a copy.
 
+    A copy that was not used counts as 0, and has the sum as its gradient. Gradients from earlier steps, which zero_grad
+    did not clear, are counted once.
+
+    Raises ValueError, on every rank, for copies of other shapes, dtypes, parts or frozenness.
+    """
+
+    def __init__(self, plan: PipelinePlan, modules: dict[int, nn.Module], group=None, wrapped: bool = False):
+        self.group = group
+        self.rank, _ = place_in(group)
+        self.ties: list[Tie] = []
+        self._begun = False
+        self._sets = tied_names(plan.tied)
+        own = {name: p for m in modules.values() for name, p in m.named_parameters(remove_duplicate=False)}
+        self._check({(names, name): _kind(own[name]) for names in self._sets for name in names if name in own})
+        for names in self._sets:
+            stages = [_stage_of(plan, name) for name in names]
+            holders = [plan.schedule.ranks_of_stages[stage] for stage in stages]
+            slots: dict[int, tuple[nn.Module, str]] = {}
+            for name, stage in zip(names, stages, strict=True):
+                if stage in modules:
+                    path, _, leaf = name.rpartition(".")
+                    module = modules[stage].get_submodule(path)
+                    holder, attribute = slots.setdefault(stage if wrapped else -1, (module, leaf))
+                    setattr(module, leaf, getattr(holder, attribute))
+            if slots:
+                ranks = list(dict.fromkeys(holders))
+                self._make(Tie(names, list(slots.values()), ranks, self.rank == holders[0]))
+
+    @torch.no_grad()
+    def _make(self, tie: Tie) -> None:
+        """Give all copies the first one's values, and see which have gradients."""
+        first, *others = tie.copies
+        if tie.counts:
+            for rank in tie.ranks[1:]:
+                send(first.detach(), rank, self.group)
+        else:
+            receive(first.detach(), tie.ranks[0], self.group)
+        for other in others:
+            other.copy_(first)
+        if len(tie.ranks) + len(tie.copies) > 2:
+            for number, p in enumerate(tie.copies):
+                if p.requires_grad:
+                    p.register_post_accumulate_grad_hook(functools.partial(_arrive, tie.arrived, number))
+            self.ties.append(tie)
+
+    def counted_elsewhere(self) -> list[nn.Parameter]:
+        """Copies that are not the first of all, for whoever counts every parameter once."""
+        return [p for tie in self.ties for p in (tie.copies[1:] if tie.counts else tie.copies)]
+
+    @torch.no_grad()
+    def begin_step(self) -> None:
+        """Before a step: what is summed already stays in the first copy, and the others begin with zero.
+
+        So the sum after the step counts it once. All ranks call it. The first time it raises ValueError, on every rank,
+        if wrappers have cut the copies in different ways; and on one whose copy they replaced by another parameter.
+        """
+        if not self._begun:
+            self._check(
+                {(t.names, f"{t.names[0]} on rank {self.rank}"): (tuple(p.shape),) for t in self.ties for p in t.copies}
+            )
+            self._begun = True
+        for tie in self.ties:
+            tie.arrived.clear()
+            if any(getattr(module, name) is not p for (module, name), p in zip(tie.slots, tie.copies, strict=True)):
+                raise ValueError(
+                    f"expected {tie.names[0]} and what is tied to it to stay the same Parameter objects, found another "
+                    "in a stage; wrap stages with DataParallel or memlab's fully_shard"
+                )
+        for p in self.counted_elsewhere():
+            if p.grad is not None:
+                p.grad.zero_()
+
+    @torch.no_grad()
     def sum_gradients(self) -> None:
-        """Give both copies the sum of both gradients."""
-        for parameter, group in self.pairs:
-            distributed.all_reduce(parameter.grad, group=group)
+        """After a step's last backward: give all copies the sum of all copies' gradients, in the memory they have.
+
+        Raises RuntimeError for a gradient that was used up during backward, as ZeroOptimizer's stage 2 does.
+        """
+        for tie in self.ties:
+            trained = [p for p in tie.copies if p.requires_grad]
+            for number, p in enumerate(tie.copies):
+                if p.grad is None and number in tie.arrived:
+                    raise RuntimeError(
+                        f"expected the gradient of {tie.names[0]}, which is tied to {', '.join(tie.names[1:])}, after "
+                        "the step, found that something used it up during backward; with ties take ZeroOptimizer's "
+                        "stage 1, and step the optimizer afterwards"
+                    )
+                if p.grad is None and p.requires_grad:
+                    p.grad = torch.zeros_like(p)
+            for p in trained[1:]:
+                trained[0].grad.add_(p.grad)
+            if trained and len(tie.ranks) > 1:
+                self._sum(trained[0].grad, tie.ranks)
+            for p in trained[1:]:
+                p.grad.copy_(trained[0].grad)
+
+    def _sum(self, gradient: Tensor, ranks: list[int]) -> None:
+        """Replace it by the sum over these ranks, added in their order on each: equal to the bit."""
+        flat = gradient.reshape(-1)
+        for piece in flat.split(max(1, SCRATCH_BYTES // flat.element_size())):
+            parts = {rank: piece if rank == self.rank else torch.empty_like(piece) for rank in ranks}
+            others = [rank for rank in ranks if rank != self.rank]
+            messages = [("send", piece, rank) for rank in others]
+            messages += [("receive", parts[rank], rank) for rank in others]
+            for transfer in begin(messages, self.group):
+                transfer.wait()
+            first, second, *more = parts.values()
+            total = torch.add(first, second, out=piece) if not more else first + second
+            for part in more:
+                total = total.add_(part)
+            if total is not piece:
+                piece.copy_(total)
+        if not gradient.is_contiguous():
+            gradient.copy_(flat.view_as(gradient))
+
+    def _check(self, own: dict[tuple[tuple[str, ...], str], tuple]) -> None:
+        """Raise on every rank if tied parameters are not alike. own: what this rank knows of its copies."""
+        _, ranks = place_in(self.group)
+        every = [own] * ranks
+        if ranks > 1 and self._sets and distributed.get_backend(self.group) != "fake":
+            distributed.all_gather_object(every, own, group=self.group)
+        known = {key: kind for found in every for key, kind in found.items()}
+        for names in self._sets:
+            _check_alike({name: kind for (of, name), kind in known.items() if of == names})
+
+
+def _kind(p: Tensor) -> tuple:
+    """What must be the same of all copies, in words that can be printed."""
+    cut = cut_of(p)
+    return tuple(p.shape), p.dtype, "trained" if p.requires_grad else "frozen", *([] if cut is None else [cut])
+
+
+def _check_alike(kinds: dict[str, tuple]) -> None:
+    (first, expected), *others = [*kinds.items()] or [("", ())]
+    for name, found in others:
+        if found != expected:
+            raise ValueError(
+                f"expected {name} as {first}, which it is tied to, {_said(expected)}, found {_said(found)}; "
+                "tie parameters that are alike, and wrap them alike"
+            )
+
+
+def _said(kind: tuple) -> str:
+    return " ".join(str(word) for word in kind)
+
+
+def _arrive(arrived: set[int], number: int, _: Tensor) -> None:
+    arrived.add(number)
 
 
 def _stage_of(plan: PipelinePlan, name: str) -> int:

@@ -1,0 +1,128 @@
+"""What a rank holds after each action of a schedule, to the byte: known before anything runs.
+
+    receive activation    + the input, from the moment the receive begins
+    forward               − the input, + what it saves (the input, too, if an op saves it), + the output, to be sent
+    receive gradient      + the gradient of the output
+    backward              − what was saved, − that gradient, + the gradient of the input, to be sent
+
+What is sent is held until the rank's next computation is through. So a schedule decides the peak by two things: how
+many micro-batches are in flight, and how many messages lie there, come too soon or not yet gone. While a computation
+runs, a rank holds more than before and after; how much, one micro-batch shows (`StageCost`).
+
+At storages level, as the meter counts. If neighbouring stages are on one rank, a tensor that both save counts twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from memlab.pipeline_parallelism.checking import groups_of
+from memlab.pipeline_parallelism.schedule import (
+    BACKWARD,
+    COMPUTATIONS,
+    FORWARD,
+    RECEIVE_ACTIVATION,
+    SEND_ACTIVATION,
+    SENDS,
+    Action,
+    Schedule,
+)
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """What one micro-batch costs on one stage, at storages level. By default forwards take 1 s, backwards 2 s.
+
+    static_bytes: parameters, gradients, optimizer states, buffers.
+    saved_bytes: what a forward leaves for its backward: with the input, if it is saved, and without the output.
+    input_bytes: what arrives from the stage before; 0 on the first stage, whose input is the caller's.
+    output_bytes: what dropping the output frees: 0 if it is saved anyway. On the last stage that is the loss, which is
+      held to the end of the step.
+    gradient_bytes: of the input, sent to the stage before; None: as many as input_bytes.
+    forward_extra_bytes, backward_extra_bytes: how far the peak while it computes lies above the line before.
+
+    Raises ValueError for a negative number.
+    """
+
+    forward_seconds: float = 1.0
+    backward_seconds: float = 2.0
+    saved_bytes: int = 1
+    static_bytes: int = 0
+    input_bytes: int = 0
+    output_bytes: int = 0
+    gradient_bytes: int | None = None
+    forward_extra_bytes: int = 0
+    backward_extra_bytes: int = 0
+
+    def __post_init__(self):
+        if self.gradient_bytes is None:
+            object.__setattr__(self, "gradient_bytes", self.input_bytes)
+        for name, value in vars(self).items():
+            if not value >= 0:
+                raise ValueError(f"expected {name} of at least 0, found {value}")
+
+    def seconds(self, kind: str) -> float:
+        """Of a forward or a backward."""
+        return self.forward_seconds if kind == FORWARD else self.backward_seconds
+
+    def extra_bytes(self, kind: str) -> int:
+        """Of a forward or a backward."""
+        return self.forward_extra_bytes if kind == FORWARD else self.backward_extra_bytes
+
+
+class Moment(NamedTuple):
+    """What a rank holds when an action is done."""
+
+    seconds: float
+    nbytes: int
+    action: Action
+
+
+def bytes_along(schedule: Schedule, costs: Sequence[StageCost], rank: int) -> tuple[list[int], int]:
+    """What a rank holds after each of its actions, and the most that it holds, also while it computes.
+
+    Messages that stand side by side begin together: each has the bytes after all of them.
+    """
+    stages = schedule.stages_of(rank)
+    now = most = sum(costs[stage].static_bytes for stage in stages)
+    after, leaving, trains = [], 0, schedule.trains
+    for group in groups_of(schedule.actions[rank]):
+        action = group[0]
+        if action.kind in COMPUTATIONS:
+            cost = costs[action.stage]
+            most = max(most, now + cost.extra_bytes(action.kind))
+            now += _made(action, schedule, costs, trains) - leaving
+            leaving = 0
+        else:
+            now += sum(_moved(action, costs) for action in group if action.kind not in SENDS)
+            leaving += sum(_moved(action, costs) for action in group if action.kind in SENDS)
+        most = max(most, now)
+        after += [now] * len(group)
+    return after, most
+
+
+def _moved(message: Action, costs: Sequence[StageCost]) -> int:
+    """What a receive begins to hold, or what is free when a send is through."""
+    if message.kind == SEND_ACTIVATION:
+        return costs[message.stage].output_bytes
+    if message.kind == RECEIVE_ACTIVATION:
+        return costs[message.stage].input_bytes
+    return costs[max(message.stage, message.peer_stage)].gradient_bytes
+
+
+def _made(action: Action, schedule: Schedule, costs: Sequence[StageCost], trains: bool) -> int:
+    """By how much a computation changes what the rank holds: made, less consumed."""
+    stage, at = action.stage, schedule.ranks_of_stages
+    cost, first, last = costs[stage], stage == 0, stage == len(at) - 1
+    if action.kind == BACKWARD:
+        arrived = 0 if last else costs[stage + 1].gradient_bytes
+        return (0 if first else cost.gradient_bytes) - arrived - cost.saved_bytes
+    if first:
+        arrived = 0
+    elif at[stage - 1] == at[stage]:
+        arrived = costs[stage - 1].output_bytes
+    else:
+        arrived = cost.input_bytes
+    return (cost.saved_bytes if trains else 0) + cost.output_bytes - arrived

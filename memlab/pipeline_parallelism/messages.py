@@ -1,0 +1,99 @@
+"""What a rank has under way: tensors that it has sent or is about to receive.
+
+Both begin where the schedule's list says so, and nobody waits at once. A receive is waited for by the computation that
+needs it. What is sent is held until the rank's next computation is through, by when it is usually gone; and an output
+no longer than until its own backward, whose gradient says that it has arrived.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, distributed
+
+from memlab.pipeline_parallelism.plan import PipelinePlan, Wire
+from memlab.pipeline_parallelism.schedule import COMPUTATIONS, RECEIVE_ACTIVATION, SEND_ACTIVATION, SENDS, Action
+from memlab.pipeline_parallelism.tied import TiedParameters
+from memlab.ranks.point_to_point import Transfer, begin
+
+
+class Messages:
+    """The messages of one rank of a pipeline, each known by the action that receives it.
+
+    group: the pipeline's ranks, all if None.   device: where tensors are received.
+    """
+
+    def __init__(self, plan: PipelinePlan, group=None, device: torch.device | str = "cpu"):
+        self.plan, self.group, self.device = plan, group, device
+        self.ready: dict[Action, Sequence[Tensor]] = {}  # made here: to be sent, or for another stage of this rank
+        self.arriving: dict[Action, list[Transfer]] = {}
+        self.leaving: dict[Action, list[Transfer]] = {}
+        if distributed.get_backend(group) == "nccl":  # whose first talk in a group is one of all its ranks
+            distributed.all_reduce(torch.zeros(1, device=device), group=group)
+
+    def begin(self, actions: Sequence[Action]) -> None:
+        """Begin the sends and receives that stand side by side in the list, all at once."""
+        asked = []
+        for action in actions:
+            sends = action.kind in SENDS
+            tensors = self.ready.pop(action.counterpart) if sends else self._room(action)
+            peer = self.plan.schedule.peer(action)
+            asked += [(action, ("send" if sends else "receive", tensor, peer)) for tensor in tensors]
+            (self.leaving if sends else self.arriving)[action] = []
+        transfers = begin([message for _, message in asked], self.group)
+        for (action, _), transfer in zip(asked, transfers, strict=True):
+            (self.leaving if action.kind in SENDS else self.arriving)[action].append(transfer)
+
+    def take(self, receive: Action) -> Sequence[Tensor]:
+        """What a message brought, when it is there; what another stage of this rank has made is there at once.
+
+        Activations that need a gradient are marked so.
+        """
+        if receive in self.ready:
+            tensors = self.ready.pop(receive)
+        else:
+            tensors = [transfer.wait() for transfer in self.arriving.pop(receive)]
+        if receive.kind == RECEIVE_ACTIVATION:
+            for tensor, wire in zip(tensors, self.wires(receive), strict=True):
+                tensor.requires_grad_(wire.gradient)
+        return tensors
+
+    def settle(self, *sends: Action) -> None:
+        """Wait for what was sent, and let go of it; for all of it, if nothing is named."""
+        for send in sends or list(self.leaving):
+            for transfer in self.leaving.pop(send, ()):
+                transfer.wait()
+
+    def wires(self, action: Action) -> list[Wire]:
+        """What a message carries: of activations all tensors, of gradients those that have one."""
+        forward = action.kind in (SEND_ACTIVATION, RECEIVE_ACTIVATION)
+        return [wire for wire in self.plan.wires[min(action.stage, action.peer_stage)] if forward or wire.gradient]
+
+    def catch_up(self, missed: Sequence[Sequence[Action]], tied: TiedParameters | None = None) -> None:
+        """After a step that raised here: end it for the others, who wait for its messages. They get zeros.
+
+        missed: what the list had left, of which the messages count.   tied: whose sum they wait for, after training.
+        """
+        self.ready.clear()
+        for actions in [[], *missed]:
+            messages = [action for action in actions if action.kind not in COMPUTATIONS]
+            for send in messages:
+                if send.kind in SENDS:
+                    self.ready[send.counterpart] = [torch.zeros_like(room) for room in self._room(send)]
+            self.begin(messages)
+            self.settle()
+            for receive in list(self.arriving):
+                self.take(receive)
+        if tied is not None:
+            copies = [p for tie in tied.ties for p in tie.copies]
+            gradients = [p.grad for p in copies]
+            for p in copies:
+                p.grad = None
+            tied.begin_step()
+            tied.sum_gradients()
+            for p, gradient in zip(copies, gradients, strict=True):
+                p.grad = gradient
+
+    def _room(self, action: Action) -> list[Tensor]:
+        return [torch.empty(wire.shape, dtype=wire.dtype, device=self.device) for wire in self.wires(action)]

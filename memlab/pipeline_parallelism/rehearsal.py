@@ -1,0 +1,171 @@
+"""The rehearsal: a model's layers run on imagined tensors, to learn what each stage sends, and whether it can.
+
+Imagined (fake) tensors have shapes and dtypes, and no values, so the largest model runs in milliseconds and without
+memory. A layer that is a function is called and makes imagined weights. A module is copied first: its weights,
+buffers, counters, and the state of random numbers stay as they are. What layers would send each other on the way is
+not sent.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+from memlab.pipeline_parallelism.imagined_layers import Layer, imagined_copies, nobody_else
+from memlab.pipeline_parallelism.tied import check_tied
+
+
+@dataclass(frozen=True)
+class Wire:
+    """A tensor that travels between two stages, for each micro-batch. gradient: whether one comes back for it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    gradient: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Of the tensor; its gradient has as many."""
+        return self.dtype.itemsize * torch.Size(self.shape).numel()
+
+    def __str__(self) -> str:
+        return f"{self.shape} {str(self.dtype).removeprefix('torch.')}"
+
+
+@dataclass(frozen=True)
+class LayerFacts:
+    """What a layer is. name: its class. Bytes of its parameters, and of its buffers."""
+
+    name: str
+    parameter_bytes: int
+    buffer_bytes: int
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What the run has shown: the wires between stages, and what each layer is."""
+
+    wires: tuple[tuple[Wire, ...], ...]
+    facts: tuple[LayerFacts, ...]
+
+
+def rehearse(
+    layers: Sequence[Layer],
+    parts: Sequence[range],
+    micro_batches: Sequence[Tensor],
+    device: torch.device,
+    *,
+    trains: bool = True,
+    tied: Sequence[Sequence[str]] = (),
+) -> Rehearsal:
+    """Run micro-batches through imagined copies of the layers, stage by stage, and note what crosses each cut.
+
+    Of micro-batches of one shape two are run; the runtime looks at the others.
+    micro_batches: of which the shapes count. device: where layers will run. trains: whether there will be a backward;
+      without, no gradients travel. Raises as `plan_pipeline` does.
+    """
+    device = torch.device("cpu") if device.type == "meta" else device
+    with nobody_else(device):
+        made = imagined_copies(layers, device)
+        _refuse_shared(made, parts)
+        check_tied(made, tied)
+        first: list[tuple[Wire, ...]] = []
+        runs: Counter[tuple] = Counter()
+        for i, micro_batch in enumerate(micro_batches):
+            kind = (micro_batch.shape, micro_batch.dtype)
+            runs[kind] += 1
+            if runs[kind] > 2:  # the second shows what a layer that counts would do
+                continue
+            with torch.set_grad_enabled(trains and i == 0):  # later ones can only show another shape
+                stream = torch.empty(micro_batch.shape, dtype=micro_batch.dtype, device=device)
+                crossing = _crossing(made, parts, stream)
+            if i == 0:
+                first = crossing
+            for stage, (now, before) in enumerate(zip(crossing, first, strict=True)):
+                if [(w.shape, w.dtype) for w in now] != [(w.shape, w.dtype) for w in before]:
+                    raise ValueError(
+                        f"expected stage {stage} to return one shape for every micro-batch, found {_said(now)} for "
+                        f"micro-batch {i} and {_said(before)} for micro-batch 0; receivers make room before they "
+                        "know, and a mean over micro-batches is one of equal sizes: pad them to one shape"
+                    )
+        if trains and not any(wire.gradient for wire in first[-1]):
+            raise ValueError(
+                "expected an output of the last stage that depends on parameters to train, found none; set "
+                "requires_grad, or take forward_only(stages, micro_batches)"
+            )
+        count = lambda tensors: sum(t.nbytes for t in tensors)  # noqa: E731
+        facts = tuple(LayerFacts(type(m).__name__, count(m.parameters()), count(m.buffers())) for m in made)
+    return Rehearsal(tuple(first[:-1]), facts)
+
+
+def _refuse_shared(made: Sequence[nn.Module], parts: Sequence[range]) -> None:
+    """A parameter that is one object on two stages would be two after the journey."""
+    owners: dict[int, tuple[int, str]] = {}
+    for stage, part in enumerate(parts):
+        for number in part:
+            for name, p in made[number].named_parameters():
+                name = f"{number}.{name}"
+                other, first = owners.setdefault(id(p), (stage, name))
+                if other != stage:
+                    raise ValueError(
+                        f"expected parameters of one stage each, found {first!r} of stage {other} to be {name!r} "
+                        f"of stage {stage}; make them separately and say tied=[({first!r}, {name!r})]"
+                    )
+
+
+def _crossing(made: Sequence[nn.Module], parts: Sequence[range], stream) -> list[tuple[Wire, ...]]:
+    """What each stage returns for this micro-batch."""
+    found, before = [], "the batch"
+    for stage, part in enumerate(parts):
+        for number in part:
+            layer = made[number]
+            name = f"layer {number} ({type(layer).__name__}) of stage {stage}"
+            given = _described(stream)
+            try:
+                stream = layer(stream)
+            except (DataDependentOutputException, DynamicOutputShapeException) as error:
+                raise ValueError(
+                    f"expected shapes that do not depend on values, found that {name} asks for some ({error}); "
+                    "stages agree on shapes before there are values, so .item(), nonzero and boolean masks as an index "
+                    "have no answer: use torch.where, or multiply by the mask"
+                ) from error
+            except Exception as error:
+                raise ValueError(f"{name} cannot take {given} from {before}: {error}") from error
+            _refuse_no_tensors(stream, name)
+            before = name
+        out = stream if isinstance(stream, tuple) else (stream,)
+        found.append(tuple(Wire(tuple(t.shape), t.dtype, t.requires_grad) for t in out))
+        received = tuple(t.detach().requires_grad_().clone() if t.requires_grad else t.detach() for t in out)
+        stream = received if isinstance(stream, tuple) else received[0]
+    return found
+
+
+def _refuse_no_tensors(stream, name: str) -> None:
+    tensors = stream if isinstance(stream, tuple) else (stream,)
+    if isinstance(stream, tuple) and len(stream) < 2:
+        raise ValueError(f"expected {name} to return a tensor, or a tuple of several, found a tuple of {len(stream)}")
+    for t in tensors:
+        if not isinstance(t, Tensor):
+            raise ValueError(
+                f"expected {name} to return a tensor, or a tuple of tensors, found {_described(stream)}; "
+                "that is what can be sent"
+            )
+        if t.layout != torch.strided:
+            raise ValueError(f"expected {name} to return dense tensors, found {t.layout}; call .to_dense()")
+
+
+def _described(stream) -> str:
+    if isinstance(stream, tuple):
+        return "(" + ", ".join(map(_described, stream)) + ")"
+    if isinstance(stream, Tensor):
+        return str(Wire(tuple(stream.shape), stream.dtype, False))
+    return type(stream).__name__
+
+
+def _said(wires: Sequence[Wire]) -> str:
+    return ", ".join(map(str, wires))

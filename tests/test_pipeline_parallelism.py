@@ -1,0 +1,348 @@
+"""Pipelines on real ranks beside one process that accumulates the same micro-batches, whatever crosses a cut."""
+
+import functools
+import gc
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import distributed, nn
+from torch.nn import functional as F
+
+from memlab.data_parallelism import DataParallel
+from memlab.memory_timeline import Meter, imagine
+from memlab.pipeline_parallelism import (
+    Pipeline,
+    gpipe,
+    gpt_layers,
+    gpt_loss,
+    interleaved,
+    measure_stages,
+    one_forward_one_backward,
+    plan_pipeline,
+    simulate,
+)
+from memlab.pipeline_parallelism.schedule import COMPUTATIONS
+from memlab.pipeline_parallelism.stage import StageRun
+from memlab.ranks import Traffic, imagined_ranks, run_ranks
+from memlab.ranks.point_to_point import begin
+
+make = functools.partial
+STEPS = 2
+
+
+def linear(inputs, outputs, dtype=torch.float64, frozen=False):
+    return nn.Linear(inputs, outputs, dtype=dtype).requires_grad_(not frozen)
+
+
+class Fork(nn.Module):
+    """One stream becomes two."""
+
+    def forward(self, x):
+        return torch.tanh(x), x
+
+
+class PassOn(nn.Module):
+    """Computes with the first tensor, and hands the others on as they are."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = linear(6, 6)
+
+    def forward(self, streams):
+        first, *others = streams
+        return self.inner(first), *others
+
+
+class Join(nn.Module):
+    def forward(self, streams):
+        return sum(streams)
+
+
+class Twice(nn.Module):
+    """The same tensor returned twice, with numbers that need no gradient."""
+
+    def forward(self, x):
+        return x, torch.arange(len(x)), x
+
+
+class Untwice(nn.Module):
+    def forward(self, streams):
+        x, numbers, again = streams
+        return x * numbers[:, None] + 2 * again
+
+
+class First(nn.Module):
+    """Leaves out what else has arrived: it gets no gradient."""
+
+    def forward(self, streams):
+        return streams[0]
+
+
+class Turned(nn.Module):
+    """Not contiguous, and a part of what it is a view of."""
+
+    def forward(self, x):
+        return x.T[:4]
+
+
+class Back(nn.Module):
+    def forward(self, x):
+        return x.T
+
+
+class Sine(nn.Module):
+    def forward(self, x):
+        return x.sin()
+
+
+class Case(NamedTuple):
+    """What is trained, on how many of three ranks."""
+
+    layers: list
+    schedule: object
+    parts: list | None = None
+    loss: object = F.mse_loss
+    divide_by: float | None = None
+    rows: int = 8
+    checkpointed: bool = False
+    dtype: torch.dtype = torch.float64
+    autocast: bool = False
+    wrap: object = None
+    classes: bool = False
+
+
+SKIP = [make(linear, 4, 6), Fork, PassOn, Join, make(linear, 6, 3)]
+PLAIN = [make(linear, 4, 6), nn.Tanh, make(linear, 6, 6), nn.GELU, make(linear, 6, 6), make(linear, 6, 3)]
+THREE = [range(2), range(2, 3), range(3, 5)]
+WRITES = [make(linear, 4, 6), make(nn.ReLU, inplace=True), make(linear, 6, 3)]
+SMALL = [make(linear, 4, 6, torch.float32), nn.Tanh, make(linear, 6, 3, torch.float32)]
+
+
+def one_f_one_b(stages):
+    return one_forward_one_backward(stages, 4)
+
+
+CASES = {
+    "GPipe": Case(PLAIN, gpipe(2, 4)),
+    "1F1B": Case(PLAIN, one_f_one_b(3)),
+    "one micro-batch": Case(PLAIN, one_forward_one_backward(3, 1)),
+    "three micro-batches": Case(PLAIN, one_forward_one_backward(2, 3), rows=9),
+    "interleaved": Case(PLAIN, interleaved(2, 2, 4)),
+    "interleaved on 3": Case(PLAIN, interleaved(3, 2, 6), rows=6),
+    "a skip connection": Case(SKIP, one_f_one_b(3), THREE),
+    "a skip connection, kept by GPipe": Case(SKIP, gpipe(3, 4), THREE),
+    "a skip connection, checkpointed": Case(SKIP, one_f_one_b(3), THREE, checkpointed=True),
+    "twice, and integers": Case([make(linear, 4, 6), Twice, Untwice, make(linear, 6, 3)], one_f_one_b(2)),
+    "not used": Case([*SKIP[:3], First, SKIP[4]], one_f_one_b(3), THREE),
+    "a view": Case([make(linear, 4, 6), Turned, Back, make(linear, 4, 3)], one_f_one_b(2)),
+    "frozen so far": Case([make(linear, 4, 6, frozen=True), nn.Tanh, *PLAIN[2:]], one_f_one_b(2)),
+    "frozen in the middle": Case(
+        [PLAIN[0], nn.Tanh, make(linear, 6, 6, frozen=True), nn.Tanh, PLAIN[5]],
+        one_f_one_b(3),
+        [range(2), range(2, 4), range(4, 5)],
+    ),
+    "without parameters": Case([PLAIN[0], nn.Tanh, PLAIN[5]], one_f_one_b(3)),
+    "written to in place": Case(WRITES, one_f_one_b(2), [range(1), range(1, 3)]),
+    "BatchNorm": Case([PLAIN[0], make(nn.BatchNorm1d, 6, dtype=torch.float64), *PLAIN[2:]], one_f_one_b(2)),
+    "BatchNorm, checkpointed": Case(
+        [PLAIN[0], make(nn.BatchNorm1d, 6, dtype=torch.float64), *PLAIN[2:]], one_f_one_b(2), checkpointed=True
+    ),
+    "dropout": Case([PLAIN[0], make(nn.Dropout, 0.5), *PLAIN[2:]], one_f_one_b(2)),
+    "dropout, checkpointed": Case([PLAIN[0], make(nn.Dropout, 0.5), *PLAIN[2:]], one_f_one_b(2), checkpointed=True),
+    "a sum of losses": Case(
+        PLAIN, one_f_one_b(2), loss=make(F.cross_entropy, reduction="sum", ignore_index=0), divide_by=5, classes=True
+    ),
+    "BF16": Case([make(linear, 4, 6, torch.bfloat16), nn.Tanh, make(linear, 6, 3, torch.bfloat16)], one_f_one_b(2),
+                 dtype=torch.bfloat16),
+    "FP16": Case([make(linear, 4, 6, torch.float16), nn.Tanh, make(linear, 6, 3, torch.float16)], one_f_one_b(2),
+                 dtype=torch.float16),
+    "autocast": Case(SMALL, one_f_one_b(2), dtype=torch.float32, autocast=True),
+    "autocast, checkpointed": Case(SMALL, one_f_one_b(2), dtype=torch.float32, autocast=True, checkpointed=True),
+    "data parallel": Case(PLAIN, one_f_one_b(2), wrap=DataParallel),
+    "data parallel, interleaved": Case(PLAIN, interleaved(2, 2, 4), wrap=DataParallel),
+}  # fmt: skip
+
+
+def batch_of(case, step):
+    made = torch.Generator().manual_seed(step)
+    x = torch.randn(case.rows, 4, generator=made, dtype=torch.float64).to(case.dtype)
+    if case.classes:
+        return x, torch.randint(3, (case.rows,), generator=made)
+    return x, torch.randn(case.rows, 3, generator=made, dtype=torch.float64).to(case.dtype)
+
+
+def mixed(case):
+    return torch.autocast("cpu", torch.bfloat16, enabled=case.autocast)
+
+
+def plan_of(case):
+    with mixed(case):
+        return plan_pipeline(case.layers, case.schedule, batch_of(case, 0)[0], parts=case.parts)
+
+
+def one_process(case):
+    """Gradients after two steps without zero_grad, the second one's loss and the buffers."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[layer() for layer in case.layers])
+    torch.manual_seed(1)
+    m = case.schedule.micro_batches
+    for step in range(STEPS):
+        x, y = batch_of(case, step)
+        loss = 0
+        for x_i, y_i in zip(x.chunk(m), y.chunk(m), strict=True):
+            with mixed(case):
+                part = case.loss(model(x_i), y_i) / (case.divide_by or m)
+            part.backward()
+            loss = loss + part.detach()
+    return {n: p.grad for n, p in model.named_parameters()}, dict(model.named_buffers()), loss
+
+
+def in_stages(case, group):
+    torch.manual_seed(0)
+    alone = distributed.new_group([distributed.get_rank()], use_local_synchronization=True) if case.wrap else None
+    wrap = case.wrap and (lambda stage: case.wrap(stage, group=alone))
+    pipeline = Pipeline(plan_of(case), case.loss, group=group, checkpointed=case.checkpointed, wrap=wrap)
+    torch.manual_seed(1)
+    for step in range(STEPS):
+        with mixed(case):
+            loss = pipeline.step(*batch_of(case, step), divide_by=case.divide_by)
+    modules = [getattr(module, "module", module) for module in pipeline.modules.values()]
+    gradients = {n: p.grad for n, p in pipeline.named_parameters()}
+    left = [len(run.in_flight) for run in pipeline.runs.values()]
+    left += [len(pipeline.messages.ready), len(pipeline.messages.arriving), len(pipeline.messages.leaving)]
+    return gradients, {n: b for module in modules for n, b in module.named_buffers()}, loss, sum(left)
+
+
+def evaluated(rank, group, loss_fn=F.mse_loss):
+    """Outputs and loss of a pipeline with dropout, before and after; modes as they were."""
+    layers = [PLAIN[0], make(nn.Dropout, 0.5), *PLAIN[2:]]
+    case = Case(layers, interleaved(2, 2, 4))
+    torch.manual_seed(0)
+    pipeline = Pipeline(plan_of(case), loss_fn, group=group)
+    frozen = next(iter(pipeline.modules.values())).eval()
+    x, y = batch_of(case, 0)
+    found = pipeline.evaluate(x), pipeline.evaluate(x, y)
+    modes = [module.training for module in pipeline.modules.values()]
+    assert not frozen.training and modes == [False, True]
+    assert all(p.grad is None for p in pipeline.parameters())
+    return found
+
+
+def facts(rank):
+    groups = {n: distributed.new_group(list(range(n))) for n in (2, 3)}
+    found = {}
+    for name, case in CASES.items():
+        if rank < case.schedule.ranks:
+            found[name] = in_stages(case, groups[case.schedule.ranks])
+    return found, evaluated(rank, groups[2]) if rank < 2 else None
+
+
+@pytest.fixture(scope="module")
+def found():
+    return run_ranks(facts, 3)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_losses_and_buffers_are_one_process_s_to_the_bit(found, name):
+    case = CASES[name]
+    gradients, buffers, loss = one_process(case)
+    ranks = [result[name] for result, _ in found[: case.schedule.ranks]]
+    together = {n: g for own, _, _, _ in ranks for n, g in own.items()}
+    if name == "not used":  # in one process it has no gradient; what is sent back is one of zeros
+        assert all(torch.equal(together[n], g) for n, g in gradients.items() if g is not None)
+    else:
+        torch.testing.assert_close(together, gradients, rtol=0, atol=0)
+    torch.testing.assert_close({n: b for _, own, _, _ in ranks for n, b in own.items()}, buffers, rtol=0, atol=0)
+    last = case.schedule.ranks_of_stages[-1]
+    assert [r for r, (_, _, own, _) in enumerate(ranks) if own is not None] == [last]
+    torch.testing.assert_close(ranks[last][2], loss)
+    assert [left for _, _, _, left in ranks] == [0] * len(ranks)
+
+
+def test_evaluation_is_the_whole_model_s_without_dropout(found):
+    torch.manual_seed(0)
+    model = nn.Sequential(*[layer() for layer in PLAIN])
+    del model[1]
+    x, y = batch_of(CASES["GPipe"], 0)
+    (nothing, neither), (outputs, loss) = found[0][1], found[1][1]
+    assert nothing is None and neither is None
+    torch.testing.assert_close(outputs, model(x).detach(), rtol=1e-14, atol=1e-14)
+    torch.testing.assert_close(loss, F.mse_loss(model(x), y).detach())
+    assert not outputs.requires_grad
+
+
+def metered(case, loss_fn, rank, x, y):
+    """Rank's second step on imagined ranks: each action, what is held after it and in flight; the peak; the spans."""
+    plan = plan_pipeline(case.layers, case.schedule, x, parts=case.parts)
+    seen = []
+    with imagined_ranks(case.schedule.ranks, rank=rank), Meter(inputs=(x, y)) as meter:
+        pipeline = Pipeline(plan, loss_fn, checkpointed=case.checkpointed)
+        pipeline.step(x, y)
+        gc.collect()
+        start = meter.event
+        in_flight = lambda: sum(len(run.in_flight) for run in pipeline.runs.values())  # noqa: E731
+        pipeline.after = lambda action: seen.append((action, meter.event, in_flight()))
+        pipeline.step(x, y)
+        spans = pipeline.spans
+    totals = meter.timeline.totals
+    batch_bytes = x.nbytes + y.nbytes
+    held = [(action, totals[event] - batch_bytes, in_flight) for action, event, in_flight in seen]
+    return held, max(totals[start:]) - batch_bytes, spans
+
+
+BYTES = {
+    "GPipe": Case(PLAIN, gpipe(2, 4)),
+    "1F1B": Case(PLAIN, one_f_one_b(3)),
+    "one micro-batch, its output saved": Case(PLAIN, gpipe(2, 1), [range(2), range(2, 6)]),
+    "checkpointed": Case(PLAIN, one_f_one_b(3), checkpointed=True),
+    "interleaved": Case(PLAIN, interleaved(2, 2, 4)),
+    "written to in place": Case(WRITES, one_f_one_b(2), [range(1), range(1, 3)]),
+}
+
+
+@pytest.mark.parametrize("name", BYTES)
+def test_ranks_do_the_schedule_s_list_and_hold_what_the_simulator_says(name):
+    case = BYTES[name]
+    x, y = batch_of(case, 0)
+    costs = measure_stages(plan_of(case), x, y, F.mse_loss, checkpointed=case.checkpointed, repeats=1)
+    played = simulate(case.schedule, costs)
+    for rank, actions in enumerate(case.schedule.actions):
+        held, peak_bytes, spans = metered(case, F.mse_loss, rank, x, y)
+        assert [(action, nbytes) for action, nbytes, _ in held] == [(m.action, m.nbytes) for m in played.line(rank)]
+        assert peak_bytes == played.peak_bytes(rank)
+        assert max(in_flight for _, _, in_flight in held) == played.rank_in_flight(rank)
+        assert tuple(action for action, _, _ in held) == actions
+        assert [span.action for span in spans] == [action for action in actions if action.kind in COMPUTATIONS]
+        assert all(one.begin <= one.end <= two.begin for one, two in zip(spans, spans[1:], strict=False))
+
+
+def test_on_an_imagined_gpu_ranks_hold_what_the_simulator_says():
+    case = Case(gpt_layers(4, 32, 4, 16, 64), one_f_one_b(3))
+    with imagine("H100-80GB"):
+        x, y = (torch.zeros(8, 16, dtype=torch.int64) for _ in range(2))
+        played = simulate(case.schedule, measure_stages(plan_pipeline(case.layers, case.schedule, x), x, y, gpt_loss))
+        for rank in range(3):
+            held, peak_bytes, _ = metered(case, gpt_loss, rank, x, y)
+            assert [nbytes for _, nbytes, _ in held] == [moment.nbytes for moment in played.line(rank)]
+            assert peak_bytes == played.peak_bytes(rank)
+
+
+@pytest.mark.parametrize("layer, kept", [(nn.ReLU, 2), (nn.Softplus, 3)])
+def test_a_stage_keeps_its_input_if_an_op_does_and_its_output_never(layer, kept):
+    """ReLU saves its result, softplus its input; sine and linear save theirs."""
+    run = StageRun(nn.Sequential(layer(), Sine(), nn.Linear(6, 6, bias=False)))
+    with Meter(run.module) as meter:
+        held = meter.event
+        run.forward(0, (torch.zeros(2, 6, requires_grad=True),))
+        now = meter.event
+    totals = meter.timeline.totals
+    assert totals[now] - totals[held] == kept * 2 * 6 * 4
+
+
+@pytest.mark.parametrize("message", [("receive", 2), ("send", -1), ("Send", 1)])
+def test_a_message_to_nobody_is_refused_before_anything_is_sent(message):
+    name, peer = message
+    with imagined_ranks(2), Traffic() as traffic, pytest.raises(ValueError, match="a rank of the group, 0 to 1"):
+        begin([("send", torch.zeros(3), 1), (name, torch.zeros(3), peer)])
+    assert not traffic.records

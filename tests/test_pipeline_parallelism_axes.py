@@ -1,0 +1,165 @@
+"""Bytes and traffic of data x tensor x pipeline, in closed form, against ranks of the mesh that are metered."""
+
+from __future__ import annotations
+
+import doctest
+import functools
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from memlab.data_parallelism import DataParallel
+from memlab.data_parallelism.overlap import ring_seconds
+from memlab.memory_arithmetic import Transformer
+from memlab.memory_timeline import imagine
+from memlab.pipeline_parallelism import (
+    Pipeline,
+    axes,
+    gpipe,
+    gpt_layers,
+    gpt_loss,
+    layout,
+    measure_stages,
+    one_forward_one_backward,
+    order_seconds,
+    plan_pipeline,
+    stage_shares,
+    step_messages,
+    ways,
+)
+from memlab.pipeline_parallelism.axes import AXES
+from memlab.ranks import Traffic, imagined_ranks, mesh
+from memlab.tensor_parallelism.arithmetic import rank_parameters
+
+SHAPE = Transformer(layers=4, width=32, heads=4, vocabulary=34, context=12)
+BATCH, TOKENS, MICRO_BATCHES = 8, 12, 2
+CARD = "H100-80GB"
+MESHES = [(2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (2, 1, 2), (1, 2, 2), (2, 2, 2)]
+SCHEDULES = {"1F1B": one_forward_one_backward, "GPipe": gpipe}
+
+
+def one_rank_of(data, tensor, pipeline, rank, *, hardware="cpu", precision="fp32", schedule="1F1B", **options):
+    """Stage, static and saved bytes, and what was sent along each axis, of a rank that trains."""
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
+    with imagine(CARD) if hardware == "gpu" else nullcontext(), imagined_ranks(data * tensor * pipeline, rank):
+        m = mesh(device="cpu", data=data, pipeline=pipeline, tensor=tensor)
+        group = m.get_group("tensor")
+        sizes = (SHAPE.layers, SHAPE.width, SHAPE.heads, SHAPE.context, SHAPE.vocabulary)
+        layers = gpt_layers(*sizes, group=group, dtype=dtype, **options)
+        x, y = (torch.zeros(BATCH // data, TOKENS, dtype=torch.int64) for _ in "xy")
+        plan = plan_pipeline(layers, SCHEDULES[schedule](pipeline, MICRO_BATCHES), x)
+        loss_fn = functools.partial(gpt_loss, group=group)
+        wrap = (lambda stage: DataParallel(stage, group=m.get_group("data"))) if data > 1 else None
+        adam = functools.partial(torch.optim.AdamW, foreach=True)
+        stage = m.get_local_rank("pipeline")
+        cost = measure_stages(plan, x, y, loss_fn, optimizer=adam, wrap=wrap, repeats=1)[stage]
+        pipe = Pipeline(plan, loss_fn, group=m.get_group("pipeline"), wrap=wrap)
+        pipe.step(x, y)
+        with Traffic() as traffic:
+            pipe.step(x, y)
+    return stage, cost, traffic.by_name()
+
+
+def by_axis(sent):
+    """Bytes by axis, of a mesh in which no more than one of data and tensor is longer than 1."""
+    return sent.get("send", 0), sum(nbytes for name, nbytes in sent.items() if name not in ("send", "receive"))
+
+
+def agree(data, tensor, pipeline, **options):
+    hardware, precision = options.get("hardware", "cpu"), options.get("precision", "fp32")
+    sizes = {"data": data, "tensor": tensor, "pipeline": pipeline, "micro_batches": MICRO_BATCHES}
+    counters = 4 if hardware == "cpu" else 0  # of Adam, which lie in main memory
+    given = {"hardware": "cpu", "precision": "fp32"} | options
+    shares = stage_shares(SHAPE, BATCH, TOKENS, counter_bytes=counters, **sizes, **given)
+    for rank in range(tensor - 1, tensor * pipeline, tensor):  # of each stage one; data ranks do the same
+        stage, cost, sent = one_rank_of(data, tensor, pipeline, rank, **options)
+        share = shares[stage]
+        assert cost.static_bytes == share.parameters + share.gradients + share.optimizer_states
+        assert share.in_flight * cost.saved_bytes == share.saved
+        assert by_axis(sent) == (share.sent["pipeline"], share.sent["data"] + share.sent["tensor"])
+    return precision
+
+
+@pytest.mark.parametrize("data,tensor,pipeline", MESHES)
+def test_what_is_counted_is_what_a_rank_of_the_mesh_holds_and_sends(data, tensor, pipeline):
+    agree(data, tensor, pipeline)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"hardware": "gpu", "precision": "bf16"},
+        {"sequence_parallel": True},
+        {"sequence_parallel": True, "keep_gathered": True, "hardware": "gpu", "precision": "bf16"},
+        {"schedule": "GPipe"},
+    ],
+    ids=str,
+)
+def test_so_it_is_on_an_imagined_card_in_16_bits_and_with_sequence_parallelism(options):
+    agree(1, 2, 2, **options)
+
+
+def test_stages_add_up_to_the_model_wherever_it_is_cut():
+    for tensor in (1, 2):
+        whole = 4 * rank_parameters(SHAPE, tensor).parameters
+        for pipeline in range(1, SHAPE.layers + 3):
+            shares = stage_shares(SHAPE, BATCH, TOKENS, tensor=tensor, pipeline=pipeline, precision="fp32")
+            assert sum(share.parameters for share in shares) == whole
+    uneven = stage_shares(SHAPE, BATCH, TOKENS, pipeline=2, parts=[range(5), range(5, 6)], precision="fp32")
+    assert uneven[1].parameters == 4 * (SHAPE.vocabulary * SHAPE.width + 2 * SHAPE.width)
+
+
+def test_every_way_writes_the_number_of_ranks_and_pipelines_do_not_divide_activations():
+    found = ways(8, SHAPE, BATCH, TOKENS)
+    assert {(w.data, w.tensor, w.pipeline) for w in found} == {
+        (d, t, p) for d in (1, 2, 4, 8) for t in (1, 2) for p in (1, 2, 4) if d * t * p == 8
+    }
+    assert {w.bubble for w in found if w.pipeline == 1} == {0}
+    one, four = (stage_shares(SHAPE, BATCH, TOKENS, pipeline=p, micro_batches=8)[0] for p in (1, 3))
+    assert four.in_flight == 3 and four.saved > one.saved / 2  # a third of the layers, three times
+
+
+def test_the_axis_that_talks_most_belongs_innermost():
+    story = Transformer(layers=24, width=2048, heads=16, vocabulary=256, context=1024)
+    sizes = {"data": 2, "tensor": 8, "pipeline": 4}
+    messages = step_messages(story, 64, 1024, micro_batches=16, **sizes)
+    found = order_seconds({axis: sizes[axis] for axis in AXES}, messages, node=8, inside=4e11, between=4e10)
+    first, *_, last = found
+    assert first[-1] == "tensor" and last[-1] != "tensor"
+    assert found["data", "pipeline", "tensor"]["tensor"] * 10 == pytest.approx(
+        found["tensor", "data", "pipeline"]["tensor"]
+    )
+    shares = stage_shares(story, 64, 1024, micro_batches=16, **sizes)
+    for axis in AXES:
+        most = max(share.sent[axis] for share in shares)
+        counted = sum(m.times * m.tensor_bytes if m.collective == "send" else m.sent_bytes for m in messages[axis])
+        assert counted == most
+
+
+def test_seconds_of_a_ring_are_those_of_chapter_13():
+    sizes = {"data": 4, "tensor": 1, "pipeline": 1}
+    messages = step_messages(SHAPE, BATCH, TOKENS, **sizes)
+    (seconds, *_) = order_seconds(sizes, messages, node=4, inside=1e9).values()
+    assert seconds == {"data": ring_seconds(messages["data"][0].tensor_bytes, 4, 1e9), "tensor": 0, "pipeline": 0}
+
+
+@pytest.mark.parametrize(
+    "options,words",
+    [
+        ({"data": 3}, "8 texts cannot be split over 3 data ranks"),
+        ({"micro_batches": 16}, "16 micro-batches each"),
+        ({"tensor": 3}, "4 heads"),
+        ({"pipeline": 7}, "1 to 6 stages"),
+        ({"pipeline": 0}, "pipeline"),
+        ({"schedule": "2F2B"}, "2F2B"),
+    ],
+)
+def test_sizes_that_do_not_divide_are_refused(options, words):
+    with pytest.raises(ValueError, match=words):
+        stage_shares(SHAPE, BATCH, TOKENS, **options)
+
+
+@pytest.mark.parametrize("page", [axes, layout])
+def test_examples_in_the_pages_are_true(page):
+    assert doctest.testmod(page).failed == 0
