@@ -25,6 +25,7 @@ from tests import (
     exercises_memory_timeline,
     exercises_mixed_precision,
     exercises_offloading,
+    exercises_pipeline_parallelism,
     exercises_tensor_parallelism,
 )
 
@@ -39,6 +40,7 @@ ANSWERS = {
     "offloading": exercises_offloading,
     "data_parallelism": exercises_data_parallelism,
     "tensor_parallelism": exercises_tensor_parallelism,
+    "pipeline_parallelism": exercises_pipeline_parallelism,
 }
 NOTEBOOKS = {path.stem: path for path in sources()}
 
