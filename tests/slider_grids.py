@@ -19,6 +19,9 @@ MAKERS = (
     "explore_hidden",
     "explore_ring",
     "explore_tensor_ranks",
+    "explore_pipeline",
+    "explore_mesh",
+    "explore_axes",
 )
 SLIDERS = re.compile(rf"\b({'|'.join(MAKERS)})\(")
 MOST_PICTURES = 500

@@ -46,6 +46,11 @@ DRIVERS = tuple(
         "ring_pictures",
         "split_pictures",
         "tensor_pictures",
+        "gantt",
+        "schedule_pictures",
+        "pipeline_sliders",
+        "mesh_pictures",
+        "axes_pictures",
     )
 )
 

@@ -9,6 +9,7 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor, nn
 
+from memlab.book.pipeline_steps import metered_stage, refuse_pipeline, weights_in
 from memlab.book.workloads import GPT, Block, GPTConfig, Llama, LlamaBlock, LlamaConfig
 from memlab.data_parallelism import DataParallel, ZeroOptimizer, fully_shard
 from memlab.gradient_accumulation import accumulate
@@ -22,7 +23,7 @@ from memlab.memory_timeline import Meter, Timeline, in_main_memory
 from memlab.mixed_precision.master_weights import MasterWeights
 from memlab.offloading import OffloadedOptimizer
 from memlab.ranks import imagined_ranks
-from memlab.tensor_parallelism import TensorParallelGPT
+from memlab.tensor_parallelism import TensorParallelBlock, TensorParallelGPT
 
 OPTIMIZERS = {
     "sgd": (torch.optim.SGD, {"lr": 1e-3}),
@@ -96,6 +97,15 @@ def checkpoint_blocks(network: GPT | Llama | TensorParallelGPT, segments: int) -
     network.blocks = nn.ModuleList(Segment(blocks[a:b]) for a, b in balanced(len(blocks), segments))
 
 
+def checkpoint_stage(stage: nn.Sequential, segments: int) -> nn.Sequential:
+    """The layers of a pipeline's stage with so many Segments in place of its blocks."""
+    layers = list(stage)
+    inside = [isinstance(layer, (Block, TensorParallelBlock)) for layer in layers]
+    first, count = inside.index(True), sum(inside)
+    cut = [Segment(layers[first + a : first + b]) for a, b in balanced(count, segments)]
+    return nn.Sequential(*layers[:first], *cut, *layers[first + count :])
+
+
 def shared_out(
     network: nn.Module,
     stage: int,
@@ -135,6 +145,9 @@ def metered_step(
     stage: int = 0,
     tensor_ranks: int = 1,
     sequence_parallel: bool = False,
+    pipeline_ranks: int = 1,
+    pipeline_rank: int = 0,
+    schedule: str = "1F1B",
     device: str = "cpu",
     **options,
 ) -> Timeline:
@@ -149,6 +162,9 @@ def metered_step(
     ranks: this is rank 0 of so many, all imagined, and each has a batch of its own. stage: ZeRO's, as in `shared_out`.
     tensor_ranks: this is rank 0 of so many, all imagined, each with its part of a `TensorParallelGPT`, and they share
     one batch. sequence_parallel and options, such as keep_gathered: of it. ValueError for both kinds of ranks.
+    pipeline_ranks: this is rank pipeline_rank of so many, all imagined, each with a stage: its blocks, the first with
+    the embeddings, the last with the head. segments are then of a stage's blocks. schedule: "GPipe" or "1F1B" of the
+    micro-batches. With tensor_ranks each stage is split. ValueError with ranks, sequence_parallel, offload or autocast.
     """
     one_of("precision", precision, PRECISIONS)
     one_of("optimizer", optimizer, tuple(OPTIMIZERS))
@@ -160,6 +176,8 @@ def metered_step(
         raise ValueError(f"expected ranks or tensor_ranks, found both: {ranks} and {tensor_ranks}")
     if sequence_parallel and tensor_ranks == 1:
         raise ValueError("expected tensor_ranks above 1 for sequence_parallel, found 1; one rank has all rows anyway")
+    others = {"ranks": ranks > 1, "sequence_parallel": sequence_parallel, "offload": offload is not None}
+    refuse_pipeline(model, pipeline_ranks, pipeline_rank, schedule, **others, autocast=precision == "autocast")
     make = functools.partial(
         made,
         optimizer=optimizer,
@@ -168,18 +186,19 @@ def metered_step(
         chunk_bytes=chunk_bytes,
         offload=offload,
     )
+    if pipeline_ranks > 1:
+        words = {"precision": precision, "first_step": first_step, "micro_batches": micro_batches, "schedule": schedule}
+        place = {"pipeline_ranks": pipeline_ranks, "pipeline_rank": pipeline_rank, "tensor_ranks": tensor_ranks}
+        wrap = None if segments is None else functools.partial(checkpoint_stage, segments=segments)
+        return metered_stage(model, batch, tokens, make, wrap=wrap, device=device, **words, **place, **options)
     with imagined_ranks(max(ranks, tensor_ranks)) if max(ranks, tensor_ranks) > 1 else nullcontext():
-        usual = torch.get_default_dtype()
-        torch.set_default_dtype(torch.bfloat16 if precision in ("bf16", "mixed") else torch.float32)
-        try:
+        with weights_in(precision):
             if tensor_ranks > 1:
                 network = build_part(model, sequence_parallel=sequence_parallel, device=device, **options)
             else:
                 network = build(model, **options).to(device)
             if segments is not None:
                 checkpoint_blocks(network, segments)
-        finally:
-            torch.set_default_dtype(usual)
         refuse_offload(offload, precision, "cpu" if in_main_memory(next(network.parameters())) else "gpu")
         if ranks > 1:
             network, algorithm = shared_out(network, stage, make)

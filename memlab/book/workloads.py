@@ -13,6 +13,7 @@ import functools
 import json
 import random
 import sysconfig
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -138,6 +139,62 @@ class GPT(nn.Module):
         if y is None:
             return logits
         return F.cross_entropy(logits.flatten(0, 1), y.flatten())
+
+
+class Embeddings(nn.Module):
+    """What a GPT does first. x: (batch, tokens) of int64 → stream (batch, tokens, width)."""
+
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.token_embedding = nn.Embedding(config.vocabulary, config.width)
+        self.position_embedding = nn.Embedding(config.context, config.width)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        positions = torch.arange(x.shape[1], device=x.device)
+        stream = self.token_embedding(x) + self.position_embedding(positions)
+        return self.dropout(stream)
+
+
+class Head(nn.Module):
+    """What a GPT does last. stream: (batch, tokens, width) → logits (batch, tokens, vocabulary)."""
+
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.norm = nn.LayerNorm(config.width)
+        self.head = nn.Linear(config.width, config.vocabulary, bias=False)
+
+    def forward(self, stream: Tensor) -> Tensor:
+        return self.head(self.norm(stream))
+
+
+def gpt_in_layers(config: GPTConfig) -> list[Callable[[], nn.Module]]:
+    """A GPT as functions that make its layers, one after the other: embeddings, blocks, head.
+
+    With one seed they draw the weights that `GPT(config)` draws.
+    """
+    return [
+        functools.partial(Embeddings, config),
+        *[functools.partial(Block, config) for _ in range(config.layers)],
+        functools.partial(Head, config),
+    ]
+
+
+def name_in_layers(name: str, layers: int) -> str:
+    """The name that a parameter of a GPT has in the list of its layers.
+
+    >>> name_in_layers("blocks.2.norm1.weight", 4), name_in_layers("head.weight", 4)
+    ('3.norm1.weight', '5.head.weight')
+    """
+    if name.startswith("blocks."):
+        _, number, rest = name.split(".", 2)
+        return f"{int(number) + 1}.{rest}"
+    return f"0.{name}" if "embedding" in name else f"{layers + 1}.{name}"
+
+
+def cross_entropy(logits: Tensor, y: Tensor) -> Tensor:
+    """The mean loss of a GPT's logits (batch, tokens, vocabulary) against y (batch, tokens), a scalar."""
+    return F.cross_entropy(logits.flatten(0, 1), y.flatten())
 
 
 class PackedBlock(Block):

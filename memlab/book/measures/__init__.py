@@ -29,6 +29,11 @@ from memlab.book.measures.offloading import (
     swapped_to_the_host,
 )
 from memlab.book.measures.pictures import pictures_that_move
+from memlab.book.measures.pipeline_parallelism import (
+    piped_beside_pytorch,
+    piped_equal_to_one_process,
+    simulated_beside_metered,
+)
 from memlab.book.measures.tensor_parallelism import split_beside_dtensor, split_bytes, split_equal_to_one_process
 
 MEASURES = (
@@ -62,5 +67,8 @@ MEASURES = (
     split_equal_to_one_process,
     split_beside_dtensor,
     split_bytes,
+    piped_equal_to_one_process,
+    piped_beside_pytorch,
+    simulated_beside_metered,
     pictures_that_move,
 )
