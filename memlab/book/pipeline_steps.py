@@ -112,10 +112,14 @@ def metered_stage(
         read = [tensor for tensor in (x, y) if tensor is not None]
         network = nn.ModuleList(pipeline.modules.values())
         algorithm = make(network.parameters())
-        for _ in range(1 if first_step else 2):
-            with Meter(network, algorithm, inputs=read) as meter:
-                loss = pipeline.step(x, y)
-                algorithm.step()
-                algorithm.zero_grad()
-                del loss
+        if not first_step:  # the optimizer has its states from the first step on
+            for parameter in network.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+            algorithm.step()
+            algorithm.zero_grad()
+        with Meter(network, algorithm, inputs=read) as meter:
+            loss = pipeline.step(x, y)
+            algorithm.step()
+            algorithm.zero_grad()
+            del loss
     return meter.timeline

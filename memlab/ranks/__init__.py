@@ -3,7 +3,7 @@
 Read the pages in this order.
 
 Talking: `membership` (who is in a group), `collectives` (the two halves of an all-reduce, under one name in every
-PyTorch), `traffic` (how many bytes that takes), `point_to_point` (from one rank to another) and `mesh` (a group along
+PyTorch), `traffic` (how many bytes that takes), `point_to_point` (from one rank to another) and `meshes` (a group along
 each axis).
 
 Being several: `launch` (`run_ranks`: a function in several processes), `server` (what they are forked from),
@@ -17,7 +17,7 @@ from memlab.ranks.failures import RankError
 from memlab.ranks.imagined import imagined_ranks, one_rank
 from memlab.ranks.launch import run_ranks
 from memlab.ranks.membership import ALONE, place_in
-from memlab.ranks.mesh import mesh, mesh_groups
+from memlab.ranks.meshes import mesh, mesh_groups
 from memlab.ranks.point_to_point import Transfer, begin, exchange, receive, send
 from memlab.ranks.traffic import Message, Traffic, ring_bytes
 
