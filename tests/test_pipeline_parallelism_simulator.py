@@ -227,6 +227,9 @@ def ledger(one: Schedule, costs: list[StageCost], rank: int) -> tuple[list[int],
             held["saved", stage, i] = cost.saved_bytes if trains else 0
             held["made F", stage, i] = cost.output_bytes
         elif kind == "backward":
+            if ("made F", stage, i) in sent:  # its gradient says that it has arrived
+                sent.remove(("made F", stage, i))
+                del held["made F", stage, i]
             peak = max(peak, sum(held.values()) + cost.backward_extra_bytes)
             held.pop(("arrived B", stage, i), None)
             held.pop(("made B", stage + 1, i), None)

@@ -5,7 +5,8 @@
     receive gradient      + the gradient of the output
     backward              − what was saved, − that gradient, + the gradient of the input, to be sent
 
-What is sent is held until the rank's next computation is through. So a schedule decides the peak by two things: how
+What is sent is held until the rank's next computation is through (or until that begins, if it is the backward of what
+was sent: its gradient says that it has arrived). So a schedule decides the peak by two things: how
 many micro-batches are in flight, and how many messages lie there, come too soon or not yet gone. While a computation
 runs, a rank holds more than before and after; how much, one micro-batch shows (`StageCost`).
 
@@ -87,17 +88,19 @@ def bytes_along(schedule: Schedule, costs: Sequence[StageCost], rank: int) -> tu
     """
     stages = schedule.stages_of(rank)
     now = most = sum(costs[stage].static_bytes for stage in stages)
-    after, leaving, trains = [], 0, schedule.trains
+    after, leaving, trains = [], {}, schedule.trains
     for group in groups_of(schedule.actions[rank]):
         action = group[0]
         if action.kind in COMPUTATIONS:
             cost = costs[action.stage]
+            if action.kind == BACKWARD:  # whose gradient says that the output has arrived
+                now -= leaving.pop(Action(SEND_ACTIVATION, action.stage, action.micro_batch), 0)
             most = max(most, now + cost.extra_bytes(action.kind))
-            now += _made(action, schedule, costs, trains) - leaving
-            leaving = 0
+            now += _made(action, schedule, costs, trains) - sum(leaving.values())
+            leaving = {}
         else:
             now += sum(_moved(action, costs) for action in group if action.kind not in SENDS)
-            leaving += sum(_moved(action, costs) for action in group if action.kind in SENDS)
+            leaving |= {action: _moved(action, costs) for action in group if action.kind in SENDS}
         most = max(most, now)
         after += [now] * len(group)
     return after, most
