@@ -82,7 +82,7 @@ def draw_mesh(axes: Mapping[str, int], node: int = 4) -> Picture:
         raise ValueError(f"expected a mesh of 2 to {MOST_RANKS} ranks to draw, found {ranks}")
     shown = [name for name, size in axes.items() if size > 1]
     height = 0.55 + 1.35 * len(shown)
-    figure = Figure(figsize=(8, height), dpi=90)
+    figure = Figure(figsize=(8, height), dpi=80)
     panels = figure.subplots(len(shown), squeeze=False)[:, 0]
     figure.subplots_adjust(0.02, 0.1 / height, 0.98, 1 - 0.65 / height, hspace=0.36)
     said = []
@@ -183,7 +183,7 @@ def draw_balance(cuts: Mapping[str, Sequence[range]], nbytes: Costs, seconds: Co
     """
     if not cuts or len({sum(map(len, cut)) for cut in cuts.values()}) > 1:
         raise ValueError(f"expected cuts of the same layers, found {dict(cuts)}")
-    figure = Figure(figsize=(8, 3.5), dpi=90)
+    figure = Figure(figsize=(8, 3.5), dpi=80)
     panels = figure.subplots(1, 2)
     figure.subplots_adjust(0.08, 0.16, 0.985, 0.87, wspace=0.22)
     most = max(sum(stage) for cut in cuts.values() for stage in stage_costs(nbytes, cut))
