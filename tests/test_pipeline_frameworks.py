@@ -8,7 +8,7 @@ from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRun
 from torch.nn import functional as F
 
 from memlab.book.measures.pipeline_parallelism import simulated_beside_metered
-from memlab.book.pipeline_frameworks import CHUNKS, MEMLAB, TORCH, train_piped, ways_to_pipe
+from memlab.book.pipeline_frameworks import CHUNKS, MEMLAB, train_piped, ways_to_pipe
 from memlab.book.workloads import GPT, GPTConfig, gpt_in_layers, name_in_layers, text_batch
 from memlab.memory_timeline import Meter
 from memlab.pipeline_parallelism import Action, Schedule, check_schedule, one_forward_one_backward
@@ -227,7 +227,7 @@ def test_memlab_refuses_a_doubled_forward_by_name():
 
 def test_torchs_1f1b_wants_as_many_micro_batches_as_stages_and_memlabs_takes_fewer():
     with imagined_ranks(RANKS), pytest.raises(ValueError, match="greater than or equal to the number of stages"):
-        TORCH["1F1B"][0](PipelineStage(nn.Linear(4, 4), 0, RANKS, torch.device("cpu")), 1, loss_fn=F.mse_loss)
+        Schedule1F1B(PipelineStage(nn.Linear(4, 4), 0, RANKS, torch.device("cpu")), 1, loss_fn=F.mse_loss)
     assert [a.kind for a in one_forward_one_backward(2, 1).actions[1] if a.kind in (FORWARD, BACKWARD)] == [
         FORWARD,
         BACKWARD,

@@ -20,7 +20,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, distributed, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 from memlab.book.parallel_frameworks import Batch, Running, Trained, torch_way
 from memlab.book.tensor_frameworks import train_split
@@ -108,17 +107,21 @@ def train_piped(
 class TorchPipeline:
     """This rank's stages of a GPT, run by a schedule of PyTorch's, with the face of memlab's `Pipeline`.
 
-    schedule: the class. chunks: stages on each rank. scale_grads: whether it divides gradients by the micro-batches.
+    schedule: the class's name. chunks: stages on each rank. scale_grads: whether it divides gradients by the
+    micro-batches.
     """
 
-    def __init__(self, model: GPT, x: Tensor, micro_batches: int, schedule: type, chunks: int = 1, **options):
+    def __init__(self, model: GPT, x: Tensor, micro_batches: int, schedule: str, chunks: int = 1, **options):
+        from torch.distributed import pipelining  # makes a folder on import
+
         rank, ranks = place_in(None)
         device, count = model.head.weight.device, ranks * chunks
         parts = parts_of(model.config.layers, count)
         self.modules = {number: own_layers(model, parts[number]) for number in range(rank, count, ranks)}
-        stages = [PipelineStage(module, number, count, device) for number, module in self.modules.items()]
+        stages = [pipelining.PipelineStage(module, number, count, device) for number, module in self.modules.items()]
         self.is_first, self.is_last = stages[0].is_first, stages[-1].is_last
-        self.schedule = schedule(stages if chunks > 1 else stages[0], micro_batches, loss_fn=cross_entropy, **options)
+        kind = getattr(pipelining, schedule)
+        self.schedule = kind(stages if chunks > 1 else stages[0], micro_batches, loss_fn=cross_entropy, **options)
 
     def step(self, x: Tensor, y: Tensor) -> Tensor | None:
         """Forward and backward of a mini-batch. Returns the mean loss on the last stage's rank, else None."""
@@ -168,7 +171,7 @@ MEMLAB = {
     "1F1B": one_forward_one_backward,
     "interleaved": lambda ranks, micro_batches: interleaved(ranks, CHUNKS, micro_batches),
 }
-TORCH = {"GPipe": (ScheduleGPipe, 1), "1F1B": (Schedule1F1B, 1), "interleaved": (ScheduleInterleaved1F1B, CHUNKS)}
+TORCH = {"GPipe": ("ScheduleGPipe", 1), "1F1B": ("Schedule1F1B", 1), "interleaved": ("ScheduleInterleaved1F1B", CHUNKS)}
 MAKERS = {
     **{f"memlab, {name}": partial(memlab_pipeline, make=make) for name, make in MEMLAB.items()},
     **{

@@ -49,6 +49,7 @@ AXES = {
 
 
 def whole_model() -> GPT:
+    """A small GPT, the same on every rank."""
     torch.manual_seed(0)
     return GPT(SMALL).double()
 
