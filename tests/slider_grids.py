@@ -20,7 +20,6 @@ MAKERS = (
     "explore_ring",
     "explore_tensor_ranks",
     "explore_pipeline",
-    "explore_mesh",
     "explore_axes",
 )
 SLIDERS = re.compile(rf"\b({'|'.join(MAKERS)})\(")

@@ -1,26 +1,17 @@
 """Pictures of a mesh and of layers on stages: groups and links are the library's own mesh's, bars the costs."""
 
-import itertools
-import math
-
 import pytest
 
 from memlab.book.mesh_pictures import (
     MOST_RANKS,
     ORDERS,
-    balance_table,
     between_nodes,
     draw_balance,
     draw_mesh,
-    explore_mesh,
-    mesh_groups,
     mesh_links,
-    mesh_table,
     stage_costs,
 )
-from memlab.book.style import is_sentence
 from memlab.pipeline_parallelism import StageCost
-from memlab.ranks import imagined_ranks, mesh
 from memlab.units import format_bytes
 
 PNG = b"\x89PNG"
@@ -28,26 +19,6 @@ CUBE = {"data": 2, "pipeline": 2, "tensor": 2}
 
 
 # ---- the mesh
-
-
-@pytest.mark.parametrize("axes", [CUBE, {"tensor": 2, "data": 4}, {"pipeline": 2, "data": 1, "tensor": 4}], ids=str)
-def test_groups_are_those_of_the_mesh_that_ranks_get(axes):
-    ranks = math.prod(axes.values())
-    found = {name: set() for name in axes}
-    for rank in range(ranks):
-        with imagined_ranks(ranks, rank=rank):
-            made = mesh(**axes)
-            for name in axes:
-                found[name].add(tuple(made[name].mesh.tolist()))
-    assert found == {name: {tuple(group) for group in mesh_groups(axes, name)} for name in axes}
-
-
-def test_each_rank_is_in_one_group_along_each_axis():
-    for axes in (CUBE, {"data": 3, "pipeline": 2, "tensor": 4}):
-        for name, size in axes.items():
-            groups = mesh_groups(axes, name)
-            assert sorted(itertools.chain(*groups)) == list(range(math.prod(axes.values())))
-            assert {len(group) for group in groups} == {size}
 
 
 def test_data_and_tensor_talk_in_rings_and_a_pipeline_in_a_row():
@@ -61,8 +32,7 @@ def test_the_order_of_the_axes_decides_which_of_them_leaves_the_node():
         axes = dict.fromkeys(order, 2)
         crossing = [between_nodes(mesh_links(axes, name), 4) for name in order]
         assert crossing == [4, 0, 0]  # only the outermost does
-        assert [row[-1] for row in mesh_table(axes, 4).rows] == crossing
-        assert [row[-1] for row in mesh_table(axes, 2).rows] == [4, 4, 0]
+        assert [between_nodes(mesh_links(axes, name), 2) for name in order] == [4, 4, 0]
 
 
 def test_the_picture_of_a_mesh_names_every_group_and_how_many_links_leave_a_node():
@@ -86,20 +56,8 @@ def test_meshes_of_one_axis_and_of_many_ranks_are_drawn_and_larger_ones_refused(
         draw_mesh({"data": 64})
     with pytest.raises(ValueError, match="expected a mesh of 2"):
         draw_mesh({"data": 1})
-    with pytest.raises(ValueError, match="expected one of the axes data, found 'tensor'"):
-        mesh_groups({"data": 2}, "tensor")
     with pytest.raises(ValueError, match="node"):
         draw_mesh(CUBE, 0)
-
-
-def test_every_slider_of_the_mesh_can_be_moved():
-    one = explore_mesh()
-    assert one.start == {"order": ("data", "pipeline", "tensor"), "node": 4}
-    for values in one.grid():
-        alt = one.at(**values).alt
-        assert is_sentence(alt)
-        assert f"in nodes of {values['node']}" in alt
-        assert ("4 between nodes" in alt) == (values["node"] < 8)
 
 
 # ---- layers on stages
@@ -135,13 +93,6 @@ def test_the_bars_are_the_costs_and_the_words_name_the_dearest_stages():
     assert "by time, stage 0 with 9 ms" in picture.alt
     assert "by bytes, stage 2 with 14 ms" in picture.alt
     assert picture.png().startswith(PNG)
-
-
-def test_the_table_of_the_cuts_marks_the_dearest_stage_of_each():
-    rows = balance_table(CUTS, nbytes, SECONDS).rows
-    assert [row[2] for row in rows] == ["0", "1–2", "3–5", "0–2", "3–4", "5"]
-    assert [number for number, row in enumerate(rows) if row[3].endswith("*")] == [0, 3]
-    assert [number for number, row in enumerate(rows) if row[4].endswith("*")] == [2, 3]
 
 
 def test_cuts_of_different_layers_and_none_at_all_are_refused():

@@ -17,14 +17,7 @@ from memlab.book.pipeline_sliders import (
     pipeline_table,
     play,
 )
-from memlab.book.schedule_pictures import (
-    bound,
-    draw_measured,
-    draw_schedule,
-    draw_trip,
-    schedule_table,
-    schedules_table,
-)
+from memlab.book.schedule_pictures import bound, draw_measured, draw_schedule, draw_trip
 from memlab.book.style import is_sentence
 from memlab.pipeline_parallelism import (
     Action,
@@ -228,7 +221,6 @@ def test_panels_share_one_axis_of_time_and_may_be_simulated_or_measured():
     for axes in picture.figure.axes:
         assert axes.get_xlim() == pytest.approx((0, 2e3 * played.seconds))
     assert f"simulated: {1e3 * played.seconds:.4g} ms" in picture.alt
-    assert [row[0] for row in schedules_table(panels).rows] == ["simulated", "measured"]
     assert picture.png().startswith(PNG)
     with pytest.raises(ValueError, match="expected at least one schedule"):
         draw_schedules({})
@@ -242,14 +234,6 @@ def test_the_key_names_every_look_that_any_panel_has():
     assert second.get_legend() is None
     alone = draw_schedule(panels["one"]).figure.axes[0].get_legend()
     assert [text.get_text() for text in alone.get_texts()] == ["forward", "backward"]
-
-
-def test_the_table_of_a_schedule_has_a_row_for_each_rank():
-    rows = schedule_table(simulate(interleaved(2, 2, 4), COST)).rows
-    assert [row[:2] for row in rows] == [["0", "0, 2"], ["1", "1, 3"]]
-    assert [row[4] for row in rows] == [row[5] for row in rows] == ["2.5", "1.5"]
-    rows = schedule_table(simulate(forward_only(2, 4), COST)).rows
-    assert [row[5] for row in rows] == ["", ""]
 
 
 # ---- sliders

@@ -10,10 +10,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Arc, Rectangle
 
-from memlab.book.interactive import Interactive
 from memlab.book.style import COLOURS, LABEL_SIZE, LINE_COLOURS, SMALL_SIZE, Picture, byte_unit
-from memlab.book.tables import Table
 from memlab.memory_arithmetic.shapes import positive
+from memlab.ranks.mesh import mesh_groups
 from memlab.units import format_bytes
 
 # ---- the mesh
@@ -33,32 +32,10 @@ ORDERS = {" · ".join(order): order for order in itertools.permutations(("data",
 """What an order of axes is called → the axes, outermost first."""
 
 
-def mesh_groups(axes: Mapping[str, int], axis: str) -> list[list[int]]:
-    """The groups of ranks along an axis of `mesh(**axes)`: those that differ in their place along it alone.
-
-    Raises ValueError for an axis that there is not, and for sizes that are not at least 1.
-
-    >>> mesh_groups({"data": 2, "tensor": 4}, "data")
-    [[0, 4], [1, 5], [2, 6], [3, 7]]
-    """
-    for name, size in axes.items():
-        positive(name, size)
-    if axis not in axes:
-        raise ValueError(f"expected one of the axes {', '.join(axes)}, found {axis!r}")
-    names = list(axes)
-    stride = math.prod(axes[name] for name in names[names.index(axis) + 1 :])
-    block = stride * axes[axis]
-    return [
-        [begin + place + stride * step for step in range(axes[axis])]
-        for begin in range(0, math.prod(axes.values()), block)
-        for place in range(stride)
-    ]
-
-
 def mesh_links(axes: Mapping[str, int], axis: str) -> list[tuple[int, int]]:
     """Which pairs of ranks talk along an axis: neighbours in each group, and in a ring the last with the first."""
     pairs = []
-    for group in mesh_groups(axes, axis):
+    for group in mesh_groups(axes)[axis]:
         pairs += itertools.pairwise(group)
         if axis in RINGS and len(group) > 2:
             pairs.append((group[0], group[-1]))
@@ -100,7 +77,7 @@ def draw_mesh(axes: Mapping[str, int], node: int = 4) -> Picture:
 
 def _draw_axis(panel: Axes, axes: Mapping[str, int], name: str, node: int, ranks: int) -> str:
     """A row of ranks shaded by their groups along one axis, arcs above."""
-    groups, links = mesh_groups(axes, name), mesh_links(axes, name)
+    groups, links = mesh_groups(axes)[name], mesh_links(axes, name)
     crossing = between_nodes(links, node)
     at = [rank + 0.35 * (rank // node) for rank in range(ranks)]
     which = {rank: number for number, group in enumerate(groups) for rank in group}
@@ -139,26 +116,6 @@ def _rise(wide: float, at: Sequence[float]) -> float:
 
 def _letter(number: int) -> str:
     return chr(ord("A") + number) if number < 26 else "A" + chr(ord("A") + number - 26)
-
-
-def draw_order(order: tuple[str, ...] = ("data", "pipeline", "tensor"), node: int = 4) -> Picture:
-    """Eight ranks as 2 × 2 × 2, the axes in this order, outermost first."""
-    return draw_mesh(dict.fromkeys(order, 2), node)
-
-
-def explore_mesh() -> Interactive:
-    """Sliders for the order of three axes of two ranks each, and for how many ranks share a node."""
-    return Interactive(draw_order, order=ORDERS, node=(2, 4, 8))
-
-
-def mesh_table(axes: Mapping[str, int], node: int = 4) -> Table:
-    """The same as text: for each axis its groups, how many pairs talk, and how many of them between nodes."""
-    rows = []
-    for name, size in axes.items():
-        groups = "  ".join(" ".join(map(str, group)) for group in mesh_groups(axes, name))
-        links = mesh_links(axes, name)
-        rows.append((name, size, groups, len(links), between_nodes(links, node)))
-    return Table(["axis", "size", "groups", "links", "between nodes"], rows)
 
 
 # ---- layers on stages
@@ -237,16 +194,3 @@ def _draw_costs(axes: Axes, cuts: Mapping, costs: Costs, scale: float, colour: s
     axes.set_ylim(0, top * 1.12)
     axes.spines[["top", "right"]].set_visible(False)
     return "; ".join(said)
-
-
-def balance_table(cuts: Mapping[str, Sequence[range]], nbytes: Costs, seconds: Costs) -> Table:
-    """The same as text: for each cut and stage its layers, bytes and milliseconds."""
-    rows = []
-    for name, cut in cuts.items():
-        held, took = (list(map(sum, stage_costs(costs, cut))) for costs in (nbytes, seconds))
-        for stage, layers in enumerate(cut):
-            own = f"{layers[0]}–{layers[-1]}" if len(layers) > 1 else f"{layers[0]}"
-            full, slow = (" *" if costs[stage] == max(costs) else "" for costs in (held, took))
-            size, ms = format_bytes(round(held[stage])), f"{1e3 * took[stage]:.3g}"
-            rows.append((name, f"{stage}", own, size + full, ms + slow))
-    return Table(["cut", "stage", "layers", "bytes (* most)", "ms (* most)"], rows)

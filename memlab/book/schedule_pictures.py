@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -12,7 +12,6 @@ from memlab.book.gantt import (
     RIGHT,
     ROW,
     TIMES,
-    Played,
     draw_key,
     draw_rows,
     draw_schedules,
@@ -24,7 +23,6 @@ from memlab.book.gantt import (
     whole_seconds,
 )
 from memlab.book.style import LABEL_SIZE, LINE_COLOURS, LINE_STYLES, SMALL_SIZE, Picture, byte_unit, finish
-from memlab.book.tables import Table
 from memlab.memory_arithmetic.shapes import one_of
 from memlab.pipeline_parallelism import (
     Schedule,
@@ -215,28 +213,6 @@ def draw_trip(stages: int = 4, micro_batches: int = 4, backward: float = 2.0) ->
         f"1F1B, {_micro_batches(micro_batches)}": simulate(one_forward_one_backward(stages, micro_batches), cost),
     }
     return draw_schedules(panels, follow=0)
-
-
-def schedules_table(panels: Mapping[str, Played]) -> Table:
-    """Several schedules as text: how long each takes and idles, and what is in flight on each rank at most."""
-    rows = []
-    for name, played in panels.items():
-        spans = spans_by_rank(played)
-        rows.append((name, len(spans), f"{whole_seconds(spans):.4g}", percent(idle_share(spans)), most_words(spans)))
-    return Table(["schedule", "ranks", "time", "idle", "most in flight, rank by rank"], rows)
-
-
-def schedule_table(simulation: Simulation) -> Table:
-    """One schedule as text: for each rank its stages, how long it computes and idles, and what is in flight at most."""
-    rows, schedule = [], simulation.schedule
-    whole = whole_seconds(spans_by_rank(simulation))
-    for rank, own in enumerate(spans_by_rank(simulation)):
-        busy = sum(span.end - span.begin for span in own)
-        most, limit = max(number for _, number in held_micro_batches(own)), bound(schedule, rank)
-        stages = ", ".join(map(str, schedule.stages_of(rank)))
-        idle = percent(1 - busy / whole)
-        rows.append((f"{rank}", stages, f"{busy:.4g}", idle, f"{most:g}", f"{limit[0]:g}" if limit else ""))
-    return Table(["rank", "stages", "computing", "idle", "most in flight", "by formula"], rows)
 
 
 # ---- words

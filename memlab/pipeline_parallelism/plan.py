@@ -19,13 +19,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 from memlab.memory_arithmetic.shapes import divisors
 from memlab.pipeline_parallelism.balancing import balance
 from memlab.pipeline_parallelism.checking import check_schedule
-from memlab.pipeline_parallelism.imagined_layers import Layer, make_layer
+from memlab.pipeline_parallelism.imagined_layers import Layer
 from memlab.pipeline_parallelism.rehearsal import LayerFacts, Wire, rehearse
-from memlab.pipeline_parallelism.schedule import BACKWARD, Schedule
+from memlab.pipeline_parallelism.schedule import Schedule
 from memlab.pipeline_parallelism.tied import tied_names
 from memlab.units import format_bytes
-
-__all__ = ["Layer", "PipelinePlan", "Wire", "make_layer", "plan_pipeline", "split_batch"]
 
 
 @dataclass(frozen=True)
@@ -128,10 +126,9 @@ def plan_pipeline(
     parts = _checked(balance([1] * len(layers), schedule.stages) if parts is None else parts, len(layers), schedule)
     with _disable_current_modes():  # only shapes count, whatever watches or imagines tensors now
         micro_batches = split_batch(_shapes(x), schedule.micro_batches)
-    trains = any(action.kind == BACKWARD for actions in schedule.actions for action in actions)
     tied = tuple(tied_names(tied))
     device = next((t.device for t in (x if isinstance(x, (list, tuple)) else [x])), torch.device("cpu"))
-    made = rehearse(layers, parts, micro_batches, device, trains=trains, tied=tied)
+    made = rehearse(layers, parts, micro_batches, device, trains=schedule.trains, tied=tied)
     batch = Wire(tuple(x.shape), x.dtype, False) if isinstance(x, Tensor) else None
     return PipelinePlan(layers, schedule, parts, made.wires, tied, made.facts, batch)
 

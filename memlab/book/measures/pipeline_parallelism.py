@@ -8,6 +8,7 @@ import itertools
 import torch
 from torch import Tensor
 
+from memlab.book.gantt import idle_share, spans_by_rank
 from memlab.book.measures.tensor_parallelism import ten_steps
 from memlab.book.measures.timing import compared, interleaved, spread
 from memlab.book.pipeline_frameworks import MAKERS, MEMLAB
@@ -18,7 +19,6 @@ from memlab.pipeline_parallelism import (
     Action,
     Pipeline,
     PipelinePlan,
-    Span,
     bubble_share,
     full_state_dict,
     gpipe,
@@ -126,12 +126,6 @@ def in_turn(rank: int, rounds: int) -> tuple[dict, dict, dict]:
     return times, peaks, {name: found[-rounds:] for name, found in spans.items()}
 
 
-def bubble(spans: list[Span], ranks: int) -> float:
-    """The share of a step, of all ranks together, in which nothing is computed."""
-    seconds = max(span.end for span in spans) - min(span.begin for span in spans)
-    return 1 - sum(span.end - span.begin for span in spans) / (ranks * seconds)
-
-
 def piped_beside_pytorch(device: str, rounds: int) -> list[tuple]:
     """Step time and peak of ours and PyTorch's, schedule by schedule, and the bubble by formula and by the clock."""
     on_ranks, rows = run_ranks(in_turn, 2, rounds, timeout=900), []
@@ -143,7 +137,7 @@ def piped_beside_pytorch(device: str, rounds: int) -> list[tuple]:
         peaks = [f"{found[ours] / found[theirs]:.3f}× ({found[ours]:,} B)" for _, found, _ in on_ranks]
         rows.append(("… peak (storages), ranks 0 and 1", ", ".join(peaks), ""))
         by_round = zip(*(spans[ours] for *_, spans in on_ranks), strict=True)
-        measured = spread([bubble([*first, *second], 2) for first, second in by_round])
+        measured = spread([idle_share(spans_by_rank(both)) for both in by_round])
         formula = bubble_share(2, MICRO_BATCHES, 2 if schedule == "interleaved" else 1)
         rows.append(("… bubble: formula beside measured", f"{formula:.2f} beside {measured}", ""))
     return rows
