@@ -29,3 +29,8 @@ def figures(text: str) -> tuple[list[str], list[str]]:
 
 def ranks_named(text: str) -> list[str]:
     return re.findall(r"rank (\d+)  peak +\S+ MiB", text)
+
+
+def peaks(text: str) -> list[float]:
+    """MiB of each rank."""
+    return [float(found) for found in re.findall(r"peak +(\S+) MiB", text)]

@@ -10,12 +10,10 @@ from torch import distributed, nn
 from torch.nn import functional as F
 
 from memlab.data_parallelism import DataParallel
-from memlab.memory_timeline import Meter, imagine
+from memlab.memory_timeline import Meter
 from memlab.pipeline_parallelism import (
     Pipeline,
     gpipe,
-    gpt_layers,
-    gpt_loss,
     interleaved,
     measure_stages,
     one_forward_one_backward,
@@ -315,17 +313,6 @@ def test_ranks_do_the_schedule_s_list_and_hold_what_the_simulator_says(name):
         assert tuple(action for action, _, _ in held) == actions
         assert [span.action for span in spans] == [action for action in actions if action.kind in COMPUTATIONS]
         assert all(one.begin <= one.end <= two.begin for one, two in zip(spans, spans[1:], strict=False))
-
-
-def test_on_an_imagined_gpu_ranks_hold_what_the_simulator_says():
-    case = Case(gpt_layers(4, 32, 4, 16, 64), one_f_one_b(3))
-    with imagine("H100-80GB"):
-        x, y = (torch.zeros(8, 16, dtype=torch.int64) for _ in range(2))
-        played = simulate(case.schedule, measure_stages(plan_pipeline(case.layers, case.schedule, x), x, y, gpt_loss))
-        for rank in range(3):
-            held, peak_bytes, _ = metered(case, gpt_loss, rank, x, y)
-            assert [nbytes for _, nbytes, _ in held] == [moment.nbytes for moment in played.line(rank)]
-            assert peak_bytes == played.peak_bytes(rank)
 
 
 @pytest.mark.parametrize("layer, kept", [(nn.ReLU, 2), (nn.Softplus, 3)])

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import io
-import re
 
 import pytest
 
 from memlab.pipeline_parallelism.__main__ import main
-from tests.example_helpers import figures, printed, ranks_named
+from tests.example_helpers import figures, peaks, printed, ranks_named
 
 MODULE = "memlab.pipeline_parallelism"
 CHOSEN = ("--schedule", "1f1b", "--micro-batches", "4", "--tied", "--steps", "2")
 
 
-def peaks(text: str) -> list[float]:
-    return [float(found) for found in re.findall(r"peak +(\S+) MiB", text)]
+def said_here(*chosen: str) -> str:
+    """What the example prints, called in this process."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        assert main(chosen) == 0
+    return out.getvalue()
 
 
 def test_the_example_says_the_same_by_itself_and_under_torchrun():
-    alone = printed(MODULE, *CHOSEN, "--ranks", "2")
+    alone = said_here(*CHOSEN, "--ranks", "2")
     launched = printed("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", MODULE, *CHOSEN)
     for text in (alone, launched):
         assert "1f1b, 1 x 2 x 1 (data x pipeline x tensor), 2 ranks" in text and ranks_named(text) == ["0", "1"]
@@ -35,9 +37,7 @@ def said() -> dict[str, str]:
     split = "4 --tensor 2 --sequence-parallel"
     real = ("1", "2", "2 --schedule gpipe", "2 --data 2", split)
     for chosen in (*(f"--ranks {ranks}" for ranks in real), "--imagined 2", f"--imagined {split}"):
-        with contextlib.redirect_stdout(io.StringIO()) as out:
-            assert main([*chosen.split(), "--micro-batches", "8", "--steps", "1"]) == 0
-        found[chosen] = out.getvalue()
+        found[chosen] = said_here(*chosen.split(), "--micro-batches", "8", "--steps", "1")
     return found
 
 

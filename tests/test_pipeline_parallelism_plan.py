@@ -23,6 +23,7 @@ from memlab.pipeline_parallelism import (
     plan,
     plan_pipeline,
 )
+from memlab.pipeline_parallelism.balancing import even_parts
 from memlab.pipeline_parallelism.plan import split_batch
 from memlab.ranks import Traffic, imagined_ranks, run_ranks
 
@@ -300,6 +301,8 @@ def test_equal_layers_are_cut_evenly_and_later_stages_get_the_rest_also_of_fract
     assert [len(part) for part in balance([1] * 10, 4)] == [2, 2, 3, 3]
     assert [len(part) for part in balance([0.1] * 10, 4)] == [2, 2, 3, 3]
     assert [len(part) for part in balance([0] * 10, 4)] == [2, 2, 3, 3]
+    for layers, stages in itertools.combinations_with_replacement(range(9, 0, -1), 2):
+        assert even_parts(layers, stages) == balance([1] * layers, stages)
 
 
 @pytest.mark.parametrize(

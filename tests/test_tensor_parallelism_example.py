@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 
 from memlab.tensor_parallelism.__main__ import main
-from tests.example_helpers import figures, printed, ranks_named
+from tests.example_helpers import figures, peaks, printed, ranks_named
 
 MODULE = "memlab.tensor_parallelism"
 CHOSEN = ("--sequence-parallel", "--steps", "2")
-
-
-def peaks(text: str) -> list[float]:
-    return [float(found) for found in re.findall(r"peak +(\S+) MiB", text)]
 
 
 def test_the_example_says_the_same_by_itself_and_under_torchrun():

@@ -8,7 +8,6 @@ The time is a sketch: 6 FLOPs a parameter and token, and every byte that is sent
 from __future__ import annotations
 
 import functools
-import itertools
 from typing import NamedTuple
 
 from matplotlib.axes import Axes
@@ -21,7 +20,8 @@ from memlab.book.tables import Table
 from memlab.data_parallelism.overlap import LINKS
 from memlab.memory_arithmetic import Transformer
 from memlab.memory_arithmetic.shapes import positive
-from memlab.pipeline_parallelism import StageShare, Way, bubble_share, stage_shares
+from memlab.pipeline_parallelism import StageShare, Way, stage_shares, ways
+from memlab.pipeline_parallelism.axes import AXES
 from memlab.units import GiB, format_bytes, parse_bytes
 
 TOKENS, VOCABULARY, HEAD_WIDTH = 1024, 256, 128
@@ -33,7 +33,7 @@ LAYERS = (16, 24, 32, 48)
 TEXTS = (32, 64, 128, 256)
 RANKS = (2, 4, 8, 16, 32, 64)
 NODES = (2, 4, 8)
-AXES = ("data", "pipeline", "tensor")
+SIZES = ("data", "tensor", "pipeline", "micro_batches")
 CARDS = ("16 GiB", "24 GiB", "80 GiB")
 PARTS = {
     "parameter": "parameters",
@@ -45,10 +45,9 @@ PARTS = {
 
 
 class Divided(NamedTuple):
-    """A way to divide. fullest: the stage whose ranks hold the most. axis_seconds: what is sent along each axis."""
+    """A way to divide. axis_seconds: what is sent along each axis."""
 
     way: Way
-    fullest: StageShare
     fits: bool
     axis_seconds: dict[str, float]
     step_seconds: float
@@ -59,35 +58,17 @@ def of_sizes(width: int, layers: int) -> Transformer:
     return Transformer(layers, width, width // HEAD_WIDTH, vocabulary=VOCABULARY, context=TOKENS)
 
 
-def even_parts(layers: int, stages: int) -> list[range]:
-    """Equally many layers on each stage, embeddings and head counted as layers, too: as `balance` cuts equal costs.
-
-    >>> even_parts(3, 2)
-    [range(0, 2), range(2, 5)]
-    """
-    least, more = divmod(layers + 2, stages)
-    ends = [0, *itertools.accumulate([least] * (stages - more) + [least + 1] * more)]
-    return [range(*pair) for pair in itertools.pairwise(ends)]
-
-
 @functools.lru_cache(maxsize=256)
-def all_ways(width: int, layers: int, texts: int, ranks: int) -> tuple[tuple[Way, StageShare], ...]:
-    """Those of `ways`, each with the stage whose ranks hold the most, which `ways` does not say.
+def all_ways(width: int, layers: int, texts: int, ranks: int) -> list[Way]:
+    """As `ways`: mixed precision, AdamW, 1F1B, micro-batches of one text of 1,024 tokens, no checkpoints."""
+    return ways(ranks, of_sizes(width, layers), texts, TOKENS)
 
-    Mixed precision, AdamW, 1F1B, micro-batches of one text of 1,024 tokens, no checkpoints.
-    """
-    model, found = of_sizes(width, layers), []
-    for tensor, pipeline in itertools.product(range(1, ranks + 1), repeat=2):
-        data = ranks // (tensor * pipeline)
-        if data * tensor * pipeline != ranks or texts % data or model.heads % tensor or pipeline > layers + 2:
-            continue
-        sizes = {"data": data, "tensor": tensor, "pipeline": pipeline, "micro_batches": texts // data}
-        shares = stage_shares(model, texts, TOKENS, parts=even_parts(layers, pipeline), **sizes)
-        most = max(shares, key=lambda share: share.nbytes)
-        sent = {axis: max(share.sent[axis] for share in shares) for axis in AXES}
-        bubble = bubble_share(pipeline, sizes["micro_batches"])
-        found.append((Way(**sizes, nbytes=most.nbytes, sent=sent, bubble=bubble), most))
-    return tuple(found)
+
+def fullest(model: Transformer, texts: int, way: Way) -> StageShare:
+    """The stage whose ranks hold the most."""
+    return max(
+        stage_shares(model, texts, TOKENS, **dict(zip(SIZES, way, strict=False))), key=lambda share: share.nbytes
+    )
 
 
 def axis_seconds(way: Way, order: tuple[str, ...], node: int) -> dict[str, float]:
@@ -116,10 +97,10 @@ def sorted_ways(
     model, limit = of_sizes(width, layers), parse_bytes(card)
     computing = 6 * model.parameters * texts * TOKENS / (ranks * FLOPS_PER_SECOND)
     found = []
-    for way, most in all_ways(width, layers, texts, ranks):
+    for way in all_ways(width, layers, texts, ranks):
         sent = axis_seconds(way, order, node)
         step = (computing + sent["tensor"] + sent["pipeline"]) / (1 - way.bubble) + sent["data"]
-        found.append(Divided(way, most, way.nbytes <= limit, sent, step))
+        found.append(Divided(way, way.nbytes <= limit, sent, step))
     return sorted(found, key=lambda one: (not one.fits, one.step_seconds))
 
 
@@ -142,9 +123,10 @@ def draw_axes(
     figure = Figure(figsize=(8, 4.9), dpi=90)
     axes = figure.subplots()
     figure.subplots_adjust(0.15, 0.1, 0.52, 0.83)
-    left = [0.0] * len(shown)
+    model, left = of_sizes(width, layers), [0.0] * len(shown)
+    shares = [fullest(model, texts, one.way) for one in shown]
     for category, name in PARTS.items():
-        sizes = [getattr(one.fullest, name) / GiB for one in shown]
+        sizes = [getattr(share, name) / GiB for share in shares]
         look = {"color": COLOURS[category], "hatch": HATCHES.get(category, ""), "edgecolor": "black", "linewidth": 0.4}
         axes.barh(range(len(shown)), sizes, 0.7, left, label=category.replace("_", " "), **look)
         left = [so_far + size for so_far, size in zip(left, sizes, strict=True)]
@@ -167,7 +149,6 @@ def draw_axes(
     draw_budget(axes, limit, GiB, vertical=True)
     _columns(axes, shown, order)
     figure.legend(loc="lower right", frameon=False, fontsize=SMALL_SIZE, ncols=2)
-    model = of_sizes(width, layers)
     said = f"{model.parameters / 1e9:.3g} billion parameters, {texts} texts; {ranks} ranks in nodes of {node}"
     first = f"outermost first: {' · '.join(order)}"
     figure.suptitle(f"{said}; {first}", x=0.02, y=0.985, ha="left", va="top", fontsize=LABEL_SIZE)

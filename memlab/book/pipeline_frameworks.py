@@ -27,12 +27,12 @@ from memlab.book.workloads import GPT, cross_entropy, gpt_in_layers, name_in_lay
 from memlab.pipeline_parallelism import (
     Pipeline,
     Schedule,
-    balance,
     gpipe,
     interleaved,
     one_forward_one_backward,
     plan_pipeline,
 )
+from memlab.pipeline_parallelism.balancing import even_parts
 from memlab.ranks import place_in
 
 CHUNKS = 2
@@ -116,7 +116,7 @@ class TorchPipeline:
 
         rank, ranks = place_in(None)
         device, count = model.head.weight.device, ranks * chunks
-        parts = parts_of(model.config.layers, count)
+        parts = even_parts(model.config.layers + 2, count)
         self.modules = {number: own_layers(model, parts[number]) for number in range(rank, count, ranks)}
         stages = [pipelining.PipelineStage(module, number, count, device) for number, module in self.modules.items()]
         self.is_first, self.is_last = stages[0].is_first, stages[-1].is_last
@@ -136,7 +136,7 @@ def memlab_pipeline(model: GPT, x: Tensor, micro_batches: int, make: Callable[[i
     """This book's own, with a GPT's weights. make: a schedule of so many ranks and micro-batches."""
     config, weight = model.config, model.head.weight
     schedule = make(place_in(None)[1], micro_batches)
-    parts = parts_of(config.layers, schedule.stages)
+    parts = even_parts(config.layers + 2, schedule.stages)
     usual = torch.get_default_dtype()
     torch.set_default_dtype(weight.dtype)
     try:
@@ -159,11 +159,6 @@ def own_layers(model: GPT, part: range) -> nn.Sequential:
     renamed = {name_in_layers(name, config.layers): tensor for name, tensor in state.items()}
     layers.load_state_dict({name: tensor for name, tensor in renamed.items() if int(name.split(".")[0]) in part})
     return layers
-
-
-def parts_of(blocks: int, stages: int) -> list[range]:
-    """The layers of each stage of a GPT: equally many, embeddings and head among them."""
-    return balance([1] * (blocks + 2), stages)
 
 
 MEMLAB = {

@@ -8,9 +8,9 @@ Before anything runs: `balancing` (which layers go where) and `plan` (what is kn
 `imagined_layers`.
 
 Running it: `stage` (one rank's layers), `messages` (what is under way), `promises` (is it as planned?), `tied` (a
-parameter on two stages), `runtime` (`Pipeline`: real ranks that follow a schedule), `evaluation` (forwards alone),
-`costs` (what a stage takes, measured) and `gpt` (a GPT in layers). What there is only as a whole: `norms` (of
-gradients) and `state` (a full checkpoint).
+parameter on two stages), `runtime` (`Pipeline`: real ranks that follow a schedule), `costs` (what a stage takes,
+measured) and `gpt` (a GPT in layers). What there is only as a whole: `norms` (of gradients) and `state` (a full
+checkpoint).
 
 With data and tensor parallelism: `axes` (what a rank holds and sends) and `layout` (which axis first). `__main__`
 trains a small GPT in stages, from a terminal.

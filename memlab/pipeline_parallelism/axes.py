@@ -30,7 +30,7 @@ from memlab.memory_arithmetic import Transformer
 from memlab.memory_arithmetic.ledger import elements
 from memlab.memory_arithmetic.shapes import divisors, positive
 from memlab.pipeline_parallelism.arithmetic import in_flight
-from memlab.pipeline_parallelism.balancing import balance
+from memlab.pipeline_parallelism.balancing import even_parts
 from memlab.ranks import ring_bytes
 from memlab.tensor_parallelism.activations import block_activations, step_activations
 from memlab.tensor_parallelism.arithmetic import ITEMSIZES, STATE_BYTES, Sent, refuse_ranks, sent_bytes, step_traffic
@@ -104,7 +104,7 @@ def stage_shares(
             f"{batch} texts cannot be split over {data} data ranks with {micro_batches} micro-batches each; pick "
             f"numbers whose product divides it ({divisors(batch)})"
         )
-    parts = balance([1] * (model.layers + 2), pipeline) if parts is None else parts
+    parts = even_parts(model.layers + 2, pipeline) if parts is None else parts
     itemsize, rows = ITEMSIZES[precision], batch // (data * micro_batches)
     cut = {"sequence_parallel": sequence_parallel, "keep_gathered": keep_gathered, "precision": precision}
     kept = _kept(model, rows, tokens, tensor, hardware=hardware, **cut)

@@ -9,6 +9,7 @@ is a number for each layer, or a function of layer and stage.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from fractions import Fraction
@@ -44,10 +45,7 @@ def balance(costs: Costs, stages: int, layers: int | None = None) -> list[range]
         if layers not in (None, len(costs)):
             raise ValueError(f"expected a cost for each of {layers} layers, found {len(costs)}")
         layers, table = len(costs), [costs] * stages
-    if not 1 <= stages <= layers:
-        raise ValueError(
-            f"expected 1 to {layers} stages for {layers} layers, found {stages}; every stage needs a layer"
-        )
+    _refuse_stages(layers, stages)
     sums = [_running(row) for row in table]
     dearest = _best(sums, lambda so_far, cost, _: max(so_far, cost), Fraction(0))[0]
     nothing = (Fraction(0), 0)
@@ -57,6 +55,27 @@ def balance(costs: Costs, stages: int, layers: int | None = None) -> list[range]
         nothing,
     )
     return cut
+
+
+def even_parts(layers: int, stages: int) -> list[range]:
+    """As `balance` cuts layers of equal costs: equally many for each stage, and what is left over to the last ones.
+
+    Raises ValueError for more stages than layers.
+
+    >>> even_parts(5, 3)
+    [range(0, 1), range(1, 3), range(3, 5)]
+    """
+    _refuse_stages(layers, stages)
+    least, more = divmod(layers, stages)
+    ends = [stage * least + max(0, stage - (stages - more)) for stage in range(stages + 1)]
+    return [range(*pair) for pair in itertools.pairwise(ends)]
+
+
+def _refuse_stages(layers: int, stages: int) -> None:
+    if not 1 <= stages <= layers:
+        raise ValueError(
+            f"expected 1 to {layers} stages for {layers} layers, found {stages}; every stage needs a layer"
+        )
 
 
 def _best(sums: list[list[Fraction]], add: Callable, nothing) -> tuple:

@@ -18,10 +18,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from memlab.memory_timeline import Meter, Timeline
-from memlab.pipeline_parallelism.imagined_layers import Layer
+from memlab.pipeline_parallelism.imagined_layers import Layer, make_layer
 from memlab.pipeline_parallelism.line import StageCost
 from memlab.pipeline_parallelism.orders import gpipe
-from memlab.pipeline_parallelism.plan import PipelinePlan, make_layer, plan_pipeline, split_batch
+from memlab.pipeline_parallelism.plan import PipelinePlan, plan_pipeline, split_batch
 from memlab.pipeline_parallelism.schedule import COMPUTATIONS, FORWARD, Schedule
 from memlab.pipeline_parallelism.stage import StageRun
 

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, distributed
 
-from memlab.pipeline_parallelism.plan import PipelinePlan, Wire
+from memlab.pipeline_parallelism.plan import PipelinePlan
+from memlab.pipeline_parallelism.rehearsal import Wire
 from memlab.pipeline_parallelism.schedule import COMPUTATIONS, RECEIVE_ACTIVATION, SEND_ACTIVATION, SENDS, Action
 from memlab.pipeline_parallelism.tied import TiedParameters
 from memlab.ranks.point_to_point import Transfer, begin

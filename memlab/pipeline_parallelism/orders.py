@@ -111,6 +111,12 @@ def forward_only(stages: int, micro_batches: int) -> Schedule:
     return with_messages("forward only", orders)
 
 
+def forwards_of(schedule: Schedule) -> Schedule:
+    """Each rank's forwards in their order, with the messages that they take."""
+    orders = [[action for action in actions if action.kind == FORWARD] for actions in schedule.actions]
+    return with_messages("forwards", orders)
+
+
 def with_messages(name: str, orders: Sequence[Sequence[Action] | str]) -> Schedule:
     """A schedule from the order in which each rank computes: with the sends and receives that this takes.
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memlab.memory_arithmetic.shapes import divisors
-from memlab.pipeline_parallelism.balancing import balance
+from memlab.pipeline_parallelism.balancing import even_parts
 from memlab.pipeline_parallelism.checking import check_schedule
 from memlab.pipeline_parallelism.imagined_layers import Layer
 from memlab.pipeline_parallelism.rehearsal import LayerFacts, Wire, rehearse
@@ -123,7 +123,7 @@ def plan_pipeline(
             f"expected at most {len(layers)} stages for {len(layers)} layers, found a schedule with "
             f"{schedule.stages}; every stage needs a layer: take fewer stages, or cut layers into smaller ones"
         )
-    parts = _checked(balance([1] * len(layers), schedule.stages) if parts is None else parts, len(layers), schedule)
+    parts = _checked(even_parts(len(layers), schedule.stages) if parts is None else parts, len(layers), schedule)
     with _disable_current_modes():  # only shapes count, whatever watches or imagines tensors now
         micro_batches = split_batch(_shapes(x), schedule.micro_batches)
     tied = tuple(tied_names(tied))

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from memlab.pipeline_parallelism.plan import PipelinePlan, Wire, split_batch
+from memlab.pipeline_parallelism.plan import PipelinePlan, split_batch
+from memlab.pipeline_parallelism.rehearsal import Wire
 
 
 def planned_micro_batches(plan: PipelinePlan, name: str, batch: Tensor | None) -> Sequence[Tensor]:

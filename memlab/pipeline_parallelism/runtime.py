@@ -10,15 +10,15 @@ So a rank idles only where it waits for a neighbour: the bubble. Gradients add u
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
 
 from memlab.pipeline_parallelism.checking import groups_of
-from memlab.pipeline_parallelism.evaluation import evaluating, forwards_of, whole_batch
 from memlab.pipeline_parallelism.messages import Messages
+from memlab.pipeline_parallelism.orders import forwards_of
 from memlab.pipeline_parallelism.plan import PipelinePlan
 from memlab.pipeline_parallelism.promises import planned_micro_batches, scalar_loss
 from memlab.pipeline_parallelism.schedule import (
@@ -198,3 +198,23 @@ class Pipeline:
     def _done(self, action: Action, begun: float) -> None:
         self.spans.append(Span(self.rank, action, begun, time.perf_counter()))
         self.messages.settle()
+
+
+@contextmanager
+def evaluating(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Modules in eval mode, and no gradients; afterwards every part of them is in the mode that it was in."""
+    training = [part for module in modules for part in module.modules() if part.training]
+    for part in training:
+        part.training = False
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for part in training:
+            part.training = True
+
+
+def whole_batch(made: list[tuple[Tensor, ...]]) -> Tensor | tuple[Tensor, ...]:
+    """Micro-batches' outputs, each a tuple of (rows, …), as one batch: (batch, …), or a tuple of several such."""
+    whole = tuple(map(torch.cat, zip(*made, strict=True)))
+    return whole[0] if len(whole) == 1 else whole

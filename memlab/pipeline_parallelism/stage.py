@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from memlab.gradient_checkpointing import checkpoint
-from memlab.pipeline_parallelism.plan import PipelinePlan, Wire, make_layer
+from memlab.pipeline_parallelism.imagined_layers import make_layer
+from memlab.pipeline_parallelism.plan import PipelinePlan
 from memlab.pipeline_parallelism.promises import check_output
+from memlab.pipeline_parallelism.rehearsal import Wire
 
 
 def build_stages(plan: PipelinePlan, stages: Sequence[int]) -> dict[int, nn.Sequential]:

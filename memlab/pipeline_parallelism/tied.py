@@ -99,7 +99,7 @@ class TiedParameters:
         own = {name: p for m in modules.values() for name, p in m.named_parameters(remove_duplicate=False)}
         self._check({(names, name): _kind(own[name]) for names in self._sets for name in names if name in own})
         for names in self._sets:
-            stages = [_stage_of(plan, name) for name in names]
+            stages = [plan.stage_of(name) for name in names]
             holders = [plan.schedule.ranks_of_stages[stage] for stage in stages]
             slots: dict[int, tuple[nn.Module, str]] = {}
             for name, stage in zip(names, stages, strict=True):
@@ -232,8 +232,3 @@ def _said(kind: tuple) -> str:
 
 def _arrive(arrived: set[int], number: int, _: Tensor) -> None:
     arrived.add(number)
-
-
-def _stage_of(plan: PipelinePlan, name: str) -> int:
-    number = int(name.split(".")[0])
-    return next(stage for stage, part in enumerate(plan.parts) if number in part)
