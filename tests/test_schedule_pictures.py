@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from memlab.book.gantt import draw_schedules, held_micro_batches, idle_share, spans_by_rank, whole_seconds
+from memlab.book.gantt import draw_schedules
 from memlab.book.pipeline_sliders import (
     BACKWARDS,
     LINK_TIMES,
@@ -18,6 +18,7 @@ from memlab.book.pipeline_sliders import (
     play,
 )
 from memlab.book.schedule_pictures import bound, draw_measured, draw_schedule, draw_trip
+from memlab.book.spans import held_micro_batches, idle_share, spans_by_rank, whole_seconds
 from memlab.book.style import is_sentence
 from memlab.pipeline_parallelism import (
     Action,

@@ -17,13 +17,11 @@ from matplotlib.path import Path
 from matplotlib.textpath import TextPath
 from matplotlib.transforms import Affine2D
 
+from memlab.book.spans import Played, held_micro_batches, idle_share, percent, spans_by_rank, whole_seconds
 from memlab.book.style import LABEL_SIZE, LINE_COLOURS, SMALL_SIZE, Picture
 from memlab.memory_arithmetic.shapes import one_of
-from memlab.pipeline_parallelism import Simulation, Span
+from memlab.pipeline_parallelism import Span
 from memlab.pipeline_parallelism.schedule import BACKWARD, FORWARD
-
-Played = Simulation | Sequence[Sequence[Span]]
-"""A simulation, or for each rank the spans that it measured."""
 
 LOOKS = {
     FORWARD: (("#D6EAF5", ""), ("#8CC3E4", "..."), ("#D6EAF5", "ooo"), ("#8CC3E4", "+++")),
@@ -33,68 +31,6 @@ LOOKS = {
 TIMES = {"forwards": ("one forward = 1", 1.0), "s": ("s", 1.0), "ms": ("ms", 1e3)}
 ROW = 0.29  # inches for a rank
 RIGHT = 0.8  # of the figure's width, where the axes end and words begin
-
-
-# ---- what is drawn
-
-
-def spans_by_rank(played: Played, same_clock: bool = True) -> list[list[Span]]:
-    """For each rank its computations by begin; the first of all begins at 0.
-
-    same_clock: False for measured spans of several machines, whose clocks differ. Each rank's is then set so that its
-    first forward begins when the stage before has ended its own: no message takes time.
-
-    Raises ValueError where there are none.
-    """
-    if isinstance(played, Simulation):
-        return [[span for span in played.spans if span.rank == rank] for rank in range(played.schedule.ranks)]
-    ranks = [sorted(own, key=lambda span: span.begin) for own in played]
-    if not any(ranks):
-        raise ValueError("expected at least one span, found none; hand in what each rank's `Pipeline.spans` has")
-    if same_clock:
-        shifts = [min(span.begin for own in ranks for span in own)] * len(ranks)
-    else:
-        shifts, arrived = [], 0.0
-        for own in ranks:
-            shifts.append((own[0].begin if own else 0.0) - arrived)
-            arrived += own[0].end - own[0].begin if own else 0.0
-    return [
-        [Span(span.rank, span.action, span.begin - shift, span.end - shift) for span in own]
-        for own, shift in zip(ranks, shifts, strict=True)
-    ]
-
-
-def whole_seconds(spans: Sequence[Sequence[Span]]) -> float:
-    """From the first begin to the last end."""
-    return max(span.end for own in spans for span in own)
-
-
-def idle_share(spans: Sequence[Sequence[Span]]) -> float:
-    """The share of all ranks' time in which none of their computations runs."""
-    busy = sum(span.end - span.begin for own in spans for span in own)
-    return 1 - busy / (len(spans) * whole_seconds(spans))
-
-
-def held_micro_batches(own: Sequence[Span]) -> list[tuple[float, float]]:
-    """(seconds, micro-batches in flight) of one rank, from each time on: from a forward's begin to its backward's end.
-
-    On a rank with several stages each counts for its part: all stages' activations of one micro-batch are 1. Where
-    there are no backwards nothing is kept beyond the forward.
-    """
-    part = 1 / max(1, len({span.action.stage for span in own}))
-    trained = any(span.action.kind == BACKWARD for span in own)
-    turns = [(span.begin, 1) for span in own if span.action.kind == FORWARD]
-    turns += [(span.end, -1) for span in own if span.action.kind == BACKWARD or not trained]
-    line, held = [(0.0, 0.0)], 0
-    for when, change in sorted(turns):
-        held += change
-        if line[-1][0] == when:  # a forward begins as a backward ends: neither a dip nor a tip
-            line.pop()
-        line.append((when, held * part))
-    return line
-
-
-# ---- its parts
 
 
 def draw_rows(
@@ -256,14 +192,6 @@ def draw_schedules(
         figure.suptitle(title, x=0.02, y=1 - 0.08 / height, ha="left", va="top", fontsize=LABEL_SIZE)
     followed = "" if follow is None else f" Thick frames follow micro-batch {follow}."
     return Picture(figure, f"Gantt charts, a row for each rank. {'; '.join(said)}.{followed}")
-
-
-# ---- words
-
-
-def percent(share: float) -> str:
-    """A share of 1 in words."""
-    return f"{100 * max(share, 0.0):.1f}%"
 
 
 def time_words(seconds: float, time: str) -> str:

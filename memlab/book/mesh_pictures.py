@@ -12,7 +12,7 @@ from matplotlib.patches import Arc, Rectangle
 
 from memlab.book.style import COLOURS, LABEL_SIZE, LINE_COLOURS, SMALL_SIZE, Picture, byte_unit
 from memlab.memory_arithmetic.shapes import positive
-from memlab.ranks.mesh import mesh_groups
+from memlab.ranks import mesh_groups
 from memlab.units import format_bytes
 
 # ---- the mesh

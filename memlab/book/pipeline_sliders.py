@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 
-from memlab.book.gantt import idle_share, percent, spans_by_rank, whole_seconds
 from memlab.book.interactive import Interactive
 from memlab.book.schedule_pictures import draw_schedule, most_words
+from memlab.book.spans import idle_share, percent, spans_by_rank, whole_seconds
 from memlab.book.style import SMALL_SIZE, Picture
 from memlab.book.tables import Table
 from memlab.memory_arithmetic.shapes import one_of

@@ -8,20 +8,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from memlab.book.gantt import (
-    RIGHT,
-    ROW,
-    TIMES,
-    draw_key,
-    draw_rows,
-    draw_schedules,
-    held_micro_batches,
-    idle_share,
-    percent,
-    spans_by_rank,
-    time_words,
-    whole_seconds,
-)
+from memlab.book.gantt import RIGHT, ROW, TIMES, draw_key, draw_rows, draw_schedules, time_words
+from memlab.book.spans import held_micro_batches, idle_share, percent, spans_by_rank, whole_seconds
 from memlab.book.style import LABEL_SIZE, LINE_COLOURS, LINE_STYLES, SMALL_SIZE, Picture, byte_unit, finish
 from memlab.memory_arithmetic.shapes import one_of
 from memlab.pipeline_parallelism import (
@@ -34,7 +22,6 @@ from memlab.pipeline_parallelism import (
     one_forward_one_backward,
     simulate,
 )
-from memlab.pipeline_parallelism.schedule import BACKWARD, FORWARD
 from memlab.units import format_bytes
 
 HELD = ("micro-batches", "bytes")
@@ -137,19 +124,11 @@ def bound(schedule: Schedule, rank: int) -> tuple[float, str] | None:
     if known.get(schedule.name) != chunks or schedule.stages != chunks * p:
         return None
     number = in_flight(schedule.name, rank, schedule.stages, m, chunks)
-    if number != _most_in_flight(schedule, rank):  # the name promises what the orders do not keep
+    if number != schedule.most_in_flight(schedule.stages_of(rank)):  # the name promises what the orders do not keep
         return None
     if schedule.name == "interleaved 1F1B":
         return number / chunks, f"{number / chunks:g} = {number} / {chunks}"
     return number, f"{number} = m" if number == m else f"{number} = min({p} − {rank}, {m})"
-
-
-def _most_in_flight(schedule: Schedule, rank: int) -> int:
-    held = most = 0
-    for action in schedule.actions[rank]:
-        held += (action.kind == FORWARD) - (action.kind == BACKWARD)
-        most = max(most, held)
-    return most
 
 
 def _lines(axes: Axes, lines, tops, held: str, scale: float, per_second: float, whole: float) -> str:

@@ -22,7 +22,7 @@ from memlab.pipeline_parallelism.imagined_layers import Layer, make_layer
 from memlab.pipeline_parallelism.line import StageCost
 from memlab.pipeline_parallelism.orders import gpipe
 from memlab.pipeline_parallelism.plan import PipelinePlan, plan_pipeline, split_batch
-from memlab.pipeline_parallelism.schedule import COMPUTATIONS, FORWARD, Schedule
+from memlab.pipeline_parallelism.schedule import Schedule
 from memlab.pipeline_parallelism.stage import StageRun
 
 FLOPS_PER_SECOND = 400e12
@@ -88,12 +88,7 @@ def bytes_on_stages(layers: Sequence[StageCost], schedule: Schedule) -> Callable
 
     balance(bytes_on_stages(measure_layers(...), schedule), schedule.stages, len(layers))
     """
-    held, most = [0] * schedule.stages, [0] * schedule.stages
-    for actions in schedule.actions:
-        for action in actions:
-            if action.kind in COMPUTATIONS:
-                held[action.stage] += 1 if action.kind == FORWARD else -1
-                most[action.stage] = max(most[action.stage], held[action.stage])
+    most = [schedule.most_in_flight([stage]) for stage in range(schedule.stages)]
     return lambda layer, stage: layers[layer].static_bytes + most[stage] * layers[layer].saved_bytes
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
-import torch
 from torch import Tensor, nn
 
 from memlab.ranks import ALONE, place_in
@@ -21,11 +20,10 @@ from memlab.tensor_parallelism import (
     StreamDropout,
     TensorParallelBlock,
     VocabularyParallelEmbedding,
-    reduce_from_ranks,
-    reduce_scatter_sequence,
     vocabulary_parallel_cross_entropy,
 )
 from memlab.tensor_parallelism.cuts import share
+from memlab.tensor_parallelism.gpt import embedded
 
 
 class Embeddings(nn.Module):
@@ -50,25 +48,18 @@ class Embeddings(nn.Module):
         _, self.ranks = place_in(group)
         for number, what in ((vocabulary, "entries of the vocabulary"), (context, "positions of the context")):
             share(number, what, self.ranks)
-        self.context, self.sequence_parallel, self.group = context, sequence_parallel, group
+        self.sequence_parallel, self.group = sequence_parallel, group
         options |= {"reduce": False, "group": group}
         self.token_embedding = VocabularyParallelEmbedding(vocabulary, width, **options)
         self.position_embedding = VocabularyParallelEmbedding(context, width, **options)
         self.dropout = StreamDropout(dropout, sequence_parallel=sequence_parallel, group=group)
 
     def forward(self, x: Tensor) -> Tensor:
-        batch, tokens = x.shape
-        if tokens > self.context:
-            raise ValueError(f"expected at most {self.context} tokens (the context), found {tokens}")
-        if x.numel() == 0:
-            raise ValueError(f"expected at least one text of at least one token, found x of shape {tuple(x.shape)}")
-        positions = torch.arange(tokens, device=x.device)
-        summand = self.token_embedding(x) + self.position_embedding(positions)
-        if not self.sequence_parallel:
-            return self.dropout(reduce_from_ranks(summand, self.group, inplace=True))
-        share(tokens, "tokens", self.ranks)
-        rows = reduce_scatter_sequence(summand.flatten(0, 1), self.group)
-        return self.dropout(rows.view(batch, -1, rows.shape[-1]))
+        if self.sequence_parallel:
+            share(x.shape[1], "tokens", self.ranks)
+        tables = self.token_embedding, self.position_embedding
+        rows = embedded(tables, x, self.sequence_parallel, self.group)
+        return self.dropout(rows.view(x.shape[0], -1, rows.shape[-1]))
 
 
 class Block(TensorParallelBlock):

@@ -12,6 +12,7 @@ real ranks (`runtime`). The next page, `orders`, makes some.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -99,6 +100,15 @@ class Schedule:
     def stages_of(self, rank: int) -> list[int]:
         """The stages that a rank has."""
         return [stage for stage, at in enumerate(self.ranks_of_stages) if at == rank]
+
+    def most_in_flight(self, stages: Sequence[int]) -> int:
+        """How many micro-batches some stages of one rank have at most between forward and backward; 0 if none comes."""
+        held = most = 0
+        for action in self.actions[self.ranks_of_stages[stages[0]]] if self.trains else ():
+            if action.kind in COMPUTATIONS and action.stage in stages:
+                held += 1 if action.kind == FORWARD else -1
+                most = max(most, held)
+        return most
 
     def peer(self, action: Action) -> int:
         """The rank at the other end of a message."""

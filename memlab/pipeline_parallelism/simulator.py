@@ -69,21 +69,11 @@ class Simulation:
 
     def in_flight(self, stage: int) -> int:
         """How many micro-batches a stage has at most between their forward and their backward; 0 without backwards."""
-        return self._most([stage])
+        return self.schedule.most_in_flight([stage])
 
     def rank_in_flight(self, rank: int) -> int:
         """The same of all stages on a rank together."""
-        return self._most(self.schedule.stages_of(rank))
-
-    def _most(self, stages: Sequence[int]) -> int:
-        held = most = 0
-        if not self.schedule.trains:
-            return 0
-        for action in self.schedule.actions[self.schedule.ranks_of_stages[stages[0]]]:
-            if action.kind in COMPUTATIONS and action.stage in stages:
-                held += 1 if action.kind == FORWARD else -1
-                most = max(most, held)
-        return most
+        return self.schedule.most_in_flight(self.schedule.stages_of(rank))
 
     def line(self, rank: int) -> list[Moment]:
         """What a rank holds after each of its actions, in order: (seconds, bytes, action), at storages level.

@@ -6,6 +6,8 @@ rank. The two embeddings need one sum together; logits stay cut, and so does the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -56,7 +58,7 @@ class TensorParallelGPT(nn.Module):
         super().__init__()
         for number, what in ((vocabulary, "entries of the vocabulary"), (context, "positions of the context")):
             share(number, what, place_in(group)[1])
-        self.context, self.sequence_parallel, self.group = context, sequence_parallel, group
+        self.sequence_parallel, self.group = sequence_parallel, group
         made = {"group": group, "device": device, "dtype": dtype}
         self.token_embedding = VocabularyParallelEmbedding(vocabulary, width, reduce=False, **made)
         self.position_embedding = VocabularyParallelEmbedding(context, width, reduce=False, **made)
@@ -69,13 +71,10 @@ class TensorParallelGPT(nn.Module):
 
     def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
         batch, tokens = x.shape
-        if tokens > self.context:
-            raise ValueError(f"expected at most {self.context} tokens (the context), found {tokens}")
-        if x.numel() == 0:
-            raise ValueError(f"expected at least one text of at least one token, found x of shape {tuple(x.shape)}")
         if self.sequence_parallel:
             share(batch * tokens, "rows (batch · tokens)", place_in(self.group)[1])
-        stream = self.dropout(self._embedded(x))
+        tables = self.token_embedding, self.position_embedding
+        stream = self.dropout(embedded(tables, x, self.sequence_parallel, self.group))
         for block in self.blocks:
             stream = block(stream, batch)
         logits = self.head(self.norm(stream))
@@ -83,10 +82,21 @@ class TensorParallelGPT(nn.Module):
             return logits.view(batch, tokens, -1)
         return vocabulary_parallel_cross_entropy(logits, y.flatten(), in_place=True, group=self.group)
 
-    def _embedded(self, x: Tensor) -> Tensor:
-        """The stream's beginning: the sum over ranks of both tables' summands, of all rows or this rank's."""
-        positions = torch.arange(x.shape[1], device=x.device)
-        summand = self.token_embedding(x) + self.position_embedding(positions)
-        if self.sequence_parallel:
-            return reduce_scatter_sequence(summand.flatten(0, 1), self.group)
-        return reduce_from_ranks(summand, self.group, inplace=True).flatten(0, 1)
+
+def embedded(tables: Sequence[VocabularyParallelEmbedding], x: Tensor, sequence_parallel: bool, group=None) -> Tensor:
+    """The stream's beginning: the sum over ranks of what both tables have there, of all rows or this rank's.
+
+    tables: of tokens and positions, with reduce=False. x: (batch, tokens) of int64 → (batch · tokens, width), or with
+    sequence_parallel (batch · tokens / ranks, width). Raises ValueError for texts longer than the context, and empty
+    ones.
+    """
+    of_tokens, of_positions = tables
+    tokens, context = x.shape[1], of_positions.num_embeddings
+    if tokens > context:
+        raise ValueError(f"expected at most {context} tokens (the context), found {tokens}")
+    if x.numel() == 0:
+        raise ValueError(f"expected at least one text of at least one token, found x of shape {tuple(x.shape)}")
+    summand = of_tokens(x) + of_positions(torch.arange(tokens, device=x.device))
+    if sequence_parallel:
+        return reduce_scatter_sequence(summand.flatten(0, 1), group)
+    return reduce_from_ranks(summand, group, inplace=True).flatten(0, 1)

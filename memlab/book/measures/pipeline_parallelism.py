@@ -8,10 +8,10 @@ import itertools
 import torch
 from torch import Tensor
 
-from memlab.book.gantt import idle_share, spans_by_rank
 from memlab.book.measures.tensor_parallelism import ten_steps
 from memlab.book.measures.timing import compared, interleaved, spread
 from memlab.book.pipeline_frameworks import MAKERS, MEMLAB
+from memlab.book.spans import idle_share, spans_by_rank
 from memlab.book.workloads import GPT, GPTConfig, cross_entropy, gpt_in_layers, name_in_layers, text_batch
 from memlab.data_parallelism import DataParallel
 from memlab.memory_timeline import Meter
