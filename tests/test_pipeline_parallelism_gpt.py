@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from memlab.book.workloads import GPT
+from memlab.book.workloads import GPT, name_in_layers
 from memlab.memory_timeline import imagine
 from memlab.pipeline_parallelism import (
     Pipeline,
@@ -30,15 +30,6 @@ from tests.tensor_parallelism_helpers import raised
 
 SIZES = {"layers": 2, "width": 16, "heads": 4, "context": 8, "vocabulary": 32}
 TIED = [("0.token_embedding.weight", "3.head.weight")]
-
-
-def in_layers(name: str) -> str:
-    """A GPT's parameter under its name in these layers."""
-    first, rest = name.split(".", 1)
-    if first == "blocks":
-        number, rest = rest.split(".", 1)
-        return f"{int(number) + 1}.{rest}"
-    return f"0.{name}" if "embedding" in first else f"3.{name}"
 
 
 def made(layers) -> nn.Sequential:
@@ -62,7 +53,7 @@ def test_without_a_process_group_it_is_the_plain_gpt_to_the_bit_in_weights_and_r
         plain = GPT(**SIZES)
     finally:
         torch.set_default_dtype(torch.float32)
-    state = {in_layers(name): p for name, p in plain.state_dict().items()}
+    state = {name_in_layers(name, 2): p for name, p in plain.state_dict().items()}
     assert state.keys() == layers.state_dict().keys()
     assert all(torch.equal(p, state[name]) for name, p in layers.state_dict().items())
     x, y = text(tokens=5)
@@ -70,7 +61,7 @@ def test_without_a_process_group_it_is_the_plain_gpt_to_the_bit_in_weights_and_r
     assert loss.item() == pytest.approx(expected.item(), rel=1e-14)
     loss.backward()
     expected.backward()
-    gradients = {in_layers(name): p.grad for name, p in plain.named_parameters()}
+    gradients = {name_in_layers(name, 2): p.grad for name, p in plain.named_parameters()}
     for name, p in layers.named_parameters():
         assert (p.grad - gradients[name]).norm() <= 1e-13 * gradients[name].norm() + 1e-17, name
 
@@ -85,7 +76,7 @@ def test_on_ranks_of_a_tensor_group_weights_are_those_of_the_whole_split_gpt_to_
         layers = made(gpt_layers(**SIZES, **more, group=group))
         torch.manual_seed(0)
         whole = TensorParallelGPT(**SIZES, **more, group=group)
-        state = {in_layers(name): p for name, p in whole.state_dict().items()}
+        state = {name_in_layers(name, 2): p for name, p in whole.state_dict().items()}
         assert state.keys() == layers.state_dict().keys()
         assert all(torch.equal(p, state[name]) for name, p in layers.state_dict().items())
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from memlab.book.workloads import GPT
+from memlab.book.workloads import GPT, name_in_layers
 from memlab.data_parallelism import DataParallel, ZeroOptimizer, fully_shard
 from memlab.data_parallelism import full_state_dict as whole_of_shards
 from memlab.pipeline_parallelism import (
@@ -54,20 +54,7 @@ def plain(tied: bool, clip: bool) -> tuple[dict[str, Tensor], list[float], list[
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    return {in_layers(name): p for name, p in model.state_dict().items()}, losses, norms
-
-
-def in_layers(name: str) -> str:
-    """A GPT's parameter under its name in a pipeline.
-
-    >>> in_layers("blocks.0.norm1.weight"), in_layers("head.weight")
-    ('1.norm1.weight', '5.head.weight')
-    """
-    first, rest = name.split(".", 1)
-    if first == "blocks":
-        number, rest = rest.split(".", 1)
-        return f"{int(number) + 1}.{rest}"
-    return f"0.{name}" if "embedding" in first else f"{LAYERS + 1}.{name}"
+    return {name_in_layers(name, LAYERS): p for name, p in model.state_dict().items()}, losses, norms
 
 
 def sharded(stage, group):
