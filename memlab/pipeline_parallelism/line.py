@@ -99,15 +99,15 @@ def bytes_along(schedule: Schedule, costs: Sequence[StageCost], rank: int) -> tu
             now += _made(action, schedule, costs, trains) - sum(leaving.values())
             leaving = {}
         else:
-            now += sum(_moved(action, costs) for action in group if action.kind not in SENDS)
-            leaving |= {action: _moved(action, costs) for action in group if action.kind in SENDS}
+            now += sum(moved_bytes(action, costs) for action in group if action.kind not in SENDS)
+            leaving |= {action: moved_bytes(action, costs) for action in group if action.kind in SENDS}
         most = max(most, now)
         after += [now] * len(group)
     return after, most
 
 
-def _moved(message: Action, costs: Sequence[StageCost]) -> int:
-    """What a receive begins to hold, or what is free when a send is through."""
+def moved_bytes(message: Action, costs: Sequence[StageCost]) -> int:
+    """Of a receive, what crosses the link and is held from its begin on; of a send, what is free when it is through."""
     if message.kind == SEND_ACTIVATION:
         return costs[message.stage].output_bytes
     if message.kind == RECEIVE_ACTIVATION:

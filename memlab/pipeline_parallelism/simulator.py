@@ -15,14 +15,13 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from memlab.pipeline_parallelism.checking import check_schedule
-from memlab.pipeline_parallelism.line import Moment, StageCost, bytes_along
+from memlab.pipeline_parallelism.line import Moment, StageCost, bytes_along, moved_bytes
 from memlab.pipeline_parallelism.schedule import (
     BACKWARD,
     COMPUTATIONS,
     FORWARD,
     RECEIVE_ACTIVATION,
     RECEIVE_GRADIENT,
-    SEND_ACTIVATION,
     SENDS,
     Action,
     Schedule,
@@ -118,9 +117,7 @@ def simulate(
         )
 
     def on_link(send: Action) -> float:
-        cost = costs[send.peer_stage if send.kind == SEND_ACTIVATION else send.stage]
-        nbytes = cost.input_bytes if send.kind == SEND_ACTIVATION else cost.gradient_bytes
-        return link_seconds + nbytes / link_bytes_per_second
+        return link_seconds + moved_bytes(send.counterpart, costs) / link_bytes_per_second
 
     play = _Play(schedule, costs, on_link)
     while sum(play.advance(rank) for rank in range(schedule.ranks)):
