@@ -34,3 +34,12 @@ def ranks_named(text: str) -> list[str]:
 def peaks(text: str) -> list[float]:
     """MiB of each rank."""
     return [float(found) for found in re.findall(r"peak +(\S+) MiB", text)]
+
+
+def assert_torchrun_says(alone: str, module: str, *chosen: str) -> None:
+    """Two steps on two ranks that torchrun starts have the title, losses and bytes of the example's own launch."""
+    launched = printed("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", module, *chosen)
+    assert alone.splitlines()[0] in launched
+    assert ranks_named(alone) == ranks_named(launched) == ["0", "1"]
+    assert figures(alone) == figures(launched)
+    assert [len(found) for found in figures(alone)] == [2, 2]

@@ -1,9 +1,7 @@
 """The rehearsal: a model's layers run on imagined tensors, to learn what each stage sends, and whether it can.
 
 Imagined (fake) tensors have shapes and dtypes, and no values, so the largest model runs in milliseconds and without
-memory. A layer that is a function is called and makes imagined weights. A module is copied first: its weights,
-buffers, counters, and the state of random numbers stay as they are. What layers would send each other on the way is
-not sent.
+memory, and without a trace (page `imagined_layers`).
 """
 
 from __future__ import annotations
