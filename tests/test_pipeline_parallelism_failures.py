@@ -244,6 +244,32 @@ def test_ranks_that_all_go_on_after_one_has_raised_are_in_step(schedule):
         torch.testing.assert_close(last[2], model(X).detach())
 
 
+def goes_on_after_a_refused_batch(rank, bad):
+    """The losses of three steps, of other rows each. The first batch lacks what is read on one rank, or on both."""
+    plan = plan_pipeline(LAYERS, gpipe(2, 4), X, tied=[("0.weight", "2.weight")])
+    torch.manual_seed(0)
+    pipeline = Pipeline(plan, F.mse_loss)
+    losses = []
+    for step in range(3):
+        x, y = X + step, Y * step
+        try:
+            loss = pipeline.step(x[:7] if step == 0 and "x" in bad else x, y[:4] if step == 0 and "y" in bad else y)
+        except ValueError:
+            loss = None
+        losses.append(loss)
+    return losses
+
+
+@pytest.mark.parametrize("bad", ["x", "y", "x and y"])
+def test_a_batch_that_one_rank_refuses_does_not_put_it_a_step_ahead(bad):
+    torch.manual_seed(0)
+    model = nn.Sequential(*[layer() for layer in LAYERS])
+    model[2].weight = model[0].weight
+    _, losses = run_ranks(goes_on_after_a_refused_batch, 2, bad, timeout=20)
+    for step in (1, 2):
+        torch.testing.assert_close(losses[step], F.mse_loss(model(X + step), Y * step).detach())
+
+
 def ends(rank, how):
     def loss(out, y):
         if how == "raises":

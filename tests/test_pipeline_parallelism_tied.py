@@ -18,6 +18,7 @@ from memlab.pipeline_parallelism import (
     gpipe,
     gpt_layers,
     gpt_loss,
+    load_full_state_dict,
     one_forward_one_backward,
     plan_pipeline,
     tied,
@@ -294,3 +295,24 @@ def test_ties_that_cannot_be_are_refused_before_any_process(names, words):
         check_tied(layers, [names])
     with pytest.raises(ValueError, match=pattern):
         plan_pipeline(layers, gpipe(2, 1), torch.zeros(1, 2), tied=[names])
+
+
+def loaded(rank: int) -> list:
+    """A state whose copies differ, from each rank and from the first; and from the second alone, which is refused."""
+    pipeline = Pipeline(
+        plan_pipeline([Linear] * 4, gpipe(2, 2), rows(0)[0], tied=[("0.weight", "3.weight")]), F.mse_loss
+    )
+    state = {f"{n}.weight": torch.full((WIDTH, WIDTH), n + 1.0, dtype=torch.float64) for n in range(4)}
+    found = []
+    for given in (state, state if rank == 0 else {}):
+        load_full_state_dict(pipeline, given)
+        found.append({name: p[0, 0].item() for name, p in pipeline.named_parameters()})
+    found.append(raised(lambda: load_full_state_dict(pipeline, {n: t + 1 for n, t in state.items()} if rank else {})))
+    return [*found, {name: p[0, 0].item() for name, p in pipeline.named_parameters()}]
+
+
+def test_copies_are_equal_after_loading_a_state_in_which_they_differ():
+    for every, first, error, after in run_ranks(loaded, 2):
+        assert every == first == after
+        assert {1.0, 2.0} == set(every.values()) or {1.0, 3.0} == set(every.values())
+        assert "found one on rank 1 and none on rank 0" in str(error)

@@ -119,9 +119,9 @@ class Pipeline:
         """
         if not (self._last_backward and torch.is_grad_enabled()):
             raise RuntimeError("expected a schedule with backwards, and gradients on, found none; call evaluate")
-        xs, ys = self._read("x", x, 0), self._read("y", y, self.last_stage)
         shares = self.plan.schedule.micro_batches if divide_by is None else divide_by
-        losses = self._play(self._training, xs, lambda out, i: scalar_loss(self.loss_fn(out, ys[i])) / shares)
+        head = lambda out, i, ys: scalar_loss(self.loss_fn(out, ys[i])) / shares  # noqa: E731
+        losses = self._play(self._training, x, y, head)
         self.tied.sum_gradients()
         return torch.stack([loss for (loss,) in losses]).sum() if losses else None
 
@@ -131,18 +131,17 @@ class Pipeline:
         Returns on the last stage's rank the mean loss; without y what the last layer returns, (batch, …) or a tuple of
         such. None elsewhere.
         """
-        xs, ys = self._read("x", x, 0), () if y is None else self._read("y", y, self.last_stage)
         with evaluating(self.modules.values()):
-            made = self._play(self._evaluation, xs, lambda out, i: self.loss_fn(out, ys[i]) if ys else out)
+            made = self._play(self._evaluation, x, y, lambda out, i, ys: self.loss_fn(out, ys[i]) if ys else out)
             if not made:
                 return None
-            return torch.stack([loss for (loss,) in made]).mean() if ys else whole_batch(made)
+            return whole_batch(made) if y is None else torch.stack([loss for (loss,) in made]).mean()
 
     def _read(self, name: str, batch: Tensor | None, stage: int) -> Sequence[Tensor]:
         return planned_micro_batches(self.plan, name, batch) if stage in self.runs else ()
 
-    def _play(self, groups: list[list[Action]], xs, head) -> list[tuple[Tensor, ...]]:
-        """Do what the list says. head: (output, micro-batch) → what is made of it. Returns all that it made."""
+    def _play(self, groups: list[list[Action]], x, y, head) -> list[tuple[Tensor, ...]]:
+        """Do what the list says. head: (output, micro-batch, ys) → what is made of it. Returns all that it made."""
         failed, self._failed = self._failed, None
         if failed is not None:
             self.messages.catch_up(*failed)
@@ -150,12 +149,14 @@ class Pipeline:
             self.tied.begin_step()
         self.spans, made = [], []
         waiting = iter(groups)
-        try:
+        try:  # a batch that is refused fails the step, too: others begin it, and wait for this rank
+            xs = self._read("x", x, 0)
+            ys = () if y is None and groups is self._evaluation else self._read("y", y, self.last_stage)
             for actions in waiting:
                 if actions[0].kind not in COMPUTATIONS:
                     self.messages.begin(actions)
                 elif actions[0].kind == FORWARD:
-                    self._forward(actions[0], xs, head, made)
+                    self._forward(actions[0], xs, lambda out, i: head(out, i, ys), made)
                 else:
                     self._backward(actions[0])
                 if self.after is not None:

@@ -55,7 +55,9 @@ def load_full_state_dict(pipeline: Pipeline, state: Mapping[str, Tensor], tensor
 
     state: on every rank, best from a mapped file: each reads its own layers only. Or on that rank alone which has what
       `full_state_dict` returns, {} on the others: it sends them theirs. All ranks must call it.
-    Raises KeyError for names and ValueError for shapes that are not the model's, on every rank; nothing is loaded then.
+    Tied copies all become the first name's, whatever the others have.
+    Raises KeyError for names and ValueError for shapes that are not the model's, and for a state that only others than
+    the first have, on every rank; nothing is loaded then.
     """
     tensor_group = ALONE if tensor_group is None else tensor_group
     group, rank = pipeline.group, pipeline.rank
@@ -71,8 +73,15 @@ def load_full_state_dict(pipeline: Pipeline, state: Mapping[str, Tensor], tensor
             return
         state = {name: t for name, t in state.items() if name in expected}
     problem = _misfit(expected, state) if state else None
+    if any(having) and not having[0]:
+        problem = ValueError(
+            f"expected a state on all ranks, or on the first alone, found one on rank {having.index(True)} and none on "
+            "rank 0; give it to rank 0"
+        )
     problem = next((found for found in _told(problem, group) if found is not None), None)
     of_parts.agree(problem, tensor_group)  # of whose ranks one pipeline each has heard of it
+    firsts = {name: names[0] for names in tied_names(pipeline.plan.tied) for name in names}
+    state = {name: state.get(firsts.get(name, name), t) for name, t in state.items()}
     if having[0] and not all(having):
         for other, outline in enumerate(outlines[1:], 1):
             if rank == other:
