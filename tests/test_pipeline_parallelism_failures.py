@@ -134,6 +134,13 @@ def test_a_step_needs_gradients_and_backwards(first):
     refused(pipeline_of(schedule=forward_only(2, 4)), RuntimeError, "call evaluate")
 
 
+def test_a_wrapper_that_would_average_one_micro_batch_only_is_refused():
+    with one_rank():
+        plan = plan_pipeline(LAYERS, gpipe(1, 4), X)
+        with pytest.raises(TypeError, match="found DistributedDataParallel"):
+            Pipeline(plan, F.mse_loss, wrap=nn.parallel.DistributedDataParallel)
+
+
 def test_another_number_of_ranks_is_refused():
     with imagined_ranks(3), pytest.raises(ValueError, match="expected 2 ranks, as the schedule has, found 3"):
         pipeline_of()

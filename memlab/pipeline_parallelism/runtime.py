@@ -65,7 +65,8 @@ class Pipeline:
     A step that raises leaves nothing in flight. If every rank goes on, the next one first ends its messages, with
     zeros: so ranks stay in step. What the failed one added to gradients means nothing: zero_grad().
 
-    Raises ValueError for a group of another number of ranks.
+    Raises ValueError for a group of another number of ranks, TypeError for PyTorch's DistributedDataParallel as wrap:
+    after several forwards it averages the first backward only, and replicas drift apart.
     """
 
     def __init__(
@@ -87,6 +88,11 @@ class Pipeline:
         modules = {s: m.to(device) for s, m in build_stages(plan, schedule.stages_of(self.rank)).items()}
         self.tied = TiedParameters(plan, modules, group, wrapped=wrap is not None)
         self.modules = {s: wrap(m) if wrap and list(m.parameters()) else m for s, m in modules.items()}
+        if any(isinstance(m, nn.parallel.DistributedDataParallel) for m in self.modules.values()):
+            raise TypeError(
+                "expected a wrapper that averages where backward runs, found DistributedDataParallel, which expects "
+                "one backward after each forward; take memlab.data_parallelism.DataParallel"
+            )
         wires = (*plan.wires, None)
         self.runs = {s: StageRun(m, checkpointed, stage=s, planned=wires[s]) for s, m in self.modules.items()}
         self.messages = Messages(plan, group, self.device)
