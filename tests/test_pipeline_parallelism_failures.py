@@ -141,6 +141,14 @@ def test_a_wrapper_that_would_average_one_micro_batch_only_is_refused():
             Pipeline(plan, F.mse_loss, wrap=nn.parallel.DistributedDataParallel)
 
 
+@pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])
+def test_a_group_with_nccl_begins_with_a_talk_of_all_its_ranks(backend, monkeypatch):
+    with one_rank(), Traffic() as traffic:
+        monkeypatch.setattr(torch.distributed, "get_backend", lambda group=None: backend)
+        Pipeline(plan_pipeline(LAYERS, gpipe(1, 4), X), F.mse_loss)
+    assert [message.name for message in traffic.records] == ["all_reduce"]
+
+
 def test_another_number_of_ranks_is_refused():
     with imagined_ranks(3), pytest.raises(ValueError, match="expected 2 ranks, as the schedule has, found 3"):
         pipeline_of()

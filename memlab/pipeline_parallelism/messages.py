@@ -30,7 +30,7 @@ class Messages:
         self.ready: dict[Action, Sequence[Tensor]] = {}  # made here: to be sent, or for another stage of this rank
         self.arriving: dict[Action, list[Transfer]] = {}
         self.leaving: dict[Action, list[Transfer]] = {}
-        if distributed.get_backend(group) == "nccl":  # whose first talk in a group is one of all its ranks
+        if "nccl" in distributed.get_backend(group):  # whose first talk in a group is one of all its ranks
             distributed.all_reduce(torch.zeros(1, device=device), group=group)
 
     def begin(self, actions: Sequence[Action]) -> None:
