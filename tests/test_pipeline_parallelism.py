@@ -333,3 +333,32 @@ def test_a_message_to_nobody_is_refused_before_anything_is_sent(message):
     with imagined_ranks(2), Traffic() as traffic, pytest.raises(ValueError, match="a rank of the group, 0 to 1"):
         begin([("send", torch.zeros(3), 1), (name, torch.zeros(3), peer)])
     assert not traffic.records
+
+
+# ---- wrappers
+
+
+class Around(nn.Module):
+    """A wrapper that calls what it wraps by a name of its own."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args):
+        return self.inner(*args)
+
+
+def test_a_stage_with_nothing_to_train_is_not_wrapped():
+    layers = [make(linear, 6, 6, frozen=True), make(linear, 6, 6)]
+    plan = plan_pipeline(layers, gpipe(2, 2), torch.zeros(4, 6, dtype=torch.float64))
+    for rank, kind in enumerate((nn.Sequential, DataParallel)):
+        with imagined_ranks(2, rank):
+            assert type(Pipeline(plan, F.mse_loss, wrap=DataParallel).modules[rank]) is kind
+
+
+def test_parameters_have_the_models_names_whatever_a_wrapper_calls_what_it_wraps():
+    plan = plan_pipeline([make(linear, 6, 6)] * 2, gpipe(2, 2), torch.zeros(4, 6, dtype=torch.float64))
+    with imagined_ranks(2, 1):
+        names = [name for name, _ in Pipeline(plan, F.mse_loss, wrap=Around).named_parameters()]
+    assert names == ["1.weight", "1.bias"]

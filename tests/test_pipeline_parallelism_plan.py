@@ -324,3 +324,13 @@ def test_costs_that_are_none_and_stages_without_layers_are_refused(costs, stages
 @pytest.mark.parametrize("page", [plan, balancing])
 def test_examples_in_the_pages_are_true(page):
     assert doctest.testmod(page).failed == 0
+
+
+def test_a_plan_from_a_list_of_micro_batches_knows_the_batch_that_it_makes():
+    layers, whole = [nn.Linear(4, 4), nn.Tanh()], torch.zeros(6, 4)
+    assert plan_pipeline(layers, gpipe(2, 3), list(whole.split(2))) == plan_pipeline(layers, gpipe(2, 3), whole)
+
+
+def test_a_plan_wants_a_layer():
+    with pytest.raises(ValueError, match="at least one layer, found none"):
+        plan_pipeline([], gpipe(1, 1), torch.zeros(2, 2))

@@ -89,7 +89,7 @@ def plan_pipeline(
     """Cut layers into the schedule's stages and see that everything fits.
 
     layers: modules or functions that make one (an nn.Sequential or nn.ModuleList is a list, too). Modules are copied,
-      not run.
+      not run. One without parameters may stand on several stages: each then has its own buffers.
     x: a mini-batch (batch, …) as training will give it, on the device of training, or its micro-batches as a list;
       values are not used. Autocast that is on now is taken to be on in training: it decides the dtypes of what
       travels.
@@ -118,6 +118,8 @@ def plan_pipeline(
     if not isinstance(schedule, Schedule):
         raise TypeError(f"expected a Schedule such as gpipe(4, 8), found {type(schedule).__name__}")
     check_schedule(schedule)
+    if not layers:
+        raise ValueError("expected at least one layer, found none; give modules, or functions that make them")
     if len(layers) < schedule.stages:
         raise ValueError(
             f"expected at most {len(layers)} stages for {len(layers)} layers, found a schedule with "
@@ -129,7 +131,9 @@ def plan_pipeline(
     tied = tuple(tied_names(tied))
     device = next((t.device for t in (x if isinstance(x, (list, tuple)) else [x])), torch.device("cpu"))
     made = rehearse(layers, parts, micro_batches, device, trains=schedule.trains, tied=tied)
-    batch = Wire(tuple(x.shape), x.dtype, False) if isinstance(x, Tensor) else None
+    rows, *rest = micro_batches[0].shape
+    alike = all(one.shape == micro_batches[0].shape for one in micro_batches)
+    batch = Wire((rows * schedule.micro_batches, *rest), micro_batches[0].dtype, False) if alike else None
     return PipelinePlan(layers, schedule, parts, made.wires, tied, made.facts, batch)
 
 

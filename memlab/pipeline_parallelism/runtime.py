@@ -54,8 +54,8 @@ class Pipeline:
     plan: of `plan_pipeline`, the same on all ranks.   loss_fn: (output, y) of a micro-batch → its mean loss, a scalar.
     group: the pipeline's ranks, as many as the schedule has; all if None.   device: where this rank computes.
     checkpointed: keep only each stage's input, and compute the rest again in backward.
-    wrap: a function that wraps each stage that has parameters, such as `DataParallel`. If the result has `no_sync`,
-      every backward but the stage's last runs in it.
+    wrap: a function that wraps each stage with parameters to train, such as `DataParallel`. If the result has
+      `no_sync`, every backward but the stage's last runs in it.
     after: called with each action when it is done: a computation when what was sent before it is gone; messages that
       stand side by side when all of them have begun.
 
@@ -63,7 +63,11 @@ class Pipeline:
     1 − busy time / (ranks · whole time) is the bubble. (On a GPU: when work was handed over, which says little.)
 
     A step that raises leaves nothing in flight. If every rank goes on, the next one first ends its messages, with
-    zeros: so ranks stay in step. What the failed one added to gradients means nothing: zero_grad().
+    zeros: so ranks stay in step. The others notice nothing, and their loss and gradients come of zeros: so where a step
+    may fail, let all ranks agree before optimizer.step(), and call zero_grad().
+
+    With a scaler, scale within loss_fn: the loss comes back scaled. An infinite gradient may be on one stage only, so
+    all must skip: `LossScaler(agree=…)` over this group. Ranks that seed or fill tied copies by hand must do it alike.
 
     Raises ValueError for a group of another number of ranks, TypeError for PyTorch's DistributedDataParallel as wrap:
     after several forwards it averages the first backward only, and replicas drift apart.
@@ -87,7 +91,8 @@ class Pipeline:
             raise ValueError(f"expected {schedule.ranks} ranks, as the schedule has, found {ranks}; launch as many")
         modules = {s: m.to(device) for s, m in build_stages(plan, schedule.stages_of(self.rank)).items()}
         self.tied = TiedParameters(plan, modules, group, wrapped=wrap is not None)
-        self.modules = {s: wrap(m) if wrap and list(m.parameters()) else m for s, m in modules.items()}
+        self.layers = modules
+        self.modules = {s: wrap(m) if wrap and _trains(m) else m for s, m in modules.items()}
         if any(isinstance(m, nn.parallel.DistributedDataParallel) for m in self.modules.values()):
             raise TypeError(
                 "expected a wrapper that averages where backward runs, found DistributedDataParallel, which expects "
@@ -108,8 +113,8 @@ class Pipeline:
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Of this rank's stages, under the whole model's names."""
-        for module in self.modules.values():
-            yield from getattr(module, "module", module).named_parameters()
+        for layers in self.layers.values():
+            yield from layers.named_parameters()
 
     def step(
         self, x: Tensor | None = None, y: Tensor | None = None, *, divide_by: float | Tensor | None = None
@@ -225,3 +230,7 @@ def whole_batch(made: list[tuple[Tensor, ...]]) -> Tensor | tuple[Tensor, ...]:
     """Micro-batches' outputs, each a tuple of (rows, …), as one batch: (batch, …), or a tuple of several such."""
     whole = tuple(map(torch.cat, zip(*made, strict=True)))
     return whole[0] if len(whole) == 1 else whole
+
+
+def _trains(module: nn.Module) -> bool:
+    return any(p.requires_grad for p in module.parameters())

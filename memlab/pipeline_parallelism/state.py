@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, distributed
 
 from memlab.memory_timeline import main_memory
 from memlab.pipeline_parallelism.runtime import Pipeline
@@ -30,7 +30,7 @@ def full_state_dict(pipeline: Pipeline, tensor_group=None) -> dict[str, Tensor]:
     """
     tensor_group = ALONE if tensor_group is None else tensor_group
     own = {}
-    for module in _modules(pipeline):
+    for module in pipeline.layers.values():
         own |= of_parts.full_state_dict(module, tensor_group)
     group, rank = pipeline.group, pipeline.rank
     again = {name: names[0] for names in tied_names(pipeline.plan.tied) for name in names[1:]}
@@ -62,7 +62,7 @@ def load_full_state_dict(pipeline: Pipeline, state: Mapping[str, Tensor], tensor
     tensor_group = ALONE if tensor_group is None else tensor_group
     group, rank = pipeline.group, pipeline.rank
     slots = {}
-    for module in _modules(pipeline):
+    for module in pipeline.layers.values():
         slots |= of_parts.slots_of(module, tensor_group)
     mine = {name: (tuple(p.shape) if (cut := cut_of(p)) is None else cut.shape, p.dtype) for name, p in slots.items()}
     outlines = _told(mine, group)
@@ -91,14 +91,9 @@ def load_full_state_dict(pipeline: Pipeline, state: Mapping[str, Tensor], tensor
                     send(state[name].to(dtype), other, group)
                 elif rank == other:
                     state[name] = receive(torch.empty(shape, dtype=dtype, device="cpu"), 0, group)
-    for module in _modules(pipeline):
+    for module in pipeline.layers.values():
         names = module.state_dict(keep_vars=True)
         of_parts.load_full_state_dict(module, {name: state[name] for name in names if name in state}, tensor_group)
-
-
-def _modules(pipeline: Pipeline) -> list[nn.Module]:
-    """This rank's stages, without their wrappers."""
-    return [getattr(module, "module", module) for module in pipeline.modules.values()]
 
 
 def _outline(state: Mapping[str, Tensor]) -> Outline:

@@ -222,7 +222,7 @@ def _check_alike(kinds: dict[str, tuple]) -> None:
         if found != expected:
             raise ValueError(
                 f"expected {name} as {first}, which it is tied to, {_said(expected)}, found {_said(found)}; "
-                "tie parameters that are alike, and wrap them alike"
+                "tie parameters that are alike, and wrap them alike (for fully_shard: each in a unit of its own)"
             )
 
 
