@@ -104,7 +104,7 @@ def test_the_words_beside_the_lines_are_the_formula_and_its_result():
 
 def test_the_alt_text_says_time_bubble_and_what_is_held():
     picture = draw_schedule(simulate(one_forward_one_backward(4, 8), COST), title="mine")
-    assert "mine: 4 ranks, 8 micro-batches: 33 forwards, idle 27.3% of the time" in picture.alt
+    assert "mine: 4 ranks, 8 micro-batches: 33 forwards long, idle 27.3% of the time" in picture.alt
     assert "At most held: 4 on rank 0; 3 on rank 1; 2 on rank 2; 1 on rank 3." in picture.alt
     assert is_sentence(picture.alt)
     assert picture.png().startswith(PNG)
@@ -209,9 +209,10 @@ def test_a_batchs_trip_is_one_at_a_time_when_it_is_whole_and_shorter_in_micro_ba
     assert max(end for _, end, _ in whole) == 48
     for drawn in cut:
         assert max(end for _, end, _ in drawn) == (4 + 3) * 3
-    assert "the whole batch at once: 48 forwards, idle 75.0%" in picture.alt
-    assert "GPipe, 4 micro-batches: 21 forwards, idle 42.9%, at most in flight on each rank 4, 4, 4, 4" in picture.alt
-    assert "1F1B, 4 micro-batches: 21 forwards, idle 42.9%, at most in flight on each rank 4, 3, 2, 1" in picture.alt
+    assert "the whole batch at once: 48 forwards long, idle 75.0%" in picture.alt
+    words = "21 forwards long, idle 42.9%, at most in flight on each rank"
+    assert f"GPipe, 4 micro-batches: {words} 4, 4, 4, 4" in picture.alt
+    assert f"1F1B, 4 micro-batches: {words} 4, 3, 2, 1" in picture.alt
     assert picture.png().startswith(PNG)
 
 
@@ -268,7 +269,7 @@ def test_every_slider_can_be_moved_and_the_picture_says_what_is_played():
         picture = draw_pipeline(schedule, ranks, m, backward, link, slow)
         played = play(schedule, ranks, m, backward, link, slow)
         assert f"A backward takes {backward:g} forwards, a message {link:g}; slow rank: {slow}." in picture.alt
-        assert f"{played.seconds:.4g} forwards, idle {100 * played.bubble_share:.1f}%" in picture.alt
+        assert f"{played.seconds:.4g} forwards long, idle {100 * played.bubble_share:.1f}%" in picture.alt
         assert ("rounded up" in picture.alt) == (schedule == "interleaved" and m % ranks > 0)
     assert set(SLOW) == set(one.choices["slow"])
     with pytest.raises(ValueError, match="expected slow to be one of"):

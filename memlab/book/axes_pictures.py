@@ -213,11 +213,10 @@ def axes_table(**sizes) -> Table:
     rows = []
     for one in sorted_ways(**sizes):
         way = one.way
-        sent = (format_bytes(way.sent[axis]) for axis in ("data", "tensor", "pipeline"))
-        divided = (way.data, way.tensor, way.pipeline, way.micro_batches)
+        sent = (format_bytes(way.sent[axis]) for axis in AXES)
+        divided = (way.data, way.pipeline, way.tensor, way.micro_batches)
         fits = "" if one.fits else "too large"
         step = f"{one.step_seconds:.3g}"
         rows.append((*divided, format_bytes(way.nbytes), fits, *sent, f"{100 * way.bubble:.0f}%", step))
-    columns = ["data", "tensor", "pipeline", "micro-batches", "fullest rank", "card"]
-    sent = [f"sent along {axis}" for axis in ("data", "tensor", "pipeline")]
-    return Table([*columns, *sent, "bubble", "step (s)"], rows)
+    columns = [*AXES, "micro-batches", "fullest rank", "card"]
+    return Table([*columns, *(f"sent along {axis}" for axis in AXES), "bubble", "step (s)"], rows)

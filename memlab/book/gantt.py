@@ -197,4 +197,5 @@ def draw_schedules(
 def time_words(seconds: float, time: str) -> str:
     """Seconds in words, in one of TIMES."""
     unit, per_second = TIMES[time]
-    return f"{seconds * per_second:.4g} {'forwards' if time == 'forwards' else unit}"
+    unit = "forwards long" if time == "forwards" else unit
+    return f"{seconds * per_second:.4g} {unit}"
