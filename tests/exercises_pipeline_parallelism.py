@@ -469,7 +469,6 @@ WRONG: dict[str, dict[str, str]] = {
         "beyond the last": cut(FOUND="found[:-1] + [(found[-1][0], layers + 1)]"),
         "a layer left out": cut(FOUND="[(0, 1)] + [(2, 3)] * (stages - 1)"),
         "floats": cut(FOUND="[(float(begin), float(end)) for begin, end in found]"),
-        "ranges": cut(FOUND="[range(begin, end) for begin, end in found]"),
         "a number": cut(FOUND="fullest(found)"),
         "no return": cut(FOUND="None"),
         "an endless loop": cut(FOUND="[0 for _ in iter(int, 1)]"),
@@ -627,5 +626,6 @@ RIGHT: dict[str, dict[str, str]] = {
             """
         ),
         "lists": cut(FOUND="tuple(list(pair) for pair in found)"),
+        "ranges": cut(FOUND="[range(begin, end) for begin, end in found]"),
     },
 }

@@ -31,7 +31,7 @@ def test_the_example_says_the_same_by_itself_and_under_torchrun():
 def said() -> dict[str, str]:
     found = {}
     split = "4 --tensor 2 --sequence-parallel"
-    real = ("1", "2", "2 --schedule gpipe", "2 --data 2", split)
+    real = ("1", "2", "2 --schedule gpipe", "2 --schedule interleaved", "2 --data 2", split)
     for chosen in (*(f"--ranks {ranks}" for ranks in real), "--imagined 2", f"--imagined {split}"):
         found[chosen] = said_here(*chosen.split(), "--micro-batches", "8", "--steps", "1")
     return found
@@ -39,7 +39,7 @@ def said() -> dict[str, str]:
 
 def test_losses_do_not_depend_on_ranks_or_schedules_but_for_rounding(said):
     losses = [[float(loss) for loss in figures(text)[0]] for name, text in said.items() if "ranks" in name]
-    assert len(losses) == 5 and len(losses[0]) == 1
+    assert len(losses) == 6 and len(losses[0]) == 1
     for others in losses[1:]:
         assert others == pytest.approx(losses[0], abs=2e-5)
 
@@ -66,6 +66,8 @@ def test_imagined_ranks_send_what_real_ones_send(said):
         ("--micro-batches 0", "expected at least 1 as --micro-batches, found 0"),
         ("--data -1", "expected at least 1 as --data, found -1"),
         ("--ranks 6 --data 4", "take a multiple of 4"),
+        ("--schedule interleaved --ranks 3", "expected --micro-batches that 3 ranks divide, found 8"),
+        ("--schedule interleaved --ranks 8", "expected at most 8 stages, a layer each, found 16"),
         ("--imagined 9", "expected at most 8 stages, a layer each, found 9"),
         ("--data 2 --micro-batches 16", "pick numbers whose product divides 16"),
         ("--ranks 3 --tensor 3", "8 heads cannot be split over 3 ranks"),

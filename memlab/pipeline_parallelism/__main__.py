@@ -21,13 +21,26 @@ from torch import distributed
 
 from memlab.data_parallelism import DataParallel
 from memlab.memory_timeline import Meter
-from memlab.pipeline_parallelism import Pipeline, gpipe, gpt_layers, gpt_loss, one_forward_one_backward, plan_pipeline
+from memlab.pipeline_parallelism import (
+    Pipeline,
+    gpipe,
+    gpt_layers,
+    gpt_loss,
+    interleaved,
+    one_forward_one_backward,
+    plan_pipeline,
+)
 from memlab.ranks import Traffic, mesh
 from memlab.ranks.example import Trained, example_device, example_parser, run_example
 from memlab.tensor_parallelism.cuts import share
 
 LAYERS, WIDTH, HEADS, CONTEXT, VOCABULARY, BATCH = 6, 128, 8, 64, 256, 16
-SCHEDULES = {"gpipe": gpipe, "1f1b": one_forward_one_backward}
+CHUNKS = 2
+SCHEDULES = {
+    "gpipe": gpipe,
+    "1f1b": one_forward_one_backward,
+    "interleaved": lambda ranks, micro_batches: interleaved(ranks, CHUNKS, micro_batches),
+}
 
 
 def train(
@@ -83,12 +96,17 @@ def train(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run as the command line says, and print what came of it: once, on rank 0."""
     parser = example_parser("memlab.pipeline_parallelism", __doc__.splitlines()[0])
-    parser.add_argument("--schedule", choices=SCHEDULES, default="1f1b")
-    parser.add_argument("--micro-batches", type=int, default=8, help="of each data rank's share of the batch")
-    parser.add_argument("--data", type=int, default=1, help="ranks along the data axis")
-    parser.add_argument("--tensor", type=int, default=1, help="ranks along the tensor axis")
+    about = f"1f1b if none is said; interleaved: {CHUNKS} stages a rank"
+    parser.add_argument("--schedule", choices=SCHEDULES, default="1f1b", help=about)
+    parser.add_argument("--micro-batches", type=int, default=8, help="8, of each data rank's share of the batch")
+    parser.add_argument("--data", type=int, default=1, help="1 rank along the data axis, or more")
+    parser.add_argument("--tensor", type=int, default=1, help="1 rank along the tensor axis, or more")
     parser.add_argument("--sequence-parallel", action="store_true", help="between layers, rows of its own on each rank")
-    parser.add_argument("--tied", action="store_true", help="one table for the tokens and the head")
+    parser.add_argument(
+        "--tied",
+        action="store_true",
+        help="one table for tokens and head; its N(0, 1) makes a head's first losses large",
+    )
     return run_example(parser, train, settings, arguments)
 
 
@@ -102,7 +120,10 @@ def settings(given: argparse.Namespace, ranks: int) -> tuple[str, tuple]:
             f"{ranks} ranks cannot be {given.data} (data) times {given.tensor} (tensor) times stages; take a "
             f"multiple of {given.data * given.tensor}"
         )
-    stages = ranks // (given.data * given.tensor)
+    deep = ranks // (given.data * given.tensor)
+    stages = deep * CHUNKS if given.schedule == "interleaved" else deep
+    if given.schedule == "interleaved" and given.micro_batches % deep:
+        raise ValueError(f"expected --micro-batches that {deep} ranks divide, found {given.micro_batches}")
     if stages > LAYERS + 2:
         raise ValueError(f"expected at most {LAYERS + 2} stages, a layer each, found {stages}")
     if BATCH % (given.data * given.micro_batches):
@@ -111,7 +132,7 @@ def settings(given: argparse.Namespace, ranks: int) -> tuple[str, tuple]:
             f"each; pick numbers whose product divides {BATCH}"
         )
     share(HEADS, "heads", given.tensor)
-    title = f"{given.schedule}, {given.data} x {stages} x {given.tensor} (data x pipeline x tensor)"
+    title = f"{given.schedule}, {given.data} x {deep} x {given.tensor} (data x pipeline x tensor)"
     return title, (given.schedule, given.micro_batches, given.data, given.tensor, given.sequence_parallel, given.tied)
 
 

@@ -40,7 +40,7 @@ class Trained:
 def example_parser(package: str, description: str) -> argparse.ArgumentParser:
     """A parser of what every example understands: --ranks, --steps, --imagined."""
     parser = argparse.ArgumentParser(prog=f"python -m {package}", description=description)
-    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=3, help="3, if nothing is said")
     ranks = parser.add_mutually_exclusive_group()
     ranks.add_argument("--ranks", type=int, help="2, and under torchrun as many as it started")
     ranks.add_argument("--imagined", type=int, metavar="N", help="be rank 0 of N, on imagined hardware")

@@ -73,6 +73,8 @@ def _least(found: object, case: _Case) -> None:
         raise Wrong(f"{case}: expected a list of pairs (begin, end), found {type(found).__name__}.")
     pairs = []
     for pair in found:
+        if isinstance(pair, range):
+            pair = (pair.start, pair.stop)
         if not isinstance(pair, (tuple, list)) or len(pair) != 2 or any(type(number) is not int for number in pair):
             raise Wrong(f"{case}: expected pairs (begin, end) of whole numbers, found {str(pair)[:40]}.")
         pairs.append(tuple(pair))
@@ -96,5 +98,6 @@ def _least(found: object, case: _Case) -> None:
         fullest = held.index(max(held))
         raise Wrong(
             f"{case}: rank {fullest} holds {format_bytes(held[fullest])}; cut elsewhere, no rank holds more than "
-            f"{format_bytes(best)}. A stage's saved bytes count once for each micro-batch it has in flight."
+            f"{format_bytes(best)}. A stage's saved bytes count once for each micro-batch that "
+            "1F1B has in flight there: not for all, and on the first stage for more than on the last."
         )

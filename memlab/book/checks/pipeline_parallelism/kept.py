@@ -35,6 +35,7 @@ def needed(needed_bytes: object, unneeded_bytes: object, rank_2_bytes: object) -
         "unneeded_bytes": {
             4 * _OUTPUT: "those of four micro-batches, or a hidden activation, which backward does read",
             2 * _OUTPUT: "two; the input is needed",
+            8 * _OUTPUT: "those of all eight micro-batches; this asks for one",
         },
         "rank_2_bytes": {
             _NEEDED: "one micro-batch's",
@@ -157,6 +158,10 @@ def _turn(stage: Any, turn: str, truth: _Truth, where: str) -> None:
         found, right, name = stage.forward(i, truth.x.clone()), truth.y, "forward"
     else:
         found, right, name = stage.backward(i, truth.dy.clone()), truth.dx, "backward"
+    if found is None and name == "backward":
+        raise Wrong(
+            f"{where}: backward returned None, not a tensor. Does the input require a gradient? Is a return missing?"
+        )
     if not isinstance(found, Tensor):
         raise Wrong(f"{where}: {name} returned {type(found).__name__}, not a tensor. Is a return missing?")
     if found.dtype != right.dtype:
