@@ -15,7 +15,6 @@ from memlab.book.axes_pictures import (
     WIDTHS,
     all_ways,
     axes_table,
-    axis_seconds,
     draw_axes,
     explore_axes,
     of_sizes,
@@ -23,21 +22,11 @@ from memlab.book.axes_pictures import (
 )
 from memlab.book.mesh_pictures import ORDERS
 from memlab.book.style import is_sentence
-from memlab.pipeline_parallelism import order_seconds, step_messages
+from memlab.pipeline_parallelism import axis_seconds
 from memlab.units import GiB, format_bytes, parse_bytes
 
 PNG = b"\x89PNG"
 ORDER = ("data", "pipeline", "tensor")
-
-
-@pytest.mark.parametrize("node", [2, 8])
-def test_seconds_along_an_axis_are_those_of_its_messages_one_by_one(node):
-    model = of_sizes(2048, 16)
-    for way in all_ways(2048, 16, 64, 16):
-        sizes = {axis: getattr(way, axis) for axis in ORDER}
-        messages = step_messages(model, 64, TOKENS, micro_batches=way.micro_batches, **sizes)
-        for order, expected in order_seconds(sizes, messages, node).items():
-            assert axis_seconds(way, order, node) == pytest.approx(expected, rel=1e-4, abs=1e-12)
 
 
 def test_those_that_fit_come_first_and_the_fastest_of_them_at_the_top():

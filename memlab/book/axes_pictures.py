@@ -19,8 +19,7 @@ from memlab.book.style import COLOURS, HATCHES, LABEL_SIZE, SMALL_SIZE, Picture,
 from memlab.book.tables import Table
 from memlab.data_parallelism.overlap import LINKS
 from memlab.memory_arithmetic import Transformer
-from memlab.memory_arithmetic.shapes import positive
-from memlab.pipeline_parallelism import StageShare, Way, stage_shares, ways
+from memlab.pipeline_parallelism import StageShare, Way, axis_seconds, stage_shares, ways
 from memlab.pipeline_parallelism.axes import AXES
 from memlab.units import GiB, format_bytes, parse_bytes
 
@@ -69,19 +68,6 @@ def fullest(model: Transformer, texts: int, way: Way) -> StageShare:
     return max(
         stage_shares(model, texts, TOKENS, **dict(zip(SIZES, way, strict=False))), key=lambda share: share.nbytes
     )
-
-
-def axis_seconds(way: Way, order: tuple[str, ...], node: int) -> dict[str, float]:
-    """Seconds that a rank sends along each axis, if the mesh has its axes in this order, outermost first.
-
-    An axis whose ranks are all in one node of `node` ranks has its fast links, every other one those between nodes.
-    """
-    positive("node", node)
-    stride, seconds = 1, {}
-    for axis in reversed(order):
-        stride *= getattr(way, axis)
-        seconds[axis] = way.sent[axis] / (INSIDE if stride <= node else BETWEEN)
-    return {axis: seconds[axis] for axis in order}
 
 
 def sorted_ways(

@@ -175,7 +175,7 @@ def draw_schedules(
     interleaved = any(len({span.action.stage for span in one}) > 1 for own in spans.values() for one in own)
     above = 0.4 + 0.25 * bool(title) + 0.2 * interleaved  # inches: the long key stands above the first panel's words
     height = 0.25 + above + sum(tall) + 0.5 * len(spans)
-    figure = Figure(figsize=(8, height), dpi=90)
+    figure = Figure(figsize=(8, height), dpi=80)
     all_axes = figure.subplots(len(spans), height_ratios=tall, sharex=True, squeeze=False)[:, 0]
     between = 0.5 / (sum(tall) / len(tall))
     figure.subplots_adjust(0.085, 0.5 / height, RIGHT, 1 - above / height, hspace=between)

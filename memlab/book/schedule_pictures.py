@@ -93,7 +93,7 @@ def _chart(spans, lines, tops, held: str, time: str, head: str, rows: int, sent=
     whole, spare = whole_seconds(spans) * per_second, ROW * max(0, rows - len(spans))
     tall = ROW * max(len(spans), 2)
     height = 3.0 + tall + spare
-    figure = Figure(figsize=(8, height), dpi=90)
+    figure = Figure(figsize=(8, height), dpi=80)
     gantt, below = figure.subplots(2, height_ratios=(tall, 1.6), sharex=True)
     figure.subplots_adjust(0.085, (0.5 + spare) / height, RIGHT, 1 - 0.62 / height, hspace=0.56 / (tall + 1.6))
     draw_key(gantt, draw_rows(gantt, spans, per_second, sent=sent))

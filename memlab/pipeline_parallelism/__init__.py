@@ -22,7 +22,7 @@ from memlab.pipeline_parallelism.balancing import balance
 from memlab.pipeline_parallelism.checking import check_schedule
 from memlab.pipeline_parallelism.costs import bytes_on_stages, measure_layers, measure_stages
 from memlab.pipeline_parallelism.gpt import gpt_layers, gpt_loss
-from memlab.pipeline_parallelism.layout import Way, order_seconds, step_messages, ways
+from memlab.pipeline_parallelism.layout import Way, axis_seconds, ways
 from memlab.pipeline_parallelism.line import StageCost
 from memlab.pipeline_parallelism.norms import clip_grad_norm_
 from memlab.pipeline_parallelism.orders import forward_only, gpipe, interleaved, one_forward_one_backward, with_messages
@@ -44,6 +44,7 @@ __all__ = [
     "StageShare",
     "Way",
     "Wire",
+    "axis_seconds",
     "balance",
     "bubble_share",
     "bytes_on_stages",
@@ -60,11 +61,9 @@ __all__ = [
     "measure_layers",
     "measure_stages",
     "one_forward_one_backward",
-    "order_seconds",
     "plan_pipeline",
     "simulate",
     "stage_shares",
-    "step_messages",
     "ways",
     "with_messages",
 ]

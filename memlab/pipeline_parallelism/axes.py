@@ -112,9 +112,9 @@ def stage_shares(
     shares = []
     for stage, part in enumerate(parts):
         sizes = _sizes(model, part, tensor)
-        gradients = gradient_buckets(model, part, tensor, data, itemsize)
+        gradients = _buckets(sizes, data, itemsize)
         held = in_flight(schedule, stage, pipeline, micro_batches)
-        talks = sent_bytes(tensor_traffic(model, part, rows, tokens, tensor, **cut))
+        talks = sent_bytes(_tensor_traffic(model, part, rows, tokens, tensor, **cut))
         sent = {
             "data": sum(ring_bytes("all_reduce", nbytes, data) for nbytes in gradients),
             "pipeline": micro_batches * stream * ((stage > 0) + (stage < pipeline - 1)),
@@ -157,16 +157,15 @@ def _sizes(model: Transformer, part: Sequence[int], ranks: int) -> list[int]:
     return [count if whole(name) else count // ranks for name, count in counted.items()]
 
 
-def gradient_buckets(model: Transformer, part: Sequence[int], tensor: int, data: int, itemsize: int) -> list[int]:
-    """Bytes of each bucket in which the gradients of these layers travel, padded to pieces for the data ranks."""
+def _buckets(sizes: Sequence[int], data: int, itemsize: int) -> list[int]:
+    """Bytes of each bucket in which gradients of so many elements travel, padded to pieces for the data ranks."""
     dtype = {2: torch.bfloat16, 4: torch.float32}[itemsize]
-    sizes = _sizes(model, part, tensor)
     parameters = [torch.empty(size, dtype=dtype, device="meta") for size in sizes]
     buckets = bucketed(parameters, [0] * len(sizes), BUCKET_BYTES)
     return [itemsize * -(-sum(sizes[n] for n in bucket) // data) * data for bucket in buckets]
 
 
-def tensor_traffic(
+def _tensor_traffic(
     model: Transformer, part: Sequence[int], rows: int, tokens: int, ranks: int, **options
 ) -> list[Sent]:
     """What one micro-batch has a tensor rank of these layers send."""

@@ -1,4 +1,4 @@
-"""Which axis first: all ways to divide ranks among the three axes, and all orders to place them in.
+"""Which axis first: all ways to divide ranks among the three axes, and what it costs to place them in some order.
 
 Ranks on one machine are joined by fast links, machines by slow ones. An axis that lies within machines sends fast; the
 innermost axis does, if it is no longer than a machine, and the others do as far as there is room (`mesh`).
@@ -6,15 +6,14 @@ innermost axis does, if it is no longer than a machine, and the others do as far
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from memlab.data_parallelism.overlap import LINKS, ring_seconds
+from memlab.data_parallelism.overlap import LINKS
 from memlab.memory_arithmetic import Transformer
+from memlab.memory_arithmetic.shapes import positive
 from memlab.pipeline_parallelism.arithmetic import bubble_share
-from memlab.pipeline_parallelism.axes import AXES, gradient_buckets, stage_shares, tensor_traffic
-from memlab.tensor_parallelism.arithmetic import ITEMSIZES, Sent
+from memlab.pipeline_parallelism.axes import AXES, stage_shares
 
 
 class Way(NamedTuple):
@@ -63,58 +62,21 @@ def ways(ranks: int, model: Transformer, batch: int, tokens: int, *, texts_at_on
     return found
 
 
-def order_seconds(
-    sizes: Mapping[str, int],
-    messages: Mapping[str, Sequence[Sent]],
+def axis_seconds(
+    way: Way,
+    order: Sequence[str],
     node: int = 8,
     inside: float = LINKS["NVLink 4"],
     between: float = LINKS["InfiniBand 400 Gb/s"],
-) -> dict[tuple[str, ...], dict[str, float]]:
-    """For each order of the axes, outermost first as in `mesh`, the seconds that a rank sends along each.
+) -> dict[str, float]:
+    """Seconds that a rank sends along each axis, if the mesh has its axes in this order, outermost first.
 
-    sizes: ranks along each axis. messages: of `step_messages`. node: ranks that the fast links connect. inside,
-    between: bytes a second from one rank to the next. An axis is as slow as its slowest link: inside a node only if
-    all of its ranks are in one. Nothing runs beside anything here; the order of the sums is what counts. The fastest
-    order comes first.
+    node: ranks that the fast links connect. inside, between: bytes a second from one rank to the next. An axis is as
+    slow as its slowest link: fast only if all of its ranks are in one node. Nothing runs beside anything here.
     """
-    found = {}
-    for order in itertools.permutations(sizes):
-        stride, seconds = 1, {}
-        for axis in reversed(order):
-            rate = inside if stride * sizes[axis] <= node else between
-            seconds[axis] = sum(_seconds(one, rate) for one in messages[axis])
-            stride *= sizes[axis]
-        found[order] = {axis: seconds[axis] for axis in order}
-    return dict(sorted(found.items(), key=lambda item: sum(item[1].values())))
-
-
-def step_messages(model: Transformer, batch: int, tokens: int, **options) -> dict[str, list[Sent]]:
-    """What a rank sends in a step along each axis, collective by collective, by the stage that sends most there.
-
-    options: as of `stage_shares`. A "send" stands for one message to a neighbour, of which tensor_bytes are sent.
-    """
-    shares = stage_shares(model, batch, tokens, **options)
-    data, tensor, pipeline, m = (options.get(name, 1) for name in ("data", "tensor", "pipeline", "micro_batches"))
-    precision = options.get("precision", "mixed")
-    itemsize, rows = ITEMSIZES[precision], batch // (data * m)
-    cut = {name: options[name] for name in ("precision", "sequence_parallel", "keep_gathered") if name in options}
-    found: dict[str, list[Sent]] = {}
-    for axis in AXES:
-        share = max(shares, key=lambda share, axis=axis: share.sent[axis])
-        if axis == "data":
-            nbytes = gradient_buckets(model, share.layers, tensor, data, itemsize)
-            found[axis] = [Sent("gradients", "backward", "all_reduce", 1, n, data) for n in nbytes if data > 1]
-        elif axis == "tensor":
-            each = tensor_traffic(model, share.layers, rows, tokens, tensor, **cut)
-            found[axis] = [one._replace(times=m * one.times) for one in each]
-        else:
-            ends = (share.stage > 0) + (share.stage < pipeline - 1)
-            found[axis] = [Sent("stream", "both", "send", m * ends, share.sent[axis] // (m * ends), 2)] if ends else []
-    return found
-
-
-def _seconds(sent: Sent, rate: float) -> float:
-    if sent.collective == "send":
-        return sent.times * sent.tensor_bytes / rate
-    halves = 2 if sent.collective == "all_reduce" else 1
-    return sent.times * ring_seconds(sent.tensor_bytes, sent.ranks, rate, halves=halves)
+    positive("node", node)
+    stride, seconds = 1, {}
+    for axis in reversed(order):
+        stride *= getattr(way, axis)
+        seconds[axis] = way.sent[axis] / (inside if stride <= node else between)
+    return {axis: seconds[axis] for axis in order}
