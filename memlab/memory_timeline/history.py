@@ -147,6 +147,16 @@ class History:
 
     # ---- making sense of them
 
+    def highest_since(self, mark: int) -> int:
+        """The most bytes held since there were `mark` changes, of storages that are not in `elsewhere`."""
+        held = highest = self.held
+        for number in range(len(self.changes) - 1, mark - 1, -1):
+            change = self.changes[number]
+            if change.storage not in self.elsewhere:
+                held -= change.delta
+                highest = max(highest, held)
+        return highest
+
     def timeline(self) -> Timeline:
         """The notes so far as a Timeline."""
         backward_ops = [number for number, op in enumerate(self.ops) if op.phase == BACKWARD]

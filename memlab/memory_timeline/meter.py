@@ -199,6 +199,15 @@ class Meter(TorchDispatchMode):
         """The moment it is, over all devices: the timeline's event so far, so that `totals[event]` is held."""
         return self.event_count - self._adopted
 
+    @property
+    def held_bytes(self) -> int:
+        """What tensors hold at this moment; on imagined hardware, on the card."""
+        return self._history.held
+
+    def highest_since(self, mark: int) -> int:
+        """The most that tensors held since `event_count` was `mark`, in bytes; on imagined hardware, on the card."""
+        return self._history.highest_since(mark)
+
     # ---- the hot path: once an op, so every look-up counts, and calls are few
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
