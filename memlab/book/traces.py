@@ -69,7 +69,7 @@ class Training:
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self._ends.append(self._meter.event_count)
+        self._ends.append(len(self._meter.timeline))  # of the card's events: others are of main memory
 
     def step(self, rows: int, tokens: int) -> None:
         """One training step on a batch of that shape."""
@@ -152,7 +152,7 @@ def growing_cache(tokens: int = 320, layers: int = 4, rows: int = 64, width: int
         for _ in range(tokens):
             for i, cache in enumerate(caches):
                 caches[i] = cache = torch.cat((cache, torch.empty(rows, 1, width)), 1)
-            ends.append(meter.event_count)
+            ends.append(len(meter.timeline))
     return Steps(requests(meter.timeline), ends)
 
 
