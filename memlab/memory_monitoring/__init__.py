@@ -5,33 +5,64 @@
             train(x, y)
             monitor.step()
 
-Read the pages in this order: `sources` (where figures come from), `steps` (what is kept of a run), `leaks` (does it
-grow?), `forecasts` (when is it full?), `log`, `monitor` (all of it around a loop), and `lines` (whose bytes grow).
+Read the pages in this order: `sources` (where figures come from) with `high_water`, `cuda`, and for the driver's
+level `gpu`, `driver`, `visible`; `steps` (what is kept of a run), `leaks` (does it grow?), `forecasts` (when is it
+full?) and `judging` (is that right, and early?); `log`, `alarms`, `thresholds`, `readings`, `sampler`, and `monitor`
+(all of it around a loop). Then whose bytes grow: `lines` (tensors), `python_lines` (all else), `holding` (who holds
+them), `naming` and `line_watch` (these together, for some steps of a run) with `slipped` (a mode that is entered in
+one call and left in another). Then `polling` (what a loop around nvidia-smi sees), `viewer` (a Timeline for PyTorch's
+own viewer), and the terminal's `terminal`, `processes` and `summary`.
 """
 
-from memlab.memory_monitoring.forecasts import Forecast, forecast
+from memlab.memory_monitoring.alarms import Alarm, MemoryWarning
+from memlab.memory_monitoring.cuda import CUDAMemory
+from memlab.memory_monitoring.forecasts import Forecast, Forecaster, forecast
+from memlab.memory_monitoring.gpu import GPUMemory, list_gpus
+from memlab.memory_monitoring.holding import holders
+from memlab.memory_monitoring.judging import Judgement, first_call, judge
 from memlab.memory_monitoring.leaks import Growth, growth
+from memlab.memory_monitoring.line_watch import LineWatch
 from memlab.memory_monitoring.lines import GrowingLine, growing_lines
 from memlab.memory_monitoring.log import read_log
-from memlab.memory_monitoring.monitor import Alarm, MemoryWarning, Monitor, Sample
-from memlab.memory_monitoring.sources import CUDAMemory, Gone, MeteredMemory, ProcessMemory
+from memlab.memory_monitoring.monitor import Monitor
+from memlab.memory_monitoring.polling import LeakSeen, Polled, leak_seen, polled
+from memlab.memory_monitoring.python_lines import PythonLineWatch, growing_python_lines
+from memlab.memory_monitoring.sampler import Sample
+from memlab.memory_monitoring.sources import Gone, MeteredMemory, ProcessMemory
 from memlab.memory_monitoring.steps import StepHistory
+from memlab.memory_monitoring.viewer import as_snapshot, save_snapshot
 
 __all__ = [
     "Alarm",
     "CUDAMemory",
     "Forecast",
+    "Forecaster",
+    "GPUMemory",
     "Gone",
     "GrowingLine",
     "Growth",
+    "Judgement",
+    "LeakSeen",
+    "LineWatch",
     "MemoryWarning",
     "MeteredMemory",
     "Monitor",
+    "Polled",
     "ProcessMemory",
+    "PythonLineWatch",
     "Sample",
     "StepHistory",
+    "as_snapshot",
+    "first_call",
     "forecast",
     "growing_lines",
+    "growing_python_lines",
     "growth",
+    "holders",
+    "judge",
+    "leak_seen",
+    "list_gpus",
+    "polled",
     "read_log",
+    "save_snapshot",
 ]

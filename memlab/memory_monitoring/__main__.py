@@ -1,34 +1,106 @@
-"""Watch a process or the GPUs from a terminal.
+"""Watch a process or the GPUs from a terminal, or read what a Monitor has logged.
 
-python -m memlab.memory_monitoring 12345
-python -m memlab.memory_monitoring gpu
+    python -m memlab.memory_monitoring 12345 --budget "16 GiB"
+    python -m memlab.memory_monitoring gpu --every 0.5
+    python -m memlab.memory_monitoring run.jsonl
+
+It prints a line a look until what it watches has ended, or Ctrl-C. It changes nothing in what it watches.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
 import sys
-import time
 from collections.abc import Sequence
+from pathlib import Path
 
-from memlab.memory_monitoring.sources import Gone, ProcessMemory
-from memlab.units import format_bytes
+from memlab.memory_monitoring.gpu import GPUMemory, list_gpus
+from memlab.memory_monitoring.log import Log
+from memlab.memory_monitoring.processes import OtherProcess, ProcessAndGPUs
+from memlab.memory_monitoring.sources import Gone
+from memlab.memory_monitoring.summary import summary
+from memlab.memory_monitoring.terminal import Watch, table
+from memlab.units import parse_bytes
+
+WAYS = ("nvml", "nvidia-smi")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print a line every second until what is watched is gone. Returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m memlab.memory_monitoring", description=__doc__.splitlines()[0])
-    parser.add_argument("what", help="a process's id, or gpu")
-    parser.add_argument("--every", type=float, default=1.0, help="seconds between two looks")
+    """Watch as the command line says. Returns the exit status: 0 at the end of what was watched, 2 for a wrong wish."""
+    parser = argparse.ArgumentParser(
+        prog="python -m memlab.memory_monitoring",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("what", help="a process's id, gpu for all GPUs, or a Monitor's log to sum up")
+    parser.add_argument("--every", type=float, default=1.0, metavar="SECONDS", help="from look to look; 1")
+    parser.add_argument("--count", type=int, metavar="N", help="end after so many looks")
+    parser.add_argument("--budget", metavar="SIZE", help='what must not be reached, "16 GiB": when will it be?')
+    parser.add_argument("--children", action="store_true", help="with all the processes that it started")
+    parser.add_argument("--log", metavar="FILE", help="append every look to this file, a JSON document a line")
     given = parser.parse_args(arguments)
     try:
-        source = ProcessMemory(int(given.what))
-        while True:
-            print(format_bytes(source.read()["resident"]), flush=True)
-            time.sleep(given.every)
-    except Gone as gone:
-        print(gone)
+        for line in _lines(given):
+            print(line, flush=True)
+    except KeyboardInterrupt:
         return 0
+    except BrokenPipeError:  # who read this has had enough; Python would say so again when it flushes at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (Gone, RuntimeError, ValueError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+def _lines(given: argparse.Namespace):
+    """The lines to print. Raises ValueError for a wish that cannot be granted, before anything is watched."""
+    if not 0 < given.every < float("inf"):
+        raise ValueError(f"expected more than 0 seconds as --every, found {given.every:g}")
+    if given.count is not None and given.count < 1:
+        raise ValueError(f"expected at least one look as --count, found {given.count}")
+    budget = None if given.budget is None else parse_bytes(given.budget)
+    if budget == 0:
+        raise ValueError("expected a budget above 0 bytes, found 0")
+    if given.what == "gpu":
+        watches = [Watch(gpu, "driver", gpu.total_bytes, budget) for gpu in _watched_gpus()]
+    elif given.what.isdecimal():
+        watches = [_process(int(given.what), given.children, budget)]
+    elif Path(given.what).is_file():
+        yield from summary(given.what, budget)
+        return
+    else:
+        raise ValueError(f"expected a process's id (a number), gpu, or the file of a log; found {given.what!r}")
+    with contextlib.closing(Log(given.log)) if given.log else contextlib.nullcontext() as log:
+        yield from table(watches, given.every, given.count, log, live=sys.stdout.isatty())
+    if log is not None and log.lost:
+        yield f"{log.lost:,} looks are missing from {given.log}: {log.error}"
+
+
+def _watched_gpus(pid: int | None = None) -> list[GPUMemory]:
+    """Every GPU of the driver, by the driver's index. Raises RuntimeError where there is none to ask."""
+    found = []
+    for gpu in list_gpus():
+        found.append(GPUMemory(gpu.uuid, pid, ways=WAYS))
+        found[-1].name = f"gpu {gpu.index}"
+    return found
+
+
+def _process(pid: int, children: bool, budget: int | None) -> Watch:
+    try:
+        source = OtherProcess(pid, children)
+    except Gone:
+        raise ValueError(f"expected a process that is running, found none with the id {pid}") from None
+    except PermissionError:
+        raise ValueError(f"process {pid} is not shown to you; ask as its user, or as root") from None
+    gpus: list[GPUMemory] = []
+    with contextlib.suppress(RuntimeError, ValueError):  # its share of a GPU is a welcome extra
+        gpus = _watched_gpus(pid)
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    level = "proportional" if "proportional" in source.read() else "resident"
+    return Watch(ProcessAndGPUs(source, gpus), level, whole, budget)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,16 @@
-"""When will it be full? Steps until the budget is reached, with an interval, from the growth and the peaks.
+"""When will it be full? Steps until the peak reaches the budget, with an interval, from growth and peaks.
 
-    steps left = (budget − the highest peak of late) / growth a step
+    steps left = (budget − peak of late) / growth a step
 
-The interval comes from the growth's: the fast end of it gives the early end of this one.
+The interval (90 %) takes the highest peak and the fastest growth for its early end, the lowest peak and the slowest
+growth for its late end; later still, if growth may be slowing down: what rose as steps ** p fills the room after
+steps · ((1 + room / rise) ** (1 / p) − 1) more. What grows in jumps may be full some jumps sooner or later.
+
+Whether to *call* a run is a question of patience. A cache or a replay buffer that is still filling grows as a leak
+does; no figures tell them apart until it stops, only time. So a run is called late enough to be sure and early enough
+to act: when the floor has risen by at least `PATIENCE` times what is left to `LINE` of the budget, that is, after
+three quarters of the way. A cache that ends before that is never called; one that ends beyond it is, and falsely. More
+patience means fewer false alarms and less warning; the page `judging` shows how many and how much.
 """
 
 from __future__ import annotations
@@ -10,13 +18,21 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from memlab.memory_monitoring.leaks import Growth, growth
+from memlab.memory_arithmetic.shapes import positive
+from memlab.memory_monitoring.leaks import STRETCHES, Growth, growth
 from memlab.memory_monitoring.steps import StepHistory
 from memlab.units import format_bytes
 
+LINE = 0.8
+PATIENCE = 3.0
+LOOK_AGAIN = 16
+
 
 class Forecast(NamedTuple):
-    """Steps until a budget is full: between `earliest` and `latest` steps from `step` on; math.inf for never."""
+    """Steps until a budget is full: between `earliest` and `latest` steps from `step` on (90 %); math.inf for never.
+
+    peak_bytes: the highest of late. urgent: whether the growth has come far enough to call the run.
+    """
 
     step: int
     budget_bytes: int
@@ -25,31 +41,86 @@ class Forecast(NamedTuple):
     steps_left: float
     earliest: float
     latest: float
+    urgent: bool = True
 
     @property
     def runs_out(self) -> bool:
-        """Whether the run is called: it grows, and will reach the budget."""
-        return self.growth.grows and self.steps_left < math.inf
+        """Whether the run is called: it grows, and will reach the budget before long."""
+        return self.growth.grows and self.urgent and self.steps_left < math.inf
 
     def __str__(self) -> str:
-        if not self.runs_out:
+        budget = format_bytes(self.budget_bytes)
+        if self.steps_left == 0:
+            return f"step {self.step}: {budget} are full"
+        if not self.growth.grows:
             return f"step {self.step}: no growth that lasts"
         rate = format_bytes(round(self.growth.bytes_per_step))
+        latest = f"to {self.latest:.0f}" if self.latest < math.inf else "or more, or never"
         return (
-            f"step {self.step}: grows by {rate} a step; {format_bytes(self.budget_bytes)} are full in "
-            f"{self.steps_left:.0f} steps ({self.earliest:.0f} to {self.latest:.0f})"
+            f"step {self.step}: grows by {rate} a step; {budget} are full in {self.steps_left:.0f} steps "
+            f"({self.earliest:.0f} {latest})"
         )
 
 
-def forecast(history: StepHistory, budget_bytes: int) -> Forecast:
-    """When a run that goes on as it did fills its budget."""
-    found = growth(history)
-    peak = max(history.peaks[-max(1, len(history.peaks) // 4) :], default=0)
-    room = max(0, budget_bytes - peak)
+class Forecaster:
+    """Forecasts of one history after every step, cheaply: growth is sought again only every so many steps.
 
-    def steps(rate: float) -> float:
-        return room / rate if rate > 0 else math.inf
+    That is after each 32nd part of the steps, and after LOOK_AGAIN at most. history: being appended to elsewhere.
+    patience: see this page's top. Raises TypeError for a budget that is no int, ValueError for one below 1 and for a
+    negative patience.
+    """
 
-    return Forecast(
-        history.steps, budget_bytes, peak, found, steps(found.bytes_per_step), steps(found.high), steps(found.low)
-    )
+    def __init__(self, history: StepHistory, budget_bytes: int, patience: float = PATIENCE):
+        positive("budget_bytes", budget_bytes)
+        if not patience >= 0:
+            raise ValueError(f"expected a patience of 0 or more, found {patience!r}; {PATIENCE:g} is usual")
+        self.history, self.budget_bytes, self.patience = history, budget_bytes, patience
+        self._growth, self._again_at = growth(history), history.steps + 1
+
+    def __call__(self) -> Forecast:
+        """The forecast as of the last step."""
+        steps = self.history.steps
+        if steps >= self._again_at:
+            self._growth, self._again_at = growth(self.history), steps + max(1, min(steps // 32, LOOK_AGAIN))
+        return _forecast(self.history, self.budget_bytes, self._growth, self.patience)
+
+
+def forecast(history: StepHistory, budget_bytes: int, patience: float = PATIENCE) -> Forecast:
+    """When a run that goes on as it did fills its budget; after every step, a `Forecaster` is cheaper. Raises as it."""
+    return Forecaster(history, budget_bytes, patience)()
+
+
+def _forecast(history: StepHistory, budget: int, found: Growth, patience: float) -> Forecast:
+    peak = max(history.peaks[-max(1, len(history.peaks) // STRETCHES) :], default=0)
+    if peak >= budget:
+        return Forecast(history.steps, budget, peak, found, 0.0, 0.0, 0.0)
+    if not found.grows:
+        return Forecast(history.steps, budget, peak, found, math.inf, math.inf, math.inf, False)
+    lowest, middle, highest = found.peaks
+    gone = history.steps - found.until_step
+
+    def steps(to_peak: int, rate: float) -> float:
+        return (budget - to_peak) / rate - gone if rate > 0 else math.inf
+
+    middle_steps = steps(middle, found.bytes_per_step)
+    pause = found.pause_steps * (1 + max(0.0, middle_steps) / _steps_seen(found))
+    earliest = max(0.0, steps(highest, found.high) - pause)
+    latest = max(0.0, steps(lowest, found.low), _steps_slowing(budget - lowest, found) - gone) + pause
+    left = min(max(earliest, middle_steps), latest)
+    far = min(highest, peak)
+    line = max(LINE * budget, (budget + far - found.rise_bytes) / 2)
+    urgent = found.rise_bytes >= patience * (line - far)
+    return Forecast(history.steps, budget, peak, found, left, earliest, latest, urgent)
+
+
+def _steps_seen(found: Growth) -> float:
+    """The steps in which the floor rose as far as it did."""
+    return found.rise_bytes / found.bytes_per_step
+
+
+def _steps_slowing(room: int, found: Growth) -> float:
+    """Steps to fill the room if growth slows down as much as it may."""
+    try:
+        return _steps_seen(found) * ((1 + max(0, room) / found.rise_bytes) ** (1 / found.power) - 1)
+    except (OverflowError, ZeroDivisionError):
+        return math.inf

@@ -6,61 +6,55 @@
             monitor.step()
 
 The thread sees what happens inside a step, also one that hangs, and warns at once. Whatever is to change the training
-(a callback) is called by `step()`, in the training's own thread, between two steps. Nothing that goes wrong here may
-end the run that is watched: it becomes an alarm.
+(a callback) is called by `step()`, in the training's own thread. What goes wrong here becomes an alarm and never ends
+the run; only a monitor that cannot begin says so, before the training. A fork's copy of it does nothing.
 """
 
 from __future__ import annotations
 
+import math
 import os
-import threading
 import time
-import warnings
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
-import torch
-
-from memlab.memory_monitoring.forecasts import Forecast, forecast
-from memlab.memory_monitoring.log import Log
-from memlab.memory_monitoring.sources import CUDAMemory, Gone, ProcessMemory, Source
+from memlab.memory_monitoring.alarms import Alarm, Alarms
+from memlab.memory_monitoring.forecasts import Forecast
+from memlab.memory_monitoring.line_watch import LineWatch, told
+from memlab.memory_monitoring.log import Log, described
+from memlab.memory_monitoring.readings import Readings, found_sources
+from memlab.memory_monitoring.sampler import Listeners, Sample, Sampler
+from memlab.memory_monitoring.sources import Source
 from memlab.memory_monitoring.steps import StepHistory
+from memlab.memory_monitoring.thresholds import Outlook, Thresholds
 from memlab.units import format_bytes, parse_bytes
 
 SAMPLES = 10_000
-
-
-class Sample(NamedTuple):
-    """One look: seconds since the start, steps done by then, and the bytes of each level that was seen."""
-
-    seconds: float
-    step: int
-    figures: dict[str, int]
-
-
-class Alarm(NamedTuple):
-    """Something to be told: `kind` is "threshold", "growth", "gone", "log" or "callback"."""
-
-    kind: str
-    step: int
-    message: str
-    forecast: Forecast | None = None
-
-
-class MemoryWarning(ResourceWarning):
-    """What a Monitor warns with."""
+IN_MAIN_MEMORY = ("heap", "resident")
+WATCHED = ("allocated", "storages", "heap", "resident")
+LOG_SECONDS, JOIN_SECONDS = 1.0, 5.0
 
 
 class Monitor:
     """Watches the memory of the training loop in its `with` block.
 
     budget: bytes, or text such as "16 GiB", that the watched figure must not reach; None: no forecast, no threshold.
-    every: seconds between two looks of the thread. log: a file to append JSON lines to.
-    warn_at: the part of the budget from which to warn. sources: what to look at; by default this process, and PyTorch's
-    allocator where a GPU is. watch: the level that is held against the budget; by default the first of *allocated*,
-    *storages*, *heap*, *resident* that there is. on_alarm: called with each Alarm by `step()`.
+    every: seconds between two looks of the thread; it looks less often where looking is slow. log: a file to append
+    JSON lines to. warn_at: the part of the budget from which to warn, or several. sources: what to look at; by default
+    this process, PyTorch's allocator where a GPU is, and the driver where it tells. watch: the level that is held
+    against the budget; by default the first of *allocated*, *storages*, *heap*, *resident* that there is.
+    on_alarm: called with each Alarm about memory ("threshold", "growth") by `step()`; it returns True if it changed
+    the run, so that what was before no longer counts. To end the training, let it set a flag that the loop looks at.
+    name_lines: when growth is called, meter the steps that follow and name the lines whose bytes grow, once: an Alarm
+    "lines", and `lines`. Those steps are slower, and where main memory is watched, left out of the history.
+
+    exact_peaks: whether the history's peaks are a high-water mark's, which misses nothing, or the highest sample's.
+    peaks: the last step's high-water marks, of the watched level's source. samples: the last Samples. listeners: called
+    with each Sample in the thread; one that raises is called no more.
+
+    Raises ValueError and TypeError for arguments without sense. Entering it raises OSError for a log that cannot be
+    written, ValueError for a level to watch that no source has, RuntimeError the second time.
     """
 
     def __init__(
@@ -69,126 +63,198 @@ class Monitor:
         *,
         every: float = 0.1,
         log: str | Path | None = None,
-        warn_at: float = 0.9,
+        warn_at: float | Iterable[float] = 0.9,
         sources: Sequence[Source] | None = None,
         watch: str | None = None,
         on_alarm: Callable[[Alarm], object] | None = None,
+        name_lines: bool = False,
     ):
         self.budget_bytes = None if budget is None else parse_bytes(budget)
-        self.every, self.warn_at, self.on_alarm = every, warn_at, on_alarm
-        self.sources = list(sources) if sources is not None else _found()
-        self.watch = watch
-        self.history = StepHistory()
+        if self.budget_bytes == 0:
+            raise ValueError("expected a budget above 0 bytes, found 0; None watches without one")
+        if not 0 < every < math.inf:
+            raise ValueError(f"expected seconds above 0 between two looks, found every={every}")
+        self.every, self.watch, self.on_alarm = every, watch, on_alarm
+        self.steps, self.peaks, self.exact_peaks = 0, {}, False
         self.samples: deque[Sample] = deque(maxlen=SAMPLES)
-        self.alarms: list[Alarm] = []
-        self.listeners: list[Callable[[Sample], object]] = []
-        self._log_path, self._log = log, None
-        self._pending: deque[Alarm] = deque()
-        self._warned: set[str] = set()
-        self._stop, self._thread = threading.Event(), None
-        self._sampled_peak = 0
+        self.listeners = Listeners()
+        self._alarms = Alarms()
+        self._thresholds = Thresholds(self.budget_bytes or 1, warn_at)
+        self._outlook = Outlook(self.budget_bytes)
+        self._readings = Readings(found_sources() if sources is None else sources, self._trouble)
+        self._log_path, self._log, self._logged = log, None, -math.inf
+        self._sampled = (0, 0)  # a step's number, and the most that the thread saw in it
+        self._pid, self._entered, self._sampler = None, False, None
+        self.name_lines, self.lines, self._line_watch = name_lines, [], None
+
+    @property
+    def alarms(self) -> list[Alarm]:
+        """All that was told, in order."""
+        return self._alarms.told
+
+    @property
+    def history(self) -> StepHistory:
+        """Ends and peaks of the watched level, step by step, since the run began or was `changed`."""
+        return self._outlook.history
+
+    @property
+    def running(self) -> bool:
+        """Whether its block is being run, by this process."""
+        return os.getpid() == self._pid
 
     def __enter__(self) -> Monitor:
-        self._pid, self._start = os.getpid(), time.perf_counter()
-        if self._log_path is not None:
-            self._log = Log(self._log_path)
-            self._log.write("start", pid=self._pid, time=time.time(), budget=self.budget_bytes)
-        for source in self.sources:
-            source.reset()
-        self._look()
-        self._thread = threading.Thread(target=self._run, name="memlab monitor", daemon=True)
-        self._thread.start()
-        return self
+        if self._entered:
+            raise RuntimeError("expected a Monitor that was not used before, found one that was; make another one")
+        self._entered, self._pid, self._start = True, os.getpid(), time.perf_counter()
+        try:
+            if self._log_path is not None:
+                self._alarms.log = self._log = Log(self._log_path)
+            self._begin()
+            self._sampler = Sampler(self, Monitor._look, self.every)
+            self._sampler.start()
+            return self
+        except BaseException as error:
+            self._finish(error)
+            raise
 
-    def __exit__(self, *error) -> None:
-        if os.getpid() != self._pid:
-            return
-        self._stop.set()
-        self._thread.join()
-        if self._log is not None:
-            self._log.write("end", steps=self.history.steps, error=repr(error[1]) if error[1] else None)
-            self._log.close()
+    def __exit__(self, kind, error, trace) -> None:
+        try:
+            if self.running:
+                self._finish(error)
+        except KeyboardInterrupt:  # end tidily, then let it through
+            self.__exit__(kind, error, trace)
+            raise
 
     def step(self) -> None:
-        """Mark the end of a training step, and hear what there is to say."""
+        """Mark the end of a training step, and hear what there is to say. Raises RuntimeError outside the block."""
         if os.getpid() != self._pid:
+            if self._pid is None:
+                raise RuntimeError("expected step() inside the monitor's with block, found it outside; move it inside")
             return
-        figures = self._read("read")
-        peaks = self._read("peaks")
-        for source in self.sources:
-            source.reset()
-        level = self._watched(figures)
-        peak = max(peaks.get(level, 0), figures[level], self._sampled_peak)
-        self._sampled_peak = 0
-        self.history.append(figures[level], peak)
-        if self._log is not None:
-            self._log.write("step", step=self.history.steps, end=figures[level], peak=peak)
-        if self.budget_bytes is not None:
-            said = self.forecast()
-            if said.runs_out and "growth" not in self._warned:
-                self._warned.add("growth")
-                self._raise_alarm(Alarm("growth", self.history.steps, str(said), said))
-        while self._pending:
-            alarm = self._pending.popleft()
-            if self.on_alarm is not None:
-                try:
-                    self.on_alarm(alarm)
-                except Exception as error:
-                    self._note(Alarm("callback", self.history.steps, f"on_alarm raised {error!r}; the run goes on"))
+        try:
+            self._step()
+            if self._alarms.call(self.on_alarm):
+                self.changed()
+        except Exception as error:
+            self._trouble("monitor", f"the monitor failed: {error!r}; the run goes on")
+
+    def changed(self) -> None:
+        """The run is another one from here on (a smaller batch, say): forget its history, and tell what comes."""
+        self._outlook = Outlook(self.budget_bytes, self.steps)
+        self._thresholds.arm()
+        if self._log is not None and self.running:
+            self._log.write("changed", step=self.steps)
 
     def forecast(self) -> Forecast:
         """When the budget will be full, from the steps so far. Raises ValueError where there is no budget."""
-        if self.budget_bytes is None:
-            raise ValueError("expected a Monitor with a budget, found none: Monitor(budget='16 GiB')")
-        return forecast(self.history, self.budget_bytes)
+        return self._outlook.forecast()
 
-    # ---- the thread
+    def __repr__(self) -> str:
+        now = self.samples[-1].figures.get(self.watch, 0) if self.samples else 0
+        budget = "" if self.budget_bytes is None else f" of {format_bytes(self.budget_bytes)}"
+        peak = f", peak {format_bytes(max(self.history.peaks))}" if self.history.peaks else ""
+        return (
+            f"<Monitor: step {self.steps}, {self.watch} {format_bytes(now)}{budget}{peak}, {len(self.alarms)} alarms>"
+        )
 
-    def _run(self) -> None:
-        while not self._stop.wait(self.every):
-            self._look()
+    # ---- in the training's thread
 
-    def _look(self) -> None:
-        figures = self._read("read")
-        sample = Sample(time.perf_counter() - self._start, self.history.steps, figures)
-        self.samples.append(sample)
-        now = figures[self._watched(figures)]
-        self._sampled_peak = max(self._sampled_peak, now)
-        if self.budget_bytes and now >= self.warn_at * self.budget_bytes and "threshold" not in self._warned:
-            self._warned.add("threshold")
-            text = f"{format_bytes(now)} of {format_bytes(self.budget_bytes)} are in use"
-            self._raise_alarm(Alarm("threshold", self.history.steps, text))
-        for listener in self.listeners:
-            listener(sample)
-
-    def _read(self, what: str) -> dict[str, int]:
-        figures: dict[str, int] = {}
-        for source in list(self.sources):
-            try:
-                figures |= getattr(source, what)()
-            except Gone as gone:
-                self.sources.remove(source)
-                self._note(Alarm("gone", self.history.steps, f"{gone}; watching what is left"))
-        return figures
-
-    def _watched(self, figures: dict[str, int]) -> str:
+    def _begin(self) -> None:
+        figures, marks = self._readings.read(), self._readings.peaks()
         if self.watch is None:
-            self.watch = next(name for name in ("allocated", "storages", "heap", "resident") if name in figures)
-        return self.watch
-
-    def _raise_alarm(self, alarm: Alarm) -> None:
-        self._pending.append(alarm)
-        self._note(alarm)
-
-    def _note(self, alarm: Alarm) -> None:
-        self.alarms.append(alarm)
-        warnings.warn(alarm.message, MemoryWarning, stacklevel=3)
+            self.watch = next((level for level in (*WATCHED, *figures) if level in figures), None)
+        if self.watch not in figures:
+            wanted = "a source with figures" if self.watch is None else f"a source with the level {self.watch!r}"
+            raise ValueError(f"expected {wanted}, found {', '.join(figures) or 'none'}; choose other sources or watch")
+        self.exact_peaks = self.watch in marks
         if self._log is not None:
-            self._log.write("alarm", about=alarm.kind, step=alarm.step, message=alarm.message)
+            about = {"watch": self.watch, "exact_peaks": self.exact_peaks, "budget": self.budget_bytes}
+            self._log.write("start", pid=self._pid, time=time.time(), **about)
+        self._line_watch = LineWatch() if self.name_lines else None
+        self._look()
 
+    def _step(self) -> None:
+        end, peak = self._readings.end(self.watch), None
+        self.peaks = self._readings.peaks(self.watch) if self.exact_peaks else {}
+        lines = self._line_watch
+        if end is not None and not (lines is not None and lines.running and self.watch in IN_MAIN_MEMORY):
+            of_step, sampled = self._sampled
+            peak = max(end, self.peaks.get(self.watch, sampled if of_step == self.steps else 0))
+            self.history.append(end, peak)
+            self._check(peak)
+        self.steps += 1
+        if self._log is not None:
+            self._log.step(self.steps, time.perf_counter() - self._start, end, peak)
+        said = self._outlook.call()
+        if said is not None:
+            self._alarms.tell(Alarm("growth", self.steps, str(said), said))
+        if lines is not None:
+            self._name_lines(lines, said)
 
-def _found() -> list[Source]:
-    sources: list[Source] = [ProcessMemory()]
-    if torch.cuda.is_available():
-        sources.append(CUDAMemory())
-    return sources
+    def _name_lines(self, watch: LineWatch, said: Forecast | None) -> None:
+        found = watch.step_done()
+        if watch.failed:
+            self._trouble("lines", f"the lines that grow cannot be named: {watch.failed}")
+        elif found is not None:
+            self.lines = found
+            self._alarms.tell(Alarm("lines", self.steps, told(found)))
+        elif said is not None:
+            watch.start(said.growth.bytes_per_step if self.watch in IN_MAIN_MEMORY else 0.0)
+
+    def _finish(self, error: BaseException | None) -> None:
+        if self._line_watch is not None:
+            self._line_watch.close()
+        if self._sampler is not None and not self._sampler.stop(JOIN_SECONDS):
+            self._trouble("monitor", "a source or a listener hangs, and its thread with it; it was left there")
+        if self._log is not None:
+            self._check_log()
+            self._log.write("end", steps=self.steps, lost=self._log.lost, error=described(error))
+            self._log.close()
+        self._readings.close()
+        self._pid = None
+
+    # ---- in the monitor's thread
+
+    def _look(self) -> float:
+        """Take a sample. Returns the seconds of processor time that it took."""
+        began, took = time.thread_time(), 0.0
+        try:
+            step = self.steps
+            sample = Sample(time.perf_counter() - self._start, step, self._readings.read())
+            took = time.thread_time() - began
+            if sample.figures:
+                self._seen(sample)
+        except Exception as error:
+            self._trouble("monitor", f"the monitor failed: {error!r}; the run goes on")
+        return took
+
+    def _seen(self, sample: Sample) -> None:
+        self.samples.append(sample)
+        now = sample.figures.get(self.watch)
+        if now is not None:
+            of_step, highest = self._sampled
+            self._sampled = (sample.step, max(now, highest) if of_step == sample.step else now)
+            self._check(now)
+        if self._log is not None and sample.seconds >= self._logged + LOG_SECONDS:
+            self._logged = sample.seconds
+            self._log.write("sample", step=sample.step, seconds=round(sample.seconds, 3), figures=sample.figures)
+            self._check_log()
+        self.listeners.hear(sample, self._trouble)
+
+    # ---- in both
+
+    def _check(self, nbytes: int) -> None:
+        part = None if self.budget_bytes is None else self._thresholds.see(nbytes)
+        if part is not None:
+            used = f"{format_bytes(nbytes)} of {format_bytes(self.budget_bytes)} are in use"
+            self._alarms.tell(Alarm("threshold", self.steps, f"{used} ({self.watch}): {part:.0%} or more"))
+
+    def _check_log(self) -> None:
+        self._log.check()
+        if self._log.lost:
+            self._trouble("log", f"lines of the log {self._log.path} are lost: {self._log.error}; the run goes on")
+
+    def _trouble(self, kind: str, message: str) -> None:
+        """What is wrong with the watching itself is told once, not with every step."""
+        once = kind if kind in ("log", "monitor") else message
+        self._alarms.tell(Alarm(kind, self.steps, message), once=once)

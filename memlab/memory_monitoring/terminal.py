@@ -1,0 +1,158 @@
+"""A table in the terminal: one line a look, for each thing that is watched.
+
+    seconds                    resident         swap      highest     a minute   of the budget, 16.0 GiB
+          0  process 7          1.2 GiB          0 B      1.3 GiB                [##                  ]   7.5%
+
+*a minute* is what the figure grew by in the last minute, or since the start, each minute. With a budget the history of
+looks is judged as a Monitor judges steps, a look being a step, and the line ends with the seconds until it is full.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, Protocol
+
+from memlab.memory_monitoring.forecasts import forecast
+from memlab.memory_monitoring.log import Log
+from memlab.memory_monitoring.sources import Gone
+from memlab.memory_monitoring.steps import StepHistory
+from memlab.units import format_bytes
+
+BAR_WIDTH = 20
+HEADER_EVERY = 20
+NAMES = {"proportional": "PSS", "driver": "used", "driver_process": "its share"}
+
+
+class Watched(Protocol):
+    """What `Watch` asks of a source; each `Gone` ends that source's lines."""
+
+    name: str
+
+    def read(self) -> dict[str, int]:
+        """Bytes now, by level."""
+
+
+class Row(NamedTuple):
+    """One look at one source: seconds since the start, its figures, the highest known, and growth in bytes a minute."""
+
+    seconds: float
+    source: str
+    figures: dict[str, int]
+    peak_bytes: int
+    bytes_per_minute: float | None
+    full_in_seconds: tuple[float, float, float] | None  # likely, earliest, latest
+
+
+class Watch:
+    """Looks at one source, again and again, and keeps what the table says of it.
+
+    level: the figure that is held against the budget. whole_bytes: what the bar is a part of, where no budget is given.
+    """
+
+    def __init__(self, source: Watched, level: str, whole_bytes: int | None, budget_bytes: int | None = None):
+        self.source, self.level, self.budget_bytes = source, level, budget_bytes
+        self.whole_bytes = budget_bytes or whole_bytes
+        self.peak_bytes = 0
+        self._history = StepHistory()
+        self._late: deque[tuple[float, int]] = deque()
+
+    def look(self, seconds: float) -> Row | None:
+        """One look; None where the source does not answer this time. Raises Gone when it is gone."""
+        figures = self.source.read()
+        if self.level not in figures:
+            return None
+        now = figures[self.level]
+        self.peak_bytes = max(self.peak_bytes, now, figures.pop("peak", 0))
+        self._history.append(now, now)
+        self._late.append((seconds, now))
+        while len(self._late) > 2 and seconds - self._late[1][0] >= 60:
+            self._late.popleft()
+        began, then = self._late[0]
+        rate = (now - then) * 60 / (seconds - began) if seconds > began else None
+        return Row(seconds, self.source.name, figures, self.peak_bytes, rate, self._full_in(seconds))
+
+    def _full_in(self, seconds: float) -> tuple[float, float, float] | None:
+        if self.budget_bytes is None or self._history.steps < 2:
+            return None
+        found = forecast(self._history, self.budget_bytes)
+        if not found.growth.grows or found.steps_left == math.inf:
+            return None
+        each = seconds / (self._history.steps - 1)
+        return found.steps_left * each, found.earliest * each, found.latest * each
+
+
+def table(
+    watches: list[Watch],
+    every: float,
+    count: int | None = None,
+    log: Log | None = None,
+    *,
+    live: bool = False,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], object] = time.sleep,
+) -> Iterator[str]:
+    """The table's lines as time goes by, until nothing is left to watch or `count` looks are done.
+
+    every: seconds from look to look, kept by the clock. live: for a terminal that someone looks at, with bars, and the
+    header again every HEADER_EVERY looks. What is gone ends with a sentence, and the others go on.
+    """
+    watches, shown = list(watches), None
+    start, looks = clock(), 0
+    while watches and (count is None or looks < count):
+        if looks:
+            sleep(max(0.0, start + looks * every - clock()))
+        for watch in list(watches):
+            try:
+                row = watch.look(clock() - start)
+            except Gone as gone:
+                watches.remove(watch)
+                yield f"{gone}; watched for {clock() - start:.0f} s, at most {format_bytes(watch.peak_bytes)} seen"
+                continue
+            if row is None:
+                yield f"{clock() - start:9.0f}  {watch.source.name} does not answer this time"
+                continue
+            if log is not None:
+                log.write("look", seconds=round(row.seconds, 3), source=row.source, level=watch.level, **row.figures)
+            columns = *row.figures, watch.whole_bytes is not None
+            if columns != shown or (live and looks and looks % HEADER_EVERY == 0 and watch is watches[0]):
+                shown = columns
+                yield _header(row, watch)
+            yield _line(row, watch, live, digits=int(every < 1))
+        looks += 1
+
+
+def _header(row: Row, watch: Watch) -> str:
+    cells = [f"{'seconds':>9}  {'':14}"]
+    cells += [f"{NAMES.get(name, name):>13}" for name in (*row.figures, "highest", "a minute")]
+    if watch.whole_bytes is not None:
+        cells.append(f"   of {'the budget, ' * (watch.budget_bytes is not None)}{format_bytes(watch.whole_bytes)}")
+    return "".join(cells).rstrip()
+
+
+def _line(row: Row, watch: Watch, bar: bool, digits: int) -> str:
+    cells = [f"{row.seconds:9.{digits}f}  {row.source:14}"]
+    cells += [f"{value if name == 'processes' else format_bytes(value):>13}" for name, value in row.figures.items()]
+    cells.append(f"{format_bytes(row.peak_bytes):>13}")
+    rate = "" if row.bytes_per_minute is None else format_bytes(round(row.bytes_per_minute))
+    cells.append(f"{rate if rate.startswith('-') or not rate else '+' + rate:>13}")
+    if watch.whole_bytes:
+        part = row.figures[watch.level] / watch.whole_bytes
+        if bar:
+            cells.append(f"   [{'#' * round(min(part, 1) * BAR_WIDTH):{BAR_WIDTH}}]")
+        cells.append(f"{part:9.1%}")
+    if row.full_in_seconds is not None:
+        likely, early, late = map(_duration, row.full_in_seconds)
+        cells.append(f"   full in {likely} ({early} to {late})")
+    return "".join(cells).rstrip()
+
+
+def _duration(seconds: float) -> str:
+    """Seconds in words: "45 s", "12 min", "3.5 h", or "never"."""
+    if seconds == math.inf:
+        return "never"
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

@@ -1,0 +1,438 @@
+"""A monitor's figures are the system's own, its peaks miss nothing that a high-water mark saw, and it stays small."""
+
+import ctypes
+import gc
+import math
+import os
+import resource
+import threading
+import time
+
+import pytest
+import torch
+
+from memlab.memory_monitoring import MemoryWarning, MeteredMemory, Monitor, ProcessMemory, read_log, sources
+from memlab.memory_monitoring.high_water import HighWater, _tables, join_mark
+from memlab.memory_monitoring.readings import Readings
+from memlab.memory_monitoring.thresholds import Calls, Thresholds
+from memlab.memory_timeline import Meter, imagine
+from memlab.units import KiB, MiB
+
+ROUGHLY = 24  # MiB: since Linux 6.2 every core counts some resident pages late, on a host of many cores many
+
+linux = pytest.mark.skipif(not sources.HAS_PROC, reason="needs /proc")
+glibc = pytest.mark.skipif(ProcessMemory()._heap is None, reason="needs glibc's mallinfo2")
+
+
+class Figures:
+    """A source that says what it is told to."""
+
+    def __init__(self, name="figures", **figures):
+        self.name, self.figures, self.marks, self.asked, self.closed = name, figures, {}, 0, 0
+
+    def read(self):
+        self.asked += 1
+        return dict(self.figures)
+
+    def peaks(self):
+        marks, self.marks = self.marks, {}
+        return marks
+
+    def close(self):
+        self.closed += 1
+
+
+def run(monitor, source, ends, level="allocated", peaks=None):
+    """A step for each end (and peak) in bytes."""
+    for number, end in enumerate(ends):
+        source.figures[level] = end
+        if peaks is not None:
+            source.marks = {level: peaks[number]}
+        monitor.step()
+
+
+def monitors_threads():
+    return [thread for thread in threading.enumerate() if thread.name == "memlab monitor"]
+
+
+def smaps_rollup(field):
+    with open("/proc/self/smaps_rollup") as file:
+        return next(int(line.split()[1]) * KiB for line in file if line.startswith(field + ":"))
+
+
+# ---- the process
+
+
+@linux
+def test_resident_is_what_the_systems_own_account_of_the_pages_adds_up_to():
+    held = torch.ones(24 * MiB, dtype=torch.uint8)
+    assert abs(ProcessMemory().read()["resident"] - smaps_rollup("Rss")) < ROUGHLY * MiB
+    assert held.numel() == 24 * MiB
+
+
+@glibc
+def test_the_heap_grows_by_what_malloc_is_asked_for_and_falls_when_it_is_given_back():
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+    memory, asked = ProcessMemory(), 40 * MiB
+    before = memory.read()["heap"]
+    pointer = libc.malloc(ctypes.c_size_t(asked))
+    during = memory.read()["heap"] - before
+    libc.free(pointer)
+    assert asked <= during < asked + 64 * KiB
+    assert abs(memory.read()["heap"] - before) < 64 * KiB
+
+
+@linux
+def test_a_steps_resident_peak_is_seen_though_no_sample_fell_into_it():
+    with Monitor(every=1000, watch="resident") as monitor:
+        assert monitor.exact_peaks
+        for size in (0, 128, 0):
+            torch.ones(size * MiB, dtype=torch.uint8)
+            monitor.step()
+    rises = [(peak - end) / MiB for end, peak in zip(monitor.history.ends, monitor.history.peaks, strict=True)]
+    assert rises[0] < ROUGHLY and abs(rises[1] - 128) < ROUGHLY and rises[2] < ROUGHLY
+
+
+@linux
+def test_the_high_water_mark_is_the_one_that_getrusage_reports():
+    memory = ProcessMemory()
+    memory.peaks()
+    torch.ones(500 * MiB, dtype=torch.uint8)  # more than this process ever had at once: only then ru_maxrss rises
+    try:
+        assert abs(memory.peaks()["resident"] - resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KiB) < 520 * MiB
+    finally:
+        memory.close()
+
+
+@linux
+def test_files_are_opened_once_and_closed_with_the_monitor():
+    def files():
+        return len(os.listdir("/proc/self/fd"))
+
+    before = files()
+    with Monitor() as monitor:
+        monitor.step()
+        opened = files()
+        for _ in range(50):
+            monitor.step()
+        assert files() == opened
+    assert files() == before and not any(table.marks for table in _tables.values())
+
+
+@linux
+def test_where_the_mark_cannot_be_set_back_peaks_are_sampled_and_the_monitor_says_so(monkeypatch):
+    real = os.open
+
+    def no_right(path, *rest):
+        if str(path).endswith("clear_refs"):
+            raise PermissionError(13, "Permission denied", path)
+        return real(path, *rest)
+
+    monkeypatch.setattr(os, "open", no_right)
+    before = len(os.listdir("/proc/self/fd"))
+    with Monitor(every=0.002, watch="resident") as monitor:
+        assert not monitor.exact_peaks and monitor.peaks == {}
+        looks = len(monitor.samples)
+        held = torch.ones(192 * MiB, dtype=torch.uint8)
+        while len(monitor.samples) < looks + 3:
+            time.sleep(0.002)
+        del held
+        monitor.step()
+        monitor.step()
+    (first_end, _), (first, second) = monitor.history.ends, monitor.history.peaks
+    assert first - first_end > 160 * MiB and second - first_end < 32 * MiB
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+# ---- marks that are shared
+
+
+class OneMark:
+    """A counter with one peak, as the system and PyTorch keep it."""
+
+    def __init__(self):
+        self.now = self.peak = 0
+
+    def to(self, now):
+        self.now, self.peak = now, max(self.peak, now)
+
+    def water(self):
+        return HighWater(lambda: {"level": self.peak}, lambda: setattr(self, "peak", self.now))
+
+
+def test_each_reader_of_a_mark_hears_the_most_since_it_asked_itself():
+    mark = OneMark()
+    water, inner, leave_inner = join_mark("one", mark.water, mark)
+    same, outer, leave_outer = join_mark("one", mark.water, mark)
+    assert same is water
+    told = []
+    for now, who in ((5, inner), (3, outer), (9, inner), (2, inner), (4, outer), (1, outer), (1, inner)):
+        mark.to(now)
+        told.append(water.take(who)["level"])
+    #         inner: 5; outer: 5 (3 now); inner: 9; inner: 9, for it began at 9; outer: 9; outer: 4; inner: 4
+    assert told == [5, 5, 9, 9, 9, 4, 4]
+    leave_inner()
+    assert "one" in _tables[os.getpid()].marks
+    leave_outer()
+    assert "one" not in _tables[os.getpid()].marks
+
+
+def test_marks_read_side_by_side_in_threads_lose_no_peak():
+    mark, lost = OneMark(), []
+    water, _, leave = join_mark("threads", mark.water, mark)
+    highest = [0] * 4
+
+    def read(number):
+        _, reader, go = join_mark("threads", mark.water, mark)
+        for _ in range(300):
+            highest[number] = max(highest[number], water.take(reader)["level"])
+        go()
+
+    threads = [threading.Thread(target=read, args=(number,)) for number in range(4)]
+    mark.to(1)
+    for thread in threads:
+        thread.start()
+    mark.to(1000)
+    mark.to(0)
+    for thread in threads:
+        thread.join()
+    mark.to(0)
+    leave()
+    assert not lost and sum(high in (1000, 1, 0) for high in highest) == 4
+
+
+@linux
+def test_two_monitors_each_have_their_own_steps_peaks():
+    with Monitor(every=1000, watch="resident") as outer:
+        torch.ones(320 * MiB, dtype=torch.uint8)
+        with Monitor(every=1000, watch="resident") as inner:
+            for size in (96, 192, 80):  # above 32 MiB malloc maps pages for each, and gives them back
+                torch.ones(size * MiB, dtype=torch.uint8)
+                inner.step()
+        outer.step()
+        torch.ones(128 * MiB, dtype=torch.uint8)
+        outer.step()
+    rises = [round((peak - inner.history.ends[0]) / MiB) for peak in inner.history.peaks]
+    assert all(abs(rise - size) < ROUGHLY for rise, size in zip(rises, (96, 192, 80), strict=True))
+    rises = [round((peak - outer.history.ends[0]) / MiB) for peak in outer.history.peaks]
+    assert all(abs(rise - size) < ROUGHLY for rise, size in zip(rises, (320, 128), strict=True))
+
+
+# ---- a meter
+
+
+def leak(monitor, meter, steps, kept):
+    for _ in range(steps):
+        x = torch.ones(1024)
+        y = x * 2
+        kept.append(y[:1].clone())
+        del x, y
+        monitor.step()
+
+
+@pytest.mark.parametrize("imagined", [False, True])
+def test_a_metered_history_is_the_closed_form_of_a_toy_leak(imagined):
+    kept = []
+    if imagined:
+        with imagine("H100-80GB"), Meter() as meter, Monitor(every=1000, sources=[MeteredMemory(meter)]) as monitor:
+            leak(monitor, meter, 20, kept)
+    else:
+        with Meter() as meter, Monitor(every=1000, sources=[MeteredMemory(meter)]) as monitor:
+            leak(monitor, meter, 20, kept)
+    assert monitor.watch == "storages" and monitor.exact_peaks
+    # A step keeps one float; at its peak it holds x and y, of 1024 floats, and that one.
+    assert list(monitor.history.ends) == [4 * (n + 1) for n in range(20)]
+    assert list(monitor.history.peaks) == [4 * n + 2 * 4096 + 4 for n in range(20)]
+    assert max(monitor.history.peaks) == meter.timeline.peak_bytes
+
+
+def test_a_meters_timeline_says_the_same_as_the_monitor():
+    model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64))
+    optimizer = torch.optim.AdamW(model.parameters())
+    marks = []
+    with Meter(model, optimizer) as meter, Monitor(every=1000, sources=[MeteredMemory(meter)]) as monitor:
+        marks.append(meter.event)
+        for _ in range(5):
+            model(torch.ones(32, 64)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            monitor.step()
+            marks.append(meter.event)
+    totals = meter.timeline.totals
+    assert list(monitor.history.ends) == [totals[mark] for mark in marks[1:]]
+    spans = list(zip(marks, marks[1:], strict=False))
+    assert list(monitor.history.peaks) == [max(totals[first : last + 1]) for first, last in spans]
+
+
+# ---- several sources
+
+
+def test_the_second_source_of_a_level_has_its_name_behind_it():
+    readings = Readings([Figures("cuda:0", allocated=1, reserved=2), Figures("cuda:1", allocated=3)], print)
+    assert readings.read() == {"allocated": 1, "reserved": 2, "allocated of cuda:1": 3}
+    assert readings.end("allocated of cuda:1") == 3
+
+
+def test_a_step_asks_only_the_source_that_is_watched():
+    watched, other = Figures(allocated=5), Figures(driver=7)
+    with Monitor(every=1000, sources=[other, watched]) as monitor:
+        asked = other.asked
+        for _ in range(10):
+            monitor.step()
+    assert monitor.watch == "allocated" and other.asked == asked
+    assert (watched.closed, other.closed) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    "levels, watch",
+    [(("resident", "heap", "allocated"), "allocated"), (("resident", "heap"), "heap"), (("driver",), "driver")],
+)
+def test_what_is_watched_is_the_level_nearest_to_the_tensors(levels, watch):
+    with Monitor(every=1000, sources=[Figures(**dict.fromkeys(levels, 1))]) as monitor:
+        assert monitor.watch == watch and f"{watch} 1 B" in repr(monitor)
+
+
+# ---- thresholds and calls
+
+
+def test_each_of_several_thresholds_is_told_once_and_the_highest_of_those_crossed_at_once():
+    thresholds = Thresholds(1000, (0.8, 0.5, 0.9))
+    assert [thresholds.see(use) for use in (400, 500, 600, 950, 999, 1200)] == [None, 0.5, None, 0.9, None, None]
+
+
+def test_a_threshold_is_told_again_only_after_use_stayed_clearly_below_it():
+    thresholds = Thresholds(1000, 0.9)
+    looks = [900] + [860] * 100 + [900] + [840] * 15 + [900] + [840] * 16 + [900]
+    told = [number for number, use in enumerate(looks) if thresholds.see(use)]
+    assert told == [0, len(looks) - 1]
+
+
+def test_use_that_goes_up_and_down_all_day_is_told_seldom():
+    thresholds = Thresholds(1000, 0.9)
+    told = sum(thresholds.see(950 if look % 40 == 0 else 100) is not None for look in range(10_000))
+    assert told == 3  # 16 and 32 quiet looks fit between two high ones, 64 do not
+
+
+def test_a_peak_between_two_samples_crosses_a_threshold_too():
+    source = Figures(allocated=100)
+    source.marks = {"allocated": 100}
+    with (
+        pytest.warns(MemoryWarning, match="950 B of 1000 B are in use"),
+        Monitor(1000, every=1000, sources=[source]) as monitor,
+    ):
+        run(monitor, source, [100, 100], peaks=[200, 950])
+    assert [(alarm.kind, alarm.step) for alarm in monitor.alarms] == [("threshold", 1)]
+
+
+def test_the_thread_warns_at_once_and_the_callback_waits_for_the_step():
+    source, called = Figures(allocated=100), []
+    with pytest.warns(MemoryWarning), Monitor(1000, every=0.002, sources=[source], on_alarm=called.append) as monitor:
+        source.figures["allocated"] = 950
+        until = time.monotonic() + 20
+        while not monitor.alarms and time.monotonic() < until:
+            time.sleep(0.002)
+        assert [alarm.kind for alarm in monitor.alarms] == ["threshold"] and called == []
+        monitor.step()
+    assert called == monitor.alarms
+
+
+def test_a_growth_is_called_once_and_again_when_half_of_its_steps_are_left():
+    class Said:
+        def __init__(self, steps_left):
+            self.steps_left, self.runs_out = steps_left, steps_left < math.inf
+
+    calls = Calls()
+    said = [math.inf, 1000, 900, 501, 500, math.inf, 499, 251, 250, 2, 1, 0.5, 0]
+    assert [one for one in said if calls.see(Said(one))] == [1000, 500, 250, 2, 1]
+
+
+def test_a_callback_that_changed_the_run_is_not_called_again_for_what_was_before():
+    source, called = Figures(allocated=0), []
+
+    def shrink(alarm):
+        called.append(alarm)
+        source.figures["allocated"] = 0
+        return True
+
+    with pytest.warns(MemoryWarning), Monitor(100_000, every=1000, sources=[source], on_alarm=shrink) as monitor:
+        run(monitor, source, range(0, 95_000, 500))
+        after = monitor.steps
+        assert called and monitor.history.steps < after
+        told = len(monitor.alarms)
+        run(monitor, source, [10_000] * 200)
+    assert len(monitor.alarms) == told and not monitor.forecast().runs_out
+    assert monitor.forecast().step == monitor.steps == after + 200
+
+
+# ---- the log
+
+
+def test_the_log_has_the_start_each_step_the_alarms_and_the_end(tmp_path):
+    source = Figures(allocated=10)
+    source.marks = {"allocated": 10}
+    with (
+        pytest.warns(MemoryWarning),
+        Monitor(1000, every=1000, sources=[source], log=tmp_path / "run.jsonl") as monitor,
+    ):
+        run(monitor, source, [10, 20, 30], peaks=[15, 25, 905])
+    lines = list(read_log(tmp_path / "run.jsonl"))
+    assert [line["kind"] for line in lines] == ["start", "sample", "step", "step", "alarm", "step", "end"]
+    assert [(line["end"], line["peak"]) for line in lines if line["kind"] == "step"] == [(10, 15), (20, 25), (30, 905)]
+    assert lines[0]["budget"] == 1000 and lines[0]["watch"] == "allocated" and lines[-1]["error"] is None
+    assert len({line["run"] for line in lines}) == 1
+
+
+# ---- cost
+
+
+def test_a_source_that_is_slow_is_asked_at_some_ends_only_and_again_in_time(monkeypatch):
+    source, clock = Figures(allocated=0), [0.0]
+    for name in ("thread_time", "perf_counter"):
+        monkeypatch.setattr(time, name, lambda: clock[0])
+    readings = Readings([source], print)
+    readings.read()
+    slow, plain = [0.0], source.read
+    source.read = lambda: clock.__setitem__(0, clock[0] + slow[0]) or plain()
+
+    def ends(n):
+        found = []
+        for _ in range(n):
+            source.figures["allocated"] += 1
+            found.append(readings.end("allocated"))
+        return found
+
+    assert ends(3) == [1, 2, 3]
+    slow[0] = 1e-3
+    assert ends(5) == [4, 5, 6, 6, 6]  # three slow looks in a row: not by accident
+    clock[0] += 0.2
+    assert ends(2) == [9, 9]
+
+
+def test_a_long_run_takes_no_more_memory_than_a_short_one():
+    source = Figures(allocated=1)
+    with Monitor(10**9, every=1000, sources=[source]) as monitor:
+        run(monitor, source, [1] * 2000)
+        gc.collect()
+        before = len(gc.get_objects()), ProcessMemory().read().get("heap", 0)
+        run(monitor, source, [1] * 100_000)
+        gc.collect()
+        after = len(gc.get_objects()), ProcessMemory().read().get("heap", 0)
+    assert abs(after[0] - before[0]) < 50 and after[1] - before[1] < 64 * KiB
+
+
+def test_a_thread_whose_looks_are_slow_looks_less_often():
+    source = Figures(allocated=1)
+
+    def slow():
+        began = time.thread_time()
+        while time.thread_time() < began + 0.02:
+            pass
+        source.asked += 1
+        return {"allocated": 1}
+
+    source.read = slow
+    with Monitor(every=0.001, sources=[source]):
+        began = source.asked
+        time.sleep(0.5)
+        assert source.asked <= began + 3  # the third look of 20 ms is followed by 4 s of rest

@@ -1,0 +1,222 @@
+"""Forecasts: closed forms, what is refused, and how made-up leaks and clean runs are told apart."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from memlab.memory_monitoring import Forecast, Forecaster, Growth, StepHistory, first_call, forecast, growth, judge
+from memlab.memory_monitoring.forecasts import LINE
+from memlab.memory_monitoring.steps import BLOCKS
+from tests.leaky_histories import BUDGET, CLEANS, LEAKS, NOISES, clean, leak
+
+MIB = 2**20
+
+
+def history_of(ends, above: int = 0) -> StepHistory:
+    """A history of these ends, with peaks so much above."""
+    history = StepHistory()
+    for end in ends:
+        history.append(end, end + above)
+    return history
+
+
+# ---- closed forms
+
+
+@pytest.mark.parametrize("rate", [1, 1000, 3 * MIB])
+@pytest.mark.parametrize("steps", [16, 100, 700, 5000])
+def test_of_an_even_leak_the_step_at_which_the_budget_is_full_is_foretold_exactly(rate, steps):
+    base, above, left = 100 * MIB, 10 * MIB, 123
+    history = history_of([base + rate * step for step in range(1, steps + 1)], above)
+    said = forecast(history, base + above + rate * (steps + left))
+    assert said.growth.grows and said.growth.bytes_per_step == rate
+    assert said.earliest == pytest.approx(left, abs=1e-6) and said.latest == pytest.approx(left, abs=1e-6)
+    assert said.steps_left == pytest.approx(left, abs=1e-6)
+
+
+@pytest.mark.parametrize("steps", [150, 1500])
+def test_of_an_even_leak_every_forecast_since_the_call_names_the_same_step(steps):
+    history = StepHistory()
+    forecaster, called = Forecaster(history, 100 + 10 * steps), 0
+    for step in range(1, steps):
+        history.append(100 + 10 * step, 100 + 10 * step)
+        said = forecaster()
+        called += said.runs_out
+        if said.runs_out:
+            assert step + said.earliest == pytest.approx(steps) and step + said.latest == pytest.approx(steps)
+    assert called > steps // 4
+
+
+@pytest.mark.parametrize("every", [2, 5, 24])
+def test_a_leak_every_so_many_steps_fills_the_budget_within_the_interval(every):
+    base, jump = 1000, 50
+    history, budget = StepHistory(), base + 40 * jump
+    forecaster = Forecaster(history, budget)
+    for step in range(1, 40 * every):
+        history.append(base + step // every * jump, base + step // every * jump)
+        said = forecaster()
+        if said.runs_out:
+            assert said.earliest - 1 <= 40 * every - step <= said.latest + 1
+
+
+def test_a_cache_that_fills_evenly_is_called_beyond_three_quarters_of_the_way_and_not_before():
+    base, budget = 200_000, 1_000_000
+    way = LINE * budget - base
+    for share in (0.5, 0.7, 0.74, 0.78, 0.9):
+        steps = 1000
+        ends = [int(base + share * way * min(1, step / steps)) for step in range(2 * steps)]
+        call, _ = first_call([(end, end) for end in ends], budget)
+        assert (call is not None) == (share > 0.75), share
+
+
+def test_a_growth_that_slows_down_may_never_end():
+    rng = random.Random(0)
+    history = history_of([10**6 + int(10**5 * math.log(step) + rng.random() * 10**4) for step in range(1, 400)])
+    said = forecast(history, 10**7)
+    assert not said.runs_out
+    if said.growth.grows:
+        assert said.growth.power < 0.6
+
+
+@pytest.mark.parametrize("power", [0.5, 0.7, 0.9])
+def test_bytes_that_grow_as_a_power_of_steps_are_full_by_the_latest_step(power):
+    budget = 10**9
+    ends = [int(1e6 * step**power) for step in range(1, 20_000)]
+    full_at = next((step for step, end in enumerate(ends, start=1) if end >= 40e6), None)
+    call, length = first_call([(end, end) for end in ends], int(40e6))
+    assert call is not None and length == full_at and budget > 40e6
+    assert call.earliest - 1 <= full_at - call.step <= call.latest + 1
+
+
+def test_peaks_that_rise_faster_than_ends_bring_the_earliest_step_nearer():
+    history = StepHistory()
+    for step in range(1, 201):
+        history.append(1000 + 10 * step, 2000 + 20 * step)
+    said = forecast(history, 2000 + 20 * 300)
+    assert said.growth.grows and said.earliest == pytest.approx(100) and said.latest > 200
+
+
+# ---- edges
+
+
+def test_a_budget_that_is_reached_leaves_0_steps():
+    said = forecast(history_of([100] * 50), 100)
+    assert (said.steps_left, said.earliest, said.latest) == (0, 0, 0) and not said.runs_out
+    assert "full" in str(said)
+
+
+@pytest.mark.parametrize("budget, error", [(0, ValueError), (-5, ValueError), (1.5, TypeError), ("16 GiB", TypeError)])
+def test_a_budget_that_is_no_number_of_bytes_is_refused(budget, error):
+    with pytest.raises(error, match="budget_bytes"):
+        forecast(StepHistory(), budget)
+
+
+@pytest.mark.parametrize("patience", [-0.1, math.nan])
+def test_a_patience_below_0_is_refused(patience):
+    with pytest.raises(ValueError, match="patience"):
+        Forecaster(StepHistory(), 100, patience)
+
+
+def test_a_run_without_steps_does_not_grow():
+    said = forecast(StepHistory(), 100)
+    assert not growth(StepHistory()).grows and not said.runs_out and said.steps_left == math.inf
+    assert str(said) == "step 0: no growth that lasts"
+
+
+def test_a_forecast_says_never_where_its_latest_step_is_infinite():
+    said = Forecast(9, 4 * MIB, 2 * MIB, Growth(True, MIB, 0.0, 2.0 * MIB, 0, 9, 100), 2.0, 1.0, math.inf)
+    assert str(said) == "step 9: grows by 1.0 MiB a step; 4.0 MiB are full in 2 steps (1 or more, or never)"
+
+
+def test_the_forecaster_and_the_function_agree_whenever_it_looks():
+    run = leak(3)
+    history = StepHistory()
+    forecaster = Forecaster(history, BUDGET)
+    for step, (end, peak) in enumerate(run.steps[:-1], start=1):
+        history.append(end, peak)
+        said = forecaster()
+        assert said.step == step and said.earliest <= said.steps_left <= said.latest
+        if step <= 32:
+            assert said == forecast(history, BUDGET)
+
+
+def test_a_leak_that_begins_after_a_long_run_and_is_fast_is_called():
+    rng = random.Random(1)
+    start, steps, base, budget = 40 * BLOCKS, 200, 4 * 10**9, 10**10
+    ends = [
+        base + int(max(0, step - start) * (budget - base) / steps + rng.random() * 2e8) for step in range(start + steps)
+    ]
+    call, length = first_call([(end, end) for end in ends], budget)
+    assert call is not None and ends[call.step - 1] < LINE * budget
+    assert call.earliest - 1 <= length - call.step <= call.latest + 1
+
+
+# ---- made-up runs
+
+
+RUNS = 208
+
+
+@pytest.fixture(scope="module")
+def runs():
+    leaks, cleans = [leak(seed) for seed in range(RUNS)], [clean(seed) for seed in range(RUNS)]
+    assert {run.kind for run in leaks} == {kind.__name__ for kind in LEAKS}
+    assert {run.kind for run in cleans} == {kind.__name__ for kind in CLEANS}
+    assert {run.noise for run in leaks} == {run.noise for run in cleans} == {noise.__name__ for noise in NOISES}
+    return leaks, cleans
+
+
+@pytest.fixture(scope="module")
+def judgement(runs):
+    leaks, cleans = runs
+    return judge([run.steps for run in leaks], [run.steps for run in cleans], BUDGET)
+
+
+def test_of_208_leaks_95_in_100_are_called_in_time_and_of_208_clean_runs_none(judgement):
+    assert judgement.leaks == judgement.cleans == RUNS
+    assert judgement.in_time >= 0.95 * RUNS and judgement.false_alarms == 0
+
+
+def test_half_of_the_leaks_are_called_when_no_more_than_three_fifths_of_their_steps_are_over(judgement):
+    assert judgement.lead >= 0.4
+
+
+def test_9_of_10_intervals_hold_the_step_at_which_the_budget_is_full(judgement):
+    assert judgement.covered >= 0.9 * judgement.called
+
+
+def test_half_way_9_of_10_intervals_hold_the_step_at_which_the_budget_is_full(runs):
+    held = []
+    for run in runs[0]:
+        history = StepHistory()
+        for end, peak in run.steps[: run.full_at // 2]:
+            history.append(end, peak)
+        said = forecast(history, BUDGET)
+        if said.growth.grows:
+            held.append(said.earliest - 1 <= run.full_at - history.steps <= said.latest + 1)
+    assert len(held) > RUNS // 2 and sum(held) >= 0.9 * len(held)
+
+
+def test_less_patience_calls_earlier_and_more_often_wrongly(runs):
+    """Clean runs that fill all of the way to the line: what figures alone cannot tell from a leak."""
+    leaks = [run.steps for run in runs[0][:24]]
+    cleans = [clean(seed, most=1.0).steps for seed in range(24)]
+    early, late = judge(leaks, cleans, BUDGET, patience=1.0), judge(leaks, cleans, BUDGET, patience=9.0)
+    assert early.lead > late.lead and early.false_alarms > late.false_alarms
+
+
+def test_a_judge_refuses_a_leak_that_does_not_fill_the_budget():
+    with pytest.raises(ValueError, match="expected leaks that reach"):
+        judge([[(1, 1), (2, 2)]], [], 100)
+
+
+def test_a_judge_counts_as_a_hand_does():
+    even = [(100 + 10 * step, 100 + 10 * step) for step in range(1, 100)]
+    flat = [(100, 100)] * 100
+    judged = judge([even], [flat, even[:30]], 1000)
+    call, length = first_call(even, 1000)
+    assert length == 90 and call.step <= 70
+    assert judged == (3.0, 1, 1, 1, (90 - call.step) / 90, 1, 2, 0)

@@ -1,0 +1,428 @@
+"""The driver's level, asked of stand-ins for NVML, CUDA and nvidia-smi; which card is whose; and GPUs that go away."""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import os
+import re
+import sys
+import time
+import types
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+import memlab.memory_monitoring.driver as driver_page
+from memlab.memory_monitoring import Gone, GPUMemory, MemoryWarning, Monitor, ProcessMemory, list_gpus
+from memlab.units import GiB, MiB
+
+A, B, C = "GPU-aaaa0001-0000", "GPU-bbbb0002-0000", "GPU-bbbb0003-0000"
+TOTAL, KEPT = 80 * GiB, 600 * MiB
+
+
+class NVMLError(Exception):
+    def __init__(self, value: int):
+        self.value = value
+        super().__init__(f"NVML error {value}")
+
+
+class StandInNVML(types.ModuleType):
+    """What memlab calls of nvidia-ml-py, over cards that a test describes: uuid → used bytes."""
+
+    def __init__(self, used: dict[str, int], names: tuple[str, ...] = (), parts: dict[str, str] | None = None):
+        super().__init__("pynvml")
+        self.NVMLError, self.nvmlMemory_v2 = NVMLError, 0x02000028
+        self.used, self.names, self.parts = used, names or ("A GPU",) * len(used), parts or {}
+        self.errors: dict[str, int] = {}  # uuid, or function → NVML's error
+        self.processes: dict[str, list] = {}
+        self.open, self.calls = 0, Counter()
+
+    def _call(self, function: str, uuid: str | None = None) -> None:
+        self.calls[function] += 1
+        assert self.open > 0, f"{function} without nvmlInit"
+        for key in (function, uuid):
+            if key in self.errors:
+                raise NVMLError(self.errors[key])
+
+    def nvmlInit(self):
+        if "nvmlInit" in self.errors:
+            raise NVMLError(self.errors["nvmlInit"])
+        self.open += 1
+
+    def nvmlShutdown(self):
+        self.open -= 1
+
+    def nvmlDeviceGetCount(self):
+        self._call("nvmlDeviceGetCount")
+        return len(self.used) - len(self.parts)
+
+    def nvmlDeviceGetHandleByIndex(self, index):
+        uuid = [uuid for uuid in self.used if uuid not in self.parts][index]
+        self._call("nvmlDeviceGetHandleByIndex", uuid)
+        return uuid
+
+    def nvmlDeviceGetHandleByUUID(self, uuid):
+        self._call("nvmlDeviceGetHandleByUUID", uuid)
+        if uuid not in self.used:
+            raise NVMLError(6)
+        return uuid
+
+    def nvmlDeviceGetUUID(self, handle):
+        return handle.encode()  # older packages answer in bytes
+
+    def nvmlDeviceGetName(self, handle):
+        return self.names[list(self.used).index(handle)]
+
+    def nvmlDeviceGetMaxMigDeviceCount(self, handle):
+        return 7
+
+    def nvmlDeviceGetMigDeviceHandleByIndex(self, handle, part):
+        mine = [uuid for uuid, whole in self.parts.items() if whole == handle]
+        if part >= len(mine):
+            raise NVMLError(6)
+        return mine[part]
+
+    def nvmlDeviceGetMemoryInfo(self, handle, version=None):
+        self._call("nvmlDeviceGetMemoryInfo", handle)
+        used = self.used[handle]
+        if version is None:
+            return types.SimpleNamespace(total=TOTAL, used=used + KEPT, free=TOTAL - used - KEPT)
+        self._call("version 2")
+        return types.SimpleNamespace(total=TOTAL, reserved=KEPT, used=used, free=TOTAL - used - KEPT)
+
+    def nvmlDeviceGetComputeRunningProcesses(self, handle):
+        self._call("processes")
+        return [types.SimpleNamespace(pid=pid, usedGpuMemory=used) for pid, used in self.processes.get(handle, [])]
+
+
+@pytest.fixture(autouse=True)
+def nothing_around(monkeypatch):
+    """No NVML, no CUDA, no nvidia-smi, and nothing in the environment, but what a test puts there."""
+    for name in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    monkeypatch.setenv("PATH", "")
+    for name in ("mem_get_info", "get_device_properties", "device_count", "is_available"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, name=name: pytest.fail(f"torch.cuda.{name} without a GPU"))
+
+
+@pytest.fixture
+def nvml(monkeypatch):
+    """NVML with three cards."""
+    library = StandInNVML({A: 1 * GiB, B: 2 * GiB, C: 3 * GiB})
+    monkeypatch.setitem(sys.modules, "pynvml", library)
+    return library
+
+
+def cuda(monkeypatch, uuids=(A,), free=60 * GiB, total=79 * GiB):
+    """CUDA in use in this process, with these cards."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(uuids))
+    monkeypatch.setattr(torch._C, "_cuda_hasPrimaryContext", lambda index: index == 0, raising=False)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (free, total))
+
+    def properties(index):
+        if not 0 <= index < len(uuids):
+            raise AssertionError("Invalid device id")
+        return types.SimpleNamespace(uuid=uuids[index].removeprefix("GPU-").removeprefix("MIG-"))
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+
+
+def smi(monkeypatch, tmp_path, body: str) -> Path:
+    """A stand-in nvidia-smi, first on the PATH."""
+    script = tmp_path / "nvidia-smi"
+    script.write_text(f"#!/bin/sh\n{body}\n")
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    return script
+
+
+SMI = f"""
+case "$1" in
+--query-gpu=index,uuid,name) echo "0, {A}, NVIDIA H100"; echo "1, {B}, NVIDIA H100";;
+--query-gpu=uuid,memory.used,memory.free) echo "{A}, 1024, 70000"; echo "{B}, 2048, 60000";;
+--query-compute-apps=gpu_uuid,pid,used_memory) echo "{B}, 77, 1500"; echo "{A}, 77, 9"; echo "{B}, 78, [N/A]";;
+*) echo "Field is not a valid field to query."; exit 2;;
+esac
+[ "$2" = --format=csv,noheader,nounits ] || exit 3
+"""
+
+
+# ---- the figures
+
+
+def test_used_leaves_out_what_the_driver_keeps_for_itself_and_the_total_is_what_programs_can_have(nvml):
+    source = GPUMemory(1)
+    assert source.read() == {"driver": 2 * GiB}
+    assert (source.total_bytes, source.uuid, source.way, source.name) == (TOTAL - KEPT, B, "nvml", "gpu 1")
+    assert source.peaks() == {}
+
+
+@pytest.mark.parametrize("old", ["driver", "package", "function"])
+def test_before_version_2_used_has_the_drivers_own_bytes_inside_and_so_has_the_total(nvml, old, monkeypatch):
+    if old == "driver":
+        nvml.errors["version 2"] = 13
+    elif old == "package":
+        del nvml.nvmlMemory_v2
+    else:
+        newest = nvml.nvmlDeviceGetMemoryInfo
+        monkeypatch.setattr(nvml, "nvmlDeviceGetMemoryInfo", lambda handle: newest(handle))
+    source = GPUMemory(0)
+    assert source.read() == {"driver": 1 * GiB + KEPT} and source.total_bytes == TOTAL
+
+
+def test_a_processes_share_is_told_for_this_one_or_another_and_left_out_where_the_driver_hides_it(nvml):
+    nvml.processes[A] = [(os.getpid(), 300 * MiB), (7, 40 * MiB), (7, 2 * MiB), (8, None)]
+    assert GPUMemory(0).read() == {"driver": 1 * GiB, "driver_process": 300 * MiB}
+    assert GPUMemory(0, pid=7).read()["driver_process"] == 42 * MiB
+    assert GPUMemory(0, pid=8).read() == GPUMemory(0, pid=9).read() == {"driver": 1 * GiB}
+    nvml.errors["processes"] = 3
+    assert GPUMemory(0).read() == {"driver": 1 * GiB}
+
+
+def test_cuda_is_asked_where_nvml_is_not_and_only_about_a_gpu_that_this_process_uses(monkeypatch):
+    cuda(monkeypatch, (A, B))
+    source = GPUMemory(0)
+    assert source.read() == {"driver": 19 * GiB}
+    assert (source.way, source.total_bytes, source.uuid) == ("cuda", 79 * GiB, "")
+    with pytest.raises(RuntimeError, match=r"cuda: this process does not use cuda:1 yet"):
+        GPUMemory(1)
+    with pytest.raises(ValueError, match=r"expected cuda:0 to cuda:1, found cuda:2"):
+        GPUMemory(2)
+    with pytest.raises(RuntimeError, match="PyTorch's index alone"):
+        GPUMemory(A)
+
+
+def test_nvidia_smi_is_asked_only_when_wished_and_answers_in_whole_mib(monkeypatch, tmp_path):
+    smi(monkeypatch, tmp_path, SMI)
+    with pytest.raises(RuntimeError, match="pip install nvidia-ml-py"):
+        GPUMemory(0)
+    source = GPUMemory(1, pid=77, ways=("nvml", "nvidia-smi"))
+    assert source.read() == {"driver": 2048 * MiB, "driver_process": 1500 * MiB}
+    assert (source.total_bytes, source.uuid) == (62048 * MiB, B)
+    assert GPUMemory(B, pid=78, ways=["nvidia-smi"]).read() == {"driver": 2048 * MiB}
+    assert [gpu.uuid for gpu in list_gpus()] == [A, B]
+
+
+# ---- which card
+
+
+@pytest.mark.parametrize(
+    ("visible", "seen"),
+    [
+        (None, [A, B, C]),
+        ("1", [B]),
+        ("2,0", [C, A]),
+        (" 1 ,0", [B, A]),
+        ("1gpu,2", [B, C]),
+        ("0,9,1", [A]),
+        ("2,3", [C]),
+        ("0,-1,1", [A]),
+        ("1,1", []),
+        ("", []),
+        ("-1", []),
+        ("NoDevFiles", []),
+        (B, [B]),
+        ("GPU-aaaa,GPU-bbbb0003", [A, C]),
+        ("GPU-aaaa,GPU-bbbb,GPU-bbbb0003", [A]),
+        ("GPU-aaaa,GPU-aaaa", []),
+        ("GPU-cccc", []),
+    ],
+)
+def test_cuda_visible_devices_chooses_and_sorts_as_cuda_reads_it(nvml, monkeypatch, visible, seen):
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert [GPUMemory(index).uuid for index in range(len(seen))] == seen
+    with pytest.raises(ValueError, match="expected a GPU.*CUDA_VISIBLE_DEVICES is"):
+        GPUMemory(len(seen))
+    with pytest.raises(ValueError, match="expected a GPU"):
+        GPUMemory(-1)
+
+
+def test_a_process_that_uses_cuda_is_asked_itself_whatever_the_environment_says_by_then(nvml, monkeypatch):
+    cuda(monkeypatch, (C, A))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert [GPUMemory(0).uuid, GPUMemory(1).uuid] == [C, A]
+    with pytest.raises(ValueError, match="found cuda:2"):
+        GPUMemory(2)
+
+
+def test_where_gpus_differ_and_are_sorted_by_speed_only_cuda_knows_which_is_which(monkeypatch):
+    names = ("A fast GPU", "A slow GPU")
+    monkeypatch.setitem(sys.modules, "pynvml", StandInNVML({A: 1, B: 2}, names))
+    with pytest.raises(RuntimeError, match="CUDA_DEVICE_ORDER=PCI_BUS_ID"):
+        GPUMemory(1)
+    assert GPUMemory(B).read() == {"driver": 2}
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    assert GPUMemory(1).uuid == B
+    monkeypatch.delenv("CUDA_DEVICE_ORDER")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-bbbb")
+    assert GPUMemory(0).uuid == B
+
+
+def test_a_part_of_a_gpu_is_watched_by_its_own_name_and_never_guessed(monkeypatch):
+    first, second = "MIG-1111", "MIG-2222"
+    library = StandInNVML({A: 5, first: 10 * GiB, second: 1 * GiB}, parts={first: A, second: A})
+    monkeypatch.setitem(sys.modules, "pynvml", library)
+    assert [(gpu.index, gpu.uuid) for gpu in list_gpus()] == [("0", A), ("0:0", first), ("0:1", second)]
+    with pytest.raises(RuntimeError, match="cut in parts"):
+        GPUMemory(0)
+    for chosen in (second, "MIG-22"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
+        assert GPUMemory(0).read() == {"driver": 1 * GiB}
+    older = "MIG-GPU-aaaa0001-0000/1/0"
+    library.used[older], library.parts[older] = 7, "never listed"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", older)
+    assert GPUMemory(0).read() == {"driver": 7}
+    cuda(monkeypatch, (second,))
+    assert GPUMemory(0).uuid == second
+
+
+def test_a_uuid_that_no_gpu_has_is_refused(nvml):
+    with pytest.raises(ValueError, match="`nvidia-smi -L` lists, found 'GPU-dddd'"):
+        GPUMemory("GPU-dddd")
+
+
+def test_a_way_that_does_not_exist_is_refused():
+    with pytest.raises(ValueError, match=r"expected ways of nvml, cuda, nvidia-smi; found rocm"):
+        GPUMemory(0, ways=("nvml", "rocm"))
+    with pytest.raises(ValueError, match="found none"):
+        GPUMemory(0, ways=())
+
+
+# ---- what goes away
+
+
+@pytest.mark.parametrize("number", driver_page.LOST)
+def test_a_gpu_or_driver_that_is_lost_is_gone_with_the_reason(nvml, number):
+    source = GPUMemory(0)
+    nvml.errors[A] = number
+    with pytest.raises(Gone) as gone:
+        source.read()
+    assert str(gone.value).startswith("gpu 0 is gone: ") and driver_page.LOST[number] in str(gone.value)
+
+
+@pytest.mark.parametrize("number", sorted(driver_page.PASSING))
+def test_a_trouble_that_passes_leaves_the_figures_out_once(nvml, number):
+    source = GPUMemory(0)
+    nvml.errors[A] = number
+    assert source.read() == {}
+    nvml.errors.clear()
+    assert source.read() == {"driver": 1 * GiB}
+
+
+def test_a_broken_driver_says_so_at_once_with_every_ways_reason(nvml):
+    nvml.errors["nvmlInit"] = 18
+    with pytest.raises(
+        RuntimeError, match=r"nvml: the driver was replaced.*; cuda: this process does not use CUDA yet"
+    ):
+        GPUMemory(0)
+    with pytest.raises(RuntimeError, match=r"nvml: the driver was replaced.*; nvidia-smi: there is no such command"):
+        list_gpus()
+
+
+def test_a_gpu_that_answers_nothing_is_listed_and_does_not_hide_the_others(nvml):
+    nvml.errors[B] = 15
+    assert [gpu.uuid for gpu in list_gpus()] == [A, "", C]
+    assert "fallen off the bus" in list_gpus()[1].name
+    assert GPUMemory(C).read() == GPUMemory(2).read() == {"driver": 3 * GiB}
+    with pytest.raises(RuntimeError, match="nvml: the driver lists 1, which does not answer"):
+        GPUMemory(1)
+
+
+def test_cuda_that_answers_no_more_is_gone(monkeypatch):
+    cuda(monkeypatch)
+    source = GPUMemory(0)
+
+    def fail(index):
+        raise RuntimeError("CUDA error: unspecified launch failure\nCompile with …")
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", fail)
+    with pytest.raises(Gone, match="gpu 0 is gone: CUDA answers no more: CUDA error: unspecified launch failure$"):
+        source.read()
+
+
+@pytest.mark.parametrize(
+    ("said", "status"),
+    [
+        ("Unable to determine the device handle for GPU0000:01:00.0: Unknown Error", 255),
+        ("Failed to initialize NVML: Driver/library version mismatch", 18),
+        ("GPU is lost.  Reboot the system to recover this GPU", 15),
+    ],
+)
+def test_nvidia_smi_that_fails_is_gone_with_its_own_words(monkeypatch, tmp_path, said, status):
+    smi(monkeypatch, tmp_path, SMI)
+    source = GPUMemory(A, ways=["nvidia-smi"])
+    smi(monkeypatch, tmp_path, f"echo '{said}'; exit {status}")
+    with pytest.raises(Gone, match="gpu GPU-aaaa.* is gone: nvidia-smi says: " + re.escape(" ".join(said.split()))):
+        source.read()
+    smi(monkeypatch, tmp_path, f"echo '{B}, 1, 2'")
+    with pytest.raises(Gone, match="no longer lists"):
+        source.read()
+
+
+def test_a_gpu_that_tells_no_bytes_is_no_way_to_ask(monkeypatch, tmp_path):
+    smi(monkeypatch, tmp_path, f'echo "{A}, [N/A], [N/A]"')
+    with pytest.raises(RuntimeError, match=r"nvidia-smi: it tells no bytes of this GPU: \[N/A\]"):
+        GPUMemory(A, ways=["nvidia-smi"])
+
+
+def test_nvidia_smi_that_hangs_leaves_the_figures_out_once(monkeypatch, tmp_path):
+    smi(monkeypatch, tmp_path, SMI)
+    source = GPUMemory(A, ways=["nvidia-smi"])
+    smi(monkeypatch, tmp_path, "exec /bin/sleep 30")
+    monkeypatch.setattr(driver_page, "PATIENCE_SECONDS", 0.05)
+    assert source.read() == {}
+
+
+def test_a_run_goes_on_when_its_gpu_falls_off_the_bus(nvml):
+    with pytest.warns(MemoryWarning, match="gpu 0 is gone: the GPU has fallen off the bus"):
+        monitor = Monitor(every=0.005, sources=[ProcessMemory(), GPUMemory(0)])
+        with monitor:
+            monitor.step()
+            assert monitor.samples[-1].figures["driver"] == 1 * GiB
+            nvml.errors[A] = 15
+            deadline = time.monotonic() + 10
+            while not monitor.alarms and time.monotonic() < deadline:
+                monitor.step()
+    assert monitor.history.steps > 1 and [alarm.kind for alarm in monitor.alarms] == ["gone"]
+
+
+# ---- what stays behind
+
+
+def test_nvml_is_shut_down_as_often_as_it_was_opened_on_the_way_of_an_error_too(nvml):
+    source = GPUMemory(0)
+    list_gpus()
+    for wrong in (9, "GPU-dddd"):
+        with pytest.raises(ValueError, match="expected a GPU"):
+            GPUMemory(wrong)
+    gc.collect()
+    assert nvml.open == 1
+    del source
+    gc.collect()
+    assert nvml.open == 0
+
+
+def test_a_look_makes_no_process_and_asks_for_no_list(nvml, monkeypatch):
+    source = GPUMemory(0)
+    monkeypatch.setattr(driver_page.subprocess, "run", lambda *_, **__: pytest.fail("a process"))
+    nvml.calls.clear()
+    source.read()
+    assert nvml.calls == {"nvmlDeviceGetMemoryInfo": 1, "version 2": 1, "processes": 1}
+
+
+def test_the_package_that_pip_installs_has_every_name_that_is_used(monkeypatch):
+    monkeypatch.delitem(sys.modules, "pynvml", raising=False)
+    if importlib.util.find_spec("pynvml") is None:
+        pytest.skip("nvidia-ml-py is not installed")
+    pynvml = importlib.import_module("pynvml")
+    used = set(re.findall(r"\bnvml[A-Z]\w+|NVMLError|nvmlMemory_v2", Path(driver_page.__file__).read_text()))
+    missing = [name for name in used - {"nvmlMemory_v2_t", "nvmlReturn_t"} if not hasattr(pynvml, name)]
+    assert len(used) > 10 and missing == []
+    numbers = {value for name, value in vars(pynvml).items() if name.startswith("NVML_ERROR_")}
+    assert numbers > {*driver_page.LOST, *driver_page.PASSING}

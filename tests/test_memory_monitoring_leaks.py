@@ -1,0 +1,169 @@
+"""What is kept of a run, and growth that is told from warm-up, noise and jumps."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import statistics
+
+import pytest
+
+from memlab.memory_monitoring import StepHistory, growth
+from memlab.memory_monitoring.leaks import T_90, floors_of, swing_of
+from memlab.memory_monitoring.steps import BLOCKS, RECENT
+
+
+def history_of(ends, above: int = 0) -> StepHistory:
+    """A history of these ends, with peaks so much above."""
+    history = StepHistory()
+    for end in ends:
+        history.append(end, end + above)
+    return history
+
+
+# ---- what is kept
+
+
+@pytest.mark.parametrize("steps", [1, 7, BLOCKS, BLOCKS + 1, 3 * BLOCKS, 10_000])
+def test_a_block_keeps_the_least_end_and_the_highest_peak_of_its_steps(steps):
+    ends = [(step * 7919) % 1009 for step in range(steps)]
+    history = StepHistory()
+    for end in ends:
+        history.append(end, 2 * end)
+    size = history.steps_in_block
+    assert history.steps == steps and len(history.ends) == len(history.peaks) == math.ceil(steps / size) <= BLOCKS
+    assert list(history.ends) == [min(ends[at : at + size]) for at in range(0, steps, size)]
+    assert list(history.peaks) == [2 * max(ends[at : at + size]) for at in range(0, steps, size)]
+
+
+def test_a_peak_below_its_end_is_raised_to_it():
+    assert list(history_of([5], above=-2).peaks) == [5]
+
+
+@pytest.mark.parametrize("end, peak, error", [(1.0, 2, TypeError), (1, None, TypeError), (-1, 2, ValueError)])
+def test_bytes_are_ints_of_0_or_more(end, peak, error):
+    with pytest.raises(error, match="expected bytes"):
+        StepHistory().append(end, peak)
+
+
+def test_floors_are_the_least_of_each_stretch_counted_from_the_end():
+    ends = [(step * 7919) % 1009 for step in range(100)]
+    naive = [min(ends[at : at + 7]) for at in range(2, 100, 7)]
+    assert floors_of(ends, 7) == naive
+
+
+def test_what_happened_of_late_is_kept_step_by_step():
+    for steps in (1, RECENT, 2 * RECENT, 2 * RECENT + 1, 5000):
+        ends = [(step * 7919) % 1009 for step in range(steps)]
+        history = history_of(ends, above=3)
+        kept = len(history.recent_ends)
+        assert min(steps, RECENT) <= kept <= 2 * RECENT
+        assert list(history.recent_ends) == ends[-kept:]
+        assert list(history.recent_peaks) == [end + 3 for end in ends[-kept:]]
+
+
+# ---- the parts
+
+
+def test_a_swing_is_the_most_by_which_floors_rose_and_then_fell():
+    rng = random.Random(0)
+    for _ in range(200):
+        floors = [rng.randrange(20) for _ in range(rng.randint(1, 12))]
+        every = itertools.combinations_with_replacement(floors, 3)
+        assert swing_of(floors) == max(min(top - before, top - after) for before, top, after in every)
+
+
+def test_the_quantile_is_students():
+    """Two-sided 90 % for 6 degrees of freedom, from the density by Simpson's rule."""
+
+    def density(t: float) -> float:
+        return math.gamma(3.5) / (math.sqrt(6 * math.pi) * math.gamma(3)) * (1 + t * t / 6) ** -3.5
+
+    n = 1000
+    h = T_90 / n
+    inside = sum(density(i * h) * (1 if i in (0, n) else 4 if i % 2 else 2) for i in range(n + 1)) * h / 3
+    assert 2 * inside == pytest.approx(0.9, abs=2e-4)
+
+
+def test_the_interval_is_that_of_the_mean_of_the_rises():
+    rises = [30, 10, 20, 25, 15, 20, 20]
+    floors = [1000, *(1000 + total for total in itertools.accumulate(rises))]
+    found = growth(history_of([floor for floor in floors for _ in range(4)]))
+    half_width = T_90 * statistics.stdev(rises) / math.sqrt(7)
+    assert found.grows and found.rise_bytes == sum(rises)
+    assert found.bytes_per_step == pytest.approx(20 / 4)
+    assert found.low == pytest.approx((20 - half_width) / 4) and found.high == pytest.approx((20 + half_width) / 4)
+    assert (found.since_step, found.until_step) == (0, 32)
+
+
+# ---- what is a leak's pattern and what is not
+
+
+def grows(ends) -> bool:
+    """Whether growth was found after any of the steps."""
+    history = StepHistory()
+    for end in ends:
+        history.append(int(end), int(end))
+        if growth(history).grows:
+            return True
+    return False
+
+
+def test_a_flat_run_does_not_grow():
+    assert not grows([1000] * 600)
+
+
+@pytest.mark.parametrize("jumps", [1, 2, 3])
+def test_up_to_three_jumps_do_not_grow(jumps):
+    every = 400 // (jumps + 1)
+    assert not grows(1000 + 500 * (step // every) for step in range(400))
+
+
+def test_states_that_are_made_in_the_first_step_do_not_grow():
+    assert not grows([1000] + [3000] * 500)
+
+
+def test_a_sawtooth_does_not_grow_from_its_third_tooth_on():
+    history = StepHistory()
+    for step in range(3000):
+        history.append(1000 + 10 * (step % 150), 5000)
+        if step >= 300 and step % 9 == 0:
+            assert not growth(history).grows
+
+
+def test_a_leak_under_a_sawtooth_grows_by_its_own_rate():
+    found = growth(history_of([1000 + 100 * (step % 50) + 10 * step for step in range(3000)]))
+    assert found.grows and found.bytes_per_step == pytest.approx(10, rel=0.02)
+
+
+def test_a_leak_far_below_the_noise_of_a_step_is_found():
+    rng = random.Random(0)
+    found = growth(history_of([10**6 + rng.randrange(10**6) + 100 * step for step in range(5000)]))
+    assert found.grows and found.low <= 100 <= found.high
+
+
+def test_bytes_that_were_freed_once_after_loading_do_not_hide_a_leak():
+    ends = [10**6] * 5 + [1000 + 100 * step for step in range(300)]
+    assert growth(history_of(ends)).grows
+
+
+def test_work_that_grows_longer_is_no_leak_though_a_part_of_it_is_held_at_the_end():
+    history = StepHistory()
+    for step in range(500):
+        history.append(1000 + 10 * step, 5000 + 100 * step)
+        if step % 5 == 0:
+            assert not growth(history).grows
+
+
+def test_a_leak_is_told_when_it_began():
+    start = 700
+    found = growth(history_of([1000 + 10 * max(0, step - start) for step in range(1000)]))
+    assert (
+        found.grows and start - 150 <= found.since_step <= 1000 and found.bytes_per_step == pytest.approx(10, rel=0.4)
+    )
+
+
+def test_a_jump_is_no_part_of_the_growth_after_it():
+    found = growth(history_of([1000 + step + 500 * (step >= 50) for step in range(100)]))
+    assert found.grows and found.bytes_per_step == 1 and found.since_step >= 50

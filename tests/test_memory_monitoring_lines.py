@@ -1,0 +1,540 @@
+"""Which line grows, by how much, and who holds it: each kind of leak against its closed form."""
+
+import gc
+import sys
+import threading
+import tracemalloc
+import warnings
+import weakref
+from collections import deque
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+
+from memlab.memory_monitoring import (
+    LineWatch,
+    MeteredMemory,
+    Monitor,
+    PythonLineWatch,
+    growing_lines,
+    growing_python_lines,
+    holders,
+)
+from memlab.memory_monitoring.lines import piling_up
+from memlab.memory_timeline import Meter, Timeline, imagine
+from tests.memory_timeline_helpers import fresh, one_thread  # noqa: F401
+
+ROWS, WIDTH = 8, 64
+
+
+@pytest.fixture(autouse=True)
+def no_mode_is_left():
+    assert _get_current_dispatch_mode_stack() == []
+    yield
+    assert _get_current_dispatch_mode_stack() == []
+
+
+@pytest.fixture(autouse=True)
+def what_is_there_already_is_not_searched():
+    """Tests are quick when the collector passes over all that pytest and libraries have made."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+def watched(step, steps=24, warm_up=3, watch=None):
+    """The rows of a loop of `step(number)`, watched after its warm-up."""
+    watch = LineWatch(steps) if watch is None else watch
+    steps = watch.steps
+    for number in range(warm_up):
+        step(number)
+    watch.start()
+    for number in range(warm_up, warm_up + steps + 1):
+        step(number)
+        rows = watch.step_done()
+    assert rows is not None and not watch.running and getattr(watch, "failed", "") == ""
+    return rows
+
+
+class Training:
+    """A model with one line for its forward, and a training step."""
+
+    def __init__(self):
+        torch.manual_seed(0)
+        self.model = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.GELU(), torch.nn.Linear(WIDTH, WIDTH))
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+
+    def step(self, rows=ROWS):
+        output = self.model(torch.randn(rows, WIDTH))
+        loss = output.square().mean()
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss
+
+
+def test_a_clean_loop_has_no_growing_line_also_with_batches_of_all_lengths():
+    training = Training()
+    assert watched(lambda number: training.step()) == []
+    assert watched(lambda number: training.step(1 + 7 * number % 11)) == []
+
+
+def test_losses_in_a_list_are_named_by_the_line_of_the_loss_and_the_list():
+    training, kept = Training(), []
+    (row,) = watched(lambda number: kept.append(training.step()))
+    assert row.line.source == "loss = output.square().mean()" and row.line.function.endswith("step")
+    assert (row.bytes_per_step, row.storages_per_step) == (4, 1)
+    assert row.holder.startswith("list, local `kept` of test_losses_in_a_list")
+
+
+def test_outputs_in_a_list_keep_their_graph_and_the_row_adds_up_what_it_saved():
+    training, kept = Training(), []
+
+    def step(number):
+        training.step()
+        batch = torch.randn(ROWS, WIDTH)
+        kept.append(training.model(batch))
+
+    (row,) = watched(step)
+    assert row.line.source == "kept.append(training.model(batch))"
+    assert row.bytes_per_step == 4 * 4 * ROWS * WIDTH  # the batch, and each layer's output
+    assert "its graph is kept" in row.reason and row.holder.startswith("list, local `kept`")
+    assert {kept.line.source for kept in row.keeps} == {row.line.source, "batch = torch.randn(ROWS, WIDTH)"}
+
+
+def test_two_readings_of_one_meter_name_the_line():
+    training, kept = Training(), []
+    with Meter(training.model, training.optimizer) as meter:
+        for number in range(12):
+            kept.append(training.step())
+            if number == 1:
+                before = meter.timeline
+        rows = growing_lines(before, meter.timeline, 10)
+    assert [(row.line.source, row.bytes_per_step) for row in rows] == [("loss = output.square().mean()", 4)]
+
+
+# ---- each kind of leak, its line, its bytes and its holder
+
+
+def test_a_hidden_state_that_is_not_detached_is_named_by_the_state_whose_graph_goes_back():
+    cell, state = torch.nn.RNNCell(WIDTH, WIDTH), torch.zeros(ROWS, WIDTH)
+
+    def step(number):
+        nonlocal state
+        state = cell(torch.ones(ROWS, WIDTH), state)
+        state.sum().backward(retain_graph=True)
+        cell.zero_grad()
+
+    (row,) = watched(step)
+    assert row.line.source == "state = cell(torch.ones(ROWS, WIDTH), state)" and "its graph is kept" in row.reason
+    assert row.bytes_per_step == 2 * 4 * ROWS * WIDTH  # tanh's output, and the input that linear saved
+    assert row.holder.startswith("local `state` of")
+
+
+class Cache:
+    entries: dict = {}
+
+    def __init__(self):
+        self.kept = []
+
+
+def test_a_cache_in_a_class_is_named_by_its_attribute():
+    def step(number):
+        entry = torch.full((100,), number)
+        Cache.entries[number] = entry
+
+    gc.unfreeze()
+    (row,) = watched(step)
+    Cache.entries.clear()
+    assert row.line.source == "entry = torch.full((100,), number)"
+    assert (row.bytes_per_step, row.holder) == (800, "dict, attribute `entries` of class Cache")
+
+
+def test_hooks_that_are_registered_again_are_named_by_what_they_enclose():
+    layer = torch.nn.Linear(4, 4)
+
+    def register(number):
+        scale = torch.ones(50)
+        layer.register_forward_hook(lambda module, args, result: result * scale[0])
+
+    (row,) = watched(register)
+    assert (row.line.source, row.bytes_per_step) == ("scale = torch.ones(50)", 200)
+    assert row.holder.startswith("`scale` enclosed by") and "attribute `_forward_hooks` of Linear" in row.holder
+
+
+def test_an_exception_that_is_kept_keeps_its_frames_tensors():
+    errors = []
+
+    def fails():
+        batch = torch.ones(75)
+        raise ValueError(len(batch))
+
+    def step(number):
+        try:
+            fails()
+        except ValueError as error:
+            errors.append(error)
+
+    (row,) = watched(step)
+    assert (row.line.source, row.bytes_per_step) == ("batch = torch.ones(75)", 300)
+    assert row.holder.startswith("local `batch` of fails(), traceback of ValueError, list, local `errors` of")
+
+
+def test_a_view_keeps_the_whole_storage_and_the_row_counts_all_of_it():
+    kept = []
+
+    def step(number):
+        large = torch.zeros(1000)
+        kept.append(large[:1])
+
+    (row,) = watched(step)
+    assert (row.line.source, row.bytes_per_step, row.storages_per_step) == ("large = torch.zeros(1000)", 4000, 1)
+
+
+@pytest.mark.parametrize("every", [2, 3, 4])
+def test_a_leak_at_every_kth_step_has_its_mean_rate(every):
+    kept = []
+
+    def step(number):
+        part = torch.zeros(120)
+        if number % every == 0:
+            kept.append(part)
+
+    (row,) = watched(step)
+    assert row.bytes_per_step == 480 / every and row.storages_per_step == 1 / every
+
+
+def test_a_history_that_is_replaced_by_a_longer_one_grows_without_piling_up():
+    history = torch.zeros(0)
+
+    def step(number):
+        nonlocal history
+        history = torch.cat([history, torch.ones(10)])
+
+    (row,) = watched(step)
+    assert (row.bytes_per_step, row.storages_per_step) == (40, 0) and row.reason == "each time replaced by a larger one"
+
+
+def test_tensors_that_another_thread_made_have_no_line_but_a_holder():
+    kept = []
+
+    def step(number):
+        thread = threading.Thread(target=lambda: kept.append(torch.zeros(100)))
+        thread.start()
+        thread.join()
+
+    (row,) = watched(step)
+    assert (
+        "no line is known" in str(row) and row.bytes_per_step == 400 and row.holder.startswith("list, local `kept` of")
+    )
+
+
+def test_storages_in_reference_cycles_are_called_that():
+    gc.disable()
+    try:
+
+        def step(number):
+            ring = [torch.zeros(100)]
+            ring.append(ring)
+
+        (row,) = watched(step)
+    finally:
+        gc.enable()
+    assert row.bytes_per_step == 400 and "gc.collect()" in row.reason
+
+
+# ---- what stays and does not leak
+
+
+def test_buffers_of_bounded_length_are_not_named_once_they_are_full():
+    window, replay = deque(maxlen=5), deque(maxlen=30)
+
+    def step(number):
+        window.append(torch.zeros(10))
+        replay.append(torch.ones(20))
+
+    assert watched(step, warm_up=31) == []
+
+
+def test_states_accumulated_gradients_an_average_and_a_best_model_are_not_named():
+    training, best = Training(), {}
+    average = [p.detach().clone() for p in training.model.parameters()]
+
+    def step(number):
+        training.model(torch.randn(ROWS, WIDTH)).square().mean().backward()
+        if number % 4 == 3:
+            training.optimizer.step()
+            training.optimizer.zero_grad()
+        if number in (5, 9):
+            best.update({name: value.clone() for name, value in training.model.state_dict().items()})
+        for mean, parameter in zip(average, training.model.parameters(), strict=True):
+            mean.lerp_(parameter.detach(), 0.1)
+
+    assert watched(step, warm_up=0) == []
+
+
+@pytest.mark.parametrize("name", ["GPT2", "Llama"])
+@pytest.mark.parametrize("leaks", [False, True])
+def test_a_loss_of_transformers_without_its_backward_keeps_its_graph(name, leaks):
+    run = fresh(name)
+    kept = []
+
+    def step(number):
+        run.step()
+        if leaks:
+            kept.append(run.model(*run.inputs))
+
+    rows = watched(step, steps=8)
+    if not leaks:
+        assert rows == []
+        return
+    with Meter(run.model, run.optimizer, run.inputs) as meter:
+        before = meter.held_bytes
+        kept.append(run.model(*run.inputs))
+        one_graph = meter.held_bytes - before
+    (row,) = rows
+    assert row.bytes_per_step == one_graph and "cross_entropy" in row.line.source
+    assert row.holder.startswith("list, local `kept`") and len(row.keeps) > 10
+    assert sum(kept.bytes_per_step for kept in row.keeps) == row.bytes_per_step
+
+
+def test_lines_are_named_on_imagined_hardware():
+    with imagine("H100-80GB"):
+        training, kept = Training(), []
+
+        def step(number):
+            training.step()
+            kept.append(training.model(torch.zeros(ROWS, WIDTH)))
+
+        (row,) = watched(step)
+    assert row.bytes_per_step == 4 * 4 * ROWS * WIDTH and row.holder.startswith("list, local `kept`")
+
+
+# ---- around, inside and after: modes, threads, errors
+
+
+class Counting(TorchDispatchMode):
+    ops = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.ops += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_mode_around_each_step_with_the_watch_started_inside_it_is_left_alone():
+    kept, watch, mode = [], LineWatch(8), Counting()
+    for _ in range(12):
+        with mode:
+            part = torch.zeros(10)
+            kept.append(part)
+            watch.start()
+            rows = watch.step_done() or []
+        assert all(standing is not mode for standing in _get_current_dispatch_mode_stack())
+        if rows:
+            break
+    assert rows[0].bytes_per_step == 40 and mode.ops >= 9 and watch.failed == ""
+    assert not torch.utils._python_dispatch.is_in_torch_dispatch_mode()
+
+
+def test_a_mode_around_the_loop_stays_around_it():
+    with Counting() as mode:
+        kept = []
+        (row,) = watched(lambda number: kept.append(torch.zeros(10)), steps=8)
+        assert _get_current_dispatch_mode_stack() == [mode] and row.bytes_per_step == 40
+
+
+def test_two_watches_at_once_give_the_same_rows_whichever_ends_first():
+    kept, first, second = [], LineWatch(8), LineWatch(10)
+    rows = {}
+    for number in range(14):
+        kept.append(torch.zeros(10))
+        for name, watch in (("first", first), ("second", second)):
+            if (found := watch.step_done()) is not None:
+                rows[name] = found
+        if number == 1:
+            first.start()
+        if number == 2:
+            second.start()
+    assert [row.bytes_per_step for found in rows.values() for row in found] == [40, 40] and len(rows) == 2
+
+
+def test_closing_in_another_thread_leaves_a_mode_that_does_nothing():
+    watch = LineWatch()
+    found = []
+
+    def work():
+        watch.start()
+        main = threading.Thread(target=watch.close)
+        main.start()
+        main.join()
+        found.append((torch.ones(3).sum().item(), watch.step_done(), watch.running))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert found == [(3.0, None, False)] and watch.failed == ""
+
+
+def test_steps_of_another_thread_are_not_counted():
+    watch = LineWatch(8)
+    watch.start()
+    threads = [threading.Thread(target=watch.step_done) for _ in range(20)]
+    for thread in threads:
+        thread.start()
+        thread.join()
+    assert watch.running
+    watch.close()
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, lambda: torch.autocast("cpu", torch.bfloat16)])
+def test_a_context_of_torch_around_each_step_changes_nothing(context):
+    layer, kept = torch.nn.Linear(10, 10), []
+
+    def step(number):
+        with context():
+            kept.append(layer(torch.zeros(10, 10)).float().detach())
+
+    rows = watched(step, steps=8)
+    assert sum(row.bytes_per_step for row in rows) == 400
+
+
+def test_fewer_steps_than_8_and_marks_than_5_are_refused():
+    with pytest.raises(ValueError, match="at least 8 steps, found 3"):
+        LineWatch(3)
+    with pytest.raises(ValueError, match="at least 1 step longer"):
+        growing_lines(Timeline(), Timeline(), 0)
+    with pytest.raises(ValueError, match="5 steps' ends or more, found 2"):
+        piling_up(Timeline(), [0, 1])
+
+
+# ---- what is not tensors
+
+
+def test_numpy_arrays_in_a_list_are_named_with_their_bytes():
+    kept = []
+
+    def step(number):
+        array = np.zeros(1000)
+        kept.append(array)
+
+    rows = watched(step, watch=PythonLineWatch())
+    assert rows[0].line.source == "array = np.zeros(1000)" and rows[0].category == "python"
+    assert rows[0].line.function == "test_numpy_arrays_in_a_list_are_named_with_their_bytes.<locals>.step"
+    assert rows[0].bytes_per_step == sys.getsizeof(np.zeros(1000))
+    assert rows[0].holder.startswith("list, local `kept` of") and not tracemalloc.is_tracing()
+
+
+def test_strings_in_a_dict_are_named_with_their_bytes_and_a_clean_loop_has_no_row():
+    def step(number):
+        text = "x" * 500 + f"{number:03}"
+        Cache.entries[number] = text
+
+    rows = watched(step, watch=PythonLineWatch())
+    Cache.entries.clear()
+    assert rows[0].line.source == 'text = "x" * 500 + f"{number:03}"'
+    assert rows[0].bytes_per_step == sys.getsizeof("x" * 503)
+    training = Training()
+    assert watched(lambda number: training.step(1 + number % 5), watch=PythonLineWatch()) == []
+
+
+def test_tracing_that_was_on_is_used_and_stays_on():
+    tracemalloc.start()
+    try:
+        kept = []
+        rows = watched(lambda number: kept.append(bytearray(3000)), watch=PythonLineWatch(8))
+        assert tracemalloc.is_tracing() and rows[0].bytes_per_step >= 3000
+        before = tracemalloc.take_snapshot()
+        kept += [bytearray(100) for _ in range(10)]
+        row = growing_python_lines(before, tracemalloc.take_snapshot(), steps=10)[0]
+        assert row.line.source.startswith("kept += [bytearray(100)") and row.bytes_per_step >= 100
+    finally:
+        tracemalloc.stop()
+
+
+def test_what_tensors_do_not_explain_is_traced_afterwards():
+    kept, watch = [], LineWatch(8)
+    found = []
+    for number in range(24):
+        array = np.zeros(1000)
+        kept.append(array)
+        if (rows := watch.step_done()) is not None:
+            found.append((number, rows))
+        if number == 2:
+            watch.start(unexplained_bytes=8000.0)
+    ((number, rows),) = found
+    assert number == 2 + 9 + 9 and rows[0].line.source == "array = np.zeros(1000)" and rows[0].category == "python"
+
+
+def test_what_tensors_explain_is_not_traced():
+    kept, watch = [], LineWatch(8)
+    for _ in range(3 + 9):
+        kept.append(torch.zeros(1000))
+        rows = watch.step_done()
+        if len(kept) == 3:
+            watch.start(unexplained_bytes=5000.0)
+    assert rows[0].bytes_per_step == 4000 and not watch.running
+
+
+# ---- holders
+
+
+MODULE = [torch.zeros(1)]
+
+
+def test_holders_name_globals_attributes_and_locals_and_keep_nothing():
+    here, owner = [torch.zeros(1)], Cache()
+    owner.kept.append(torch.zeros(1))
+    gc.unfreeze()
+    said = holders(MODULE[0]), holders(here[0]), holders(owner.kept[0])
+    assert said[0] == f"list, global `MODULE` of {__name__}"
+    assert said[1].startswith("list, local `here` of test_holders")
+    assert said[2].startswith("list, attribute `kept` of Cache, local `owner` of test_holders")
+    local = torch.zeros(1)
+    holders(here[0])
+    gone = weakref.ref(local)
+    del local
+    assert gone() is None
+
+
+def test_a_readers_own_locals_survive_the_search():
+    tensor = torch.zeros(1)
+    names = locals()
+    holders([tensor][0])
+    assert names["tensor"] is tensor
+
+
+# ---- a monitor
+
+
+def test_a_monitor_names_the_lines_when_it_has_called_growth():
+    training, kept = Training(), []
+    with Meter(training.model, training.optimizer) as meter, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with Monitor("20 MiB", sources=[MeteredMemory(meter)], name_lines=True) as monitor:
+            for _ in range(200):
+                kept.append(training.step())
+                kept.append(torch.zeros(1000))
+                monitor.step()
+                if monitor.lines:
+                    break
+    assert [alarm.kind for alarm in monitor.alarms] == ["growth", "lines"]
+    assert [row.bytes_per_step for row in monitor.lines] == [4000, 4]
+    assert "kept.append(torch.zeros(1000))" in monitor.alarms[-1].message
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_a_loop_that_raises_while_lines_are_watched_leaves_nothing_on(error):
+    kept = []
+    with pytest.raises(error), warnings.catch_warnings(), Meter() as meter:
+        warnings.simplefilter("ignore")
+        with Monitor("20 MiB", sources=[MeteredMemory(meter)], name_lines=True) as monitor:
+            while True:
+                kept.append(torch.zeros(1000))
+                monitor.step()
+                if any(alarm.kind == "growth" for alarm in monitor.alarms):
+                    assert len(_get_current_dispatch_mode_stack()) == 2
+                    raise error
+    assert monitor.lines == []

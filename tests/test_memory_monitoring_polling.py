@@ -1,0 +1,243 @@
+"""What polls of the driver's figure see of programs whose every byte is known: closed forms on traces made by hand."""
+
+from __future__ import annotations
+
+import math
+import random
+from itertools import pairwise
+
+import pytest
+
+from memlab.book import polls
+from memlab.book.traces import SIZES
+from memlab.caching_allocator import FREE, CachingAllocator, ExpandableAllocator, Replay, replay
+from memlab.memory_monitoring.polling import EmptiedEachStep, leak_seen, polled, repeated
+from memlab.units import MiB
+
+
+def steps(count: int, peak: int, leak: int = 0) -> tuple[list, list[int]]:
+    """Steps that each take `peak` bytes, give them back, and keep `leak` bytes; the trace and the ends."""
+    trace, ends = [], []
+    for k in range(count):
+        trace += [(("work", k), peak), (("work", k), FREE)]
+        if leak:
+            trace.append((("kept", k), leak))
+        ends.append(len(trace))
+    return trace, ends
+
+
+def levels(allocated: list[int], reserved: list[int]) -> Replay:
+    """A replay that held these bytes after each event, and nothing before."""
+    return Replay([0, *allocated], [0, *allocated], [0, *reserved], [0] * (len(allocated) + 1))
+
+
+# ---- polls
+
+
+def test_a_poll_shows_what_is_reserved_at_its_moment_and_the_context():
+    found = polled(levels([1, 5, 2, 3], [10, 20, 20, 30]), [2, 4], 2.0, 1.0, context_bytes=100)
+    assert found.seconds == [0.0, 1.0, 2.0, 3.0]
+    assert found.driver == [100, 110, 120, 120] and found.allocated == [0, 1, 5, 2]
+    assert (found.peak_driver, found.peak_allocated) == (130, 5)
+
+
+def test_times_may_be_given_and_a_poll_sees_what_the_last_event_before_it_left():
+    done = levels([1, 5, 2, 3], [10, 20, 20, 30])
+    found = polled(done, [2, 4], 1.0, 1.0, context_bytes=0, seconds=[0.0, 0.5, 0.6, 2.0, 3.5])
+    assert found.driver == [0, 20, 20, 20] and found.allocated == [0, 5, 2, 2]
+
+
+@pytest.mark.parametrize("every", [0.1, 0.37, 1.0, 4.0])
+def test_the_driver_never_misses_the_highest_for_longer_than_to_the_next_poll_since_the_cache_is_kept(every):
+    trace, ends = steps(60, 40 * MiB)
+    done = replay(CachingAllocator(), trace)
+    found = polled(done, ends, 0.2, every)
+    assert found.highest_driver == (found.peak_driver, found.peak_driver)
+    assert found.peak_driver == done.peak_reserved_bytes + 512 * MiB
+
+
+@pytest.mark.parametrize("every", [0.03, 0.15, 0.5, 1.0, 7.0])
+def test_of_peaks_of_allocated_polls_meet_the_seconds_at_the_peak_over_the_seconds_between_polls(every):
+    trace, ends = steps(40, 40 * MiB)  # half of each step is at its peak
+    found = polled(replay(CachingAllocator(), trace), ends, 0.2, every)
+    assert math.isclose(found.allocated_peaks_met, min(1, 0.1 / every))
+
+
+def test_peaks_met_agree_with_a_thousand_clocks():
+    generator = random.Random(5)
+    allocated = [generator.randrange(4) for _ in range(60)]
+    seconds = [0.0]
+    for _ in allocated:
+        seconds.append(seconds[-1] + generator.choice([0, 0.1, 0.3]))
+    ends, every = [9, 20, 41, 60], 0.7
+    found = polled(levels(allocated, allocated), ends, 1.0, every, seconds=seconds)
+    held, met, clocks = [0, *allocated], 0, 1000
+    for clock in range(clocks):
+        looked = set()
+        for k in range(-1, 60):
+            at = (clock + 0.5) / clocks * every + k * every
+            looked |= {i for i in range(60) if seconds[i] <= at < seconds[i + 1]}
+        met += sum(
+            any(i in looked and held[i] == max(held[start:stop]) for i in range(start, stop))
+            for start, stop in pairwise((0, *ends))
+        )
+    assert abs(found.allocated_peaks_met - met / clocks / len(ends)) < 0.005
+
+
+def test_a_cache_that_is_emptied_each_step_is_what_a_poll_of_the_driver_misses():
+    trace, ends = steps(1000, 40 * MiB)
+    done = replay(EmptiedEachStep(ends=ends), trace)
+    assert done.reserved[1:5] == [40 * MiB, 0, 40 * MiB, 0]
+    found = polled(done, ends, 0.2, 1.0, context_bytes=0)  # polls and steps keep a common time: 5 steps a poll
+    assert found.highest_driver == (0, 40 * MiB) and found.peak_driver == 40 * MiB
+    assert math.isclose(found.driver_peaks_met, 0.1)
+
+
+# ---- leaks
+
+
+@pytest.mark.parametrize("leak", [2 * MiB, 4 * MiB, 5 * MiB])
+def test_without_fragmentation_the_driver_shows_a_leak_after_slack_over_growth_steps(leak):
+    """An evaluation left 100 MiB more than a step needs, in one piece; what is kept lies at its low end."""
+    trace, ends = steps(60, 40 * MiB, leak)
+    trace = [("evaluation", 140 * MiB), ("evaluation", FREE), *trace]
+    found = leak_seen(replay(CachingAllocator(), trace), [end + 2 for end in ends], warm_up=1)
+    assert found.growth_bytes == leak and found.allocated_after == 1
+    assert found.slack_bytes == 100 * MiB - leak
+    assert found.driver_after == found.at_most == 100 * MiB // leak + 1
+    assert found.hidden_bytes == found.driver_after * leak and found.steps_late == found.driver_after - 1
+
+
+def test_a_leak_shows_in_allocated_after_one_step_and_in_the_driver_when_the_slack_is_eaten():
+    allocated, reserved, ends = [], [], []
+    for k in range(40):
+        allocated += [100 + 3 * k, 10 + 3 * (k + 1)]
+        reserved += [max(150, 150 + 30 * math.ceil((100 + 3 * k - 150) / 30))] * 2
+        ends.append(len(allocated))
+    found = leak_seen(levels(allocated, reserved), ends)
+    assert found.growth_bytes == 3 and found.allocated_after == 1
+    assert found.slack_bytes == 150 - 106  # the peak of the third step, the first after the warm-up
+    assert found.driver_after == found.at_most == 44 // 3 + 2 and found.steps_late == 15
+    assert found.hidden_bytes == 16 * 3 and found.moves == [10, 10]
+
+
+def test_a_driver_that_never_moved_is_told_from_one_that_did():
+    allocated = [50, 10, 50, 11, 50, 12, 50, 13]
+    found = leak_seen(levels(allocated, [90] * 8), [2, 4, 6, 8])
+    assert (found.driver_after, found.steps_late, found.hidden_bytes, found.moves) == (None, None, 2, [])
+    assert found.at_most == 40 + 2
+
+
+def test_a_step_that_needs_more_than_was_reserved_moves_the_driver_at_once():
+    found = leak_seen(levels([50, 10, 50, 11, 92, 12], [90, 90, 90, 90, 95, 95]), [2, 4, 6])
+    assert (found.slack_bytes, found.at_most, found.driver_after) == (-2, 1, 1)
+
+
+def test_between_two_moves_of_the_driver_are_a_segment_over_the_growth_steps():
+    """What is kept goes into the segment of the large request, so that request needs one of its own size again."""
+    trace, ends = steps(200, 64 * MiB, 2 * MiB)
+    found = leak_seen(replay(CachingAllocator(), trace), ends)
+    assert set(found.moves) == {64 // 2} and found.driver_after <= found.at_most
+    expandable = leak_seen(replay(ExpandableAllocator(), trace), ends)
+    assert set(expandable.moves) == {20 // 2} and expandable.driver_after <= expandable.at_most
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("allocator", [CachingAllocator, ExpandableAllocator])
+def test_the_driver_never_shows_a_leak_later_than_the_formula_says(seed, allocator):
+    generator = random.Random(seed)
+    sizes = [generator.randrange(1, 40 * MiB) for _ in range(12)]
+    kept = generator.randrange(2, 12) * MiB
+    trace, ends = [], []
+    for k in range(80):
+        born = [((k, i), size) for i, size in enumerate(sizes)]
+        trace += [*born[:8], *((name, FREE) for name, _ in born[2:8]), *born[8:], (("kept", k), kept)]
+        trace += [(name, FREE) for name, _ in (*born[:2], *born[8:])]
+        ends.append(len(trace))
+    found = leak_seen(replay(allocator(), trace), ends)
+    assert found.allocated_after == 1 and found.driver_after <= found.at_most
+
+
+# ---- longer traces
+
+
+def test_a_last_step_done_again_is_what_a_longer_run_asks_for():
+    def made(count):
+        trace, ends, last = [], [], None
+        for k in range(count):
+            trace += [(("x", k), 5), (("y", k), 6 + (k == 0)), (("x", k), FREE), (("kept", k), 2)]
+            if last is not None:
+                trace.append((last, FREE))
+            last = "y", k
+            ends.append(len(trace))
+        return trace, ends
+
+    short, long = made(4), made(30)
+    trace, ends = repeated(*short, 30)
+    assert ends == long[1] and [nbytes for _, nbytes in trace] == [nbytes for _, nbytes in long[0]]
+    one, other = (replay(CachingAllocator(), each) for each in (trace, long[0]))
+    assert one == other
+    assert repeated(*short, 4) == short
+
+
+def test_a_trace_whose_last_steps_differ_or_reach_further_back_is_not_repeated():
+    with pytest.raises(ValueError, match="two that differ"):
+        repeated([("a", 1), ("b", 2), ("c", 3)], [1, 2, 3], 9)
+    with pytest.raises(ValueError, match="at most a step old, found 'a' freed"):
+        repeated([("a", 1), ("b", 2), ("c", 2), ("a", FREE)], [1, 2, 4], 9)
+    with pytest.raises(ValueError, match="three steps"):
+        repeated([("a", 1), ("b", 1)], [1, 2], 9)
+
+
+@pytest.mark.parametrize(
+    ("ends", "options", "words"),
+    [
+        ([], {}, "expected ends of steps that rise"),
+        ([2, 2], {}, "expected ends of steps that rise"),
+        ([0, 2], {}, "expected ends of steps that rise"),
+        ([2, 5], {}, "from 1 to 4"),
+        ([2, 4], {"every": 0}, "expected times above 0"),
+        ([2, 4], {"step_seconds": math.inf}, "expected times above 0"),
+        ([2, 4], {"seconds": [0, 1, 2]}, "expected 5 times that never fall"),
+        ([2, 4], {"seconds": [0, 1, 2, 1, 3]}, "expected 5 times that never fall"),
+    ],
+)
+def test_polls_without_sense_are_refused(ends, options, words):
+    with pytest.raises(ValueError, match=words):
+        polled(levels([1, 5, 2, 3], [10, 20, 20, 30]), ends, **{"step_seconds": 1.0, **options})
+
+
+def test_a_program_that_does_not_grow_has_no_leak_to_see():
+    done = levels([50, 10, 50, 10], [90] * 4)
+    with pytest.raises(ValueError, match="expected a program that holds more after each step, found 0 bytes"):
+        leak_seen(done, [2, 4], warm_up=1)
+    with pytest.raises(ValueError, match="expected a warm-up of 1 to 1 steps of 2, found 2"):
+        leak_seen(done, [2, 4])
+
+
+# ---- the book's figures
+
+
+def test_the_books_leak_moves_the_driver_every_segment_over_growth_steps_and_no_later_than_slack_allows():
+    found = polls.seen()
+    hidden_layer = 8 * 1024 * 4 * SIZES["width"] * 4  # rows, tokens, 4 widths, float32: the largest request of a step
+    assert set(found.moves) == {hidden_layer // (2 * MiB)}
+    assert found.allocated_after == 1 < found.driver_after <= found.at_most
+
+
+def test_on_a_card_that_an_evaluation_had_filled_the_driver_never_moves_before_the_memory_is_out():
+    done, ends, step = polls.until_full("1.25 GiB")
+    found = leak_seen(done, ends)
+    assert found.driver_after is None and found.allocated_after == 1
+    assert len({done.reserved[end] for end in ends[1:]}) == 1 and step == len(ends) + 1 > 200
+    with pytest.raises(ValueError, match="take a smaller one"):
+        polls.until_full("80 GiB")
+
+
+def test_polls_of_a_kept_cache_meet_the_drivers_peak_and_hardly_one_of_what_is_allocated():
+    found = polls.polls()
+    assert found.highest_driver == (found.peak_driver, found.peak_driver)
+    assert found.highest_allocated[1] <= found.peak_allocated
+    assert found.allocated_peaks_met < 0.01 < found.driver_peaks_met <= polls.STEP_SECONDS
+    emptied = polls.polls(allocator="cache emptied each step")
+    assert emptied.highest_driver[0] < emptied.peak_driver

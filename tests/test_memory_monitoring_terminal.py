@@ -1,0 +1,529 @@
+"""`python -m memlab.memory_monitoring`: a process, its children, the GPUs and logs, watched from outside."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from memlab.memory_monitoring import Gone, GPUMemory, MemoryWarning, Monitor
+from memlab.memory_monitoring import processes as processes_page
+from memlab.memory_monitoring.__main__ import main
+from memlab.memory_monitoring.log import read_log
+from memlab.memory_monitoring.processes import OtherProcess, ProcessAndGPUs
+from memlab.memory_monitoring.summary import summary
+from memlab.memory_monitoring.terminal import Watch, table
+from memlab.units import KiB, MiB
+
+ROOT = Path(__file__).parents[1]
+LINUX = pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="Linux tells this in /proc")
+SLACK = 1 * MiB  # what an interpreter may take beside the bytes that it is told to take
+
+
+class Child:
+    """A Python process that does what it is told, line by line, and answers each with a line."""
+
+    def __init__(self, first: str = ""):
+        code = f"import os, sys\nheld = []\n{first}\nprint('ready', flush=True)\n" + (
+            "for line in sys.stdin:\n    exec(line)\n    print('done', flush=True)\n"
+        )
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self.pid = self._process.pid
+        assert self._process.stdout.readline() == "ready\n"
+
+    def __call__(self, line: str) -> None:
+        print(line, file=self._process.stdin, flush=True)
+        assert self._process.stdout.readline() == "done\n"
+
+    def hold(self, nbytes: int) -> None:
+        """Fill `nbytes` of main memory."""
+        self(f"held.append(b'x' * {nbytes})")
+
+    def kill(self, reap: bool = True) -> None:
+        self._process.kill()
+        if reap:
+            self._process.wait()
+
+    def close(self) -> None:
+        self.kill()
+        self._process.stdin.close()
+        self._process.stdout.close()
+
+
+@pytest.fixture
+def child():
+    with contextlib.closing(Child()) as process:
+        yield process
+
+
+class Scripted:
+    """A source that says what it is told to, and has ended after that."""
+
+    name = "process 7"
+
+    def __init__(self, figures):
+        self._figures = iter(figures)
+
+    def read(self):
+        try:
+            return dict(next(self._figures))
+        except StopIteration:
+            raise Gone("process 7 has ended") from None
+
+
+class Clock:
+    """Time that passes when somebody sleeps."""
+
+    def __init__(self):
+        self.now, self.slept = 100.0, []
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        self.now += seconds
+
+
+def lines_of(figures, every=1.0, *, whole=None, budget=None, level="resident", **options):
+    clock = Clock()
+    watch = Watch(Scripted(figures), level, whole, budget)
+    return list(table([watch], every, clock=clock, sleep=clock.sleep, **options))
+
+
+# ---- a process
+
+
+def test_a_process_is_seen_to_grow_by_the_bytes_that_it_fills(child):
+    source = OtherProcess(child.pid)
+    before = source.read()["resident"]
+    child.hold(64 * MiB)
+    grown = source.read()["resident"] - before
+    assert 64 * MiB <= grown < 64 * MiB + SLACK
+
+
+@LINUX
+def test_the_high_water_mark_stays_when_the_bytes_are_given_back(child):
+    source = OtherProcess(child.pid)
+    child.hold(64 * MiB)
+    full = source.read()
+    child("held.clear()")
+    after = source.read()
+    assert full["resident"] - after["resident"] > 64 * MiB - SLACK
+    assert abs(after["peak"] - full["resident"]) < SLACK  # the kernel counts pages in batches
+
+
+@LINUX
+def test_figures_are_those_of_the_kernels_own_summary(child):
+    text = Path(f"/proc/{child.pid}/smaps_rollup").read_text()
+    told = {name: int(value) * KiB for name, value in re.findall(r"^(\w+): +(\d+) kB$", text, re.MULTILINE)}
+    figures = OtherProcess(child.pid, children=True).read()
+    assert figures["proportional"] == told["Pss"] and figures["swap"] == told["Swap"]
+    assert abs(figures["resident"] - told["Rss"]) < SLACK  # /proc/pid/status counts in batches
+
+
+@LINUX
+def test_of_pages_that_forked_children_share_rss_counts_each_and_pss_all_once(child):
+    child.hold(64 * MiB)
+    child("import time; kids = []")
+    for _ in range(3):
+        child("kids.append(os.fork()); kids[-1] or time.sleep(60)")
+    try:
+        figures = OtherProcess(child.pid, children=True).read()
+        assert figures["processes"] == 4 and "peak" not in figures
+        assert figures["resident"] > 4 * 64 * MiB
+        assert 64 * MiB < figures["proportional"] < 2 * 64 * MiB
+    finally:
+        child("[os.kill(kid, 9) or os.waitpid(kid, 0) for kid in kids]")
+    assert OtherProcess(child.pid, children=True).read()["processes"] == 1
+
+
+@LINUX
+def test_grandchildren_are_counted_too(child):
+    child("import subprocess; kid = subprocess.Popen(['sh', '-c', 'sleep 60; true'])")
+    source = OtherProcess(child.pid, children=True)
+    deadline = time.monotonic() + 10
+    while len(source.descendants()) < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    found = source.descendants()
+    for pid in reversed(found):
+        os.kill(pid, signal.SIGKILL)
+    assert len(found) == 2
+    child("kid.wait()")
+
+
+def test_a_process_that_has_ended_is_gone_also_when_nobody_has_asked_how(child):
+    source = OtherProcess(child.pid)
+    child.kill(reap=False)
+    deadline = time.monotonic() + 10
+    with pytest.raises(Gone, match=f"process {child.pid} has ended"):
+        while time.monotonic() < deadline:
+            source.read()
+    child.kill()
+    with pytest.raises(Gone):
+        source.read()
+    with pytest.raises(Gone):
+        OtherProcess(child.pid)
+
+
+@LINUX
+def test_another_process_that_has_the_number_by_now_is_not_taken_for_the_one_watched(child):
+    source = OtherProcess(child.pid)
+    source._born -= 1
+    with pytest.raises(Gone, match="another has its number"):
+        source.read()
+
+
+@LINUX
+def test_a_name_with_blanks_and_brackets_hides_nothing(child):
+    child("open('/proc/self/comm', 'w').write('a) Z 1 (b')")
+    assert OtherProcess(child.pid, children=True).read()["resident"] > 0
+
+
+@LINUX
+@pytest.mark.parametrize(("flags", "error"), [(0x0020_0040, RuntimeError), (0x0000_0004, Gone)])
+def test_without_resident_bytes_a_process_is_the_kernels_or_about_to_end(monkeypatch, tmp_path, flags, error):
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self" / "stat").touch()
+    (tmp_path / "7").mkdir()
+    (tmp_path / "7" / "stat").write_text(f"7 (a name) R 1 7 7 0 -1 {flags} " + "0 " * 12 + "55 0 0")
+    (tmp_path / "7" / "status").write_text("Name:\ta name\nThreads:\t1\n")
+    monkeypatch.setattr(processes_page, "PROC", tmp_path)
+    with pytest.raises(error, match="process 7 "):
+        OtherProcess(7)
+
+
+def test_where_there_is_no_proc_ps_is_asked_for_the_resident_bytes_and_nothing_else(monkeypatch, tmp_path):
+    (tmp_path / "ps").write_text("#!/bin/sh\necho '  7   1  2048'\necho '  8   7   100'\necho '  9   8    10'\n")
+    (tmp_path / "ps").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(processes_page, "PROC", tmp_path / "none")
+    assert OtherProcess(7).read() == {"resident": 2 * MiB}
+    assert OtherProcess(7, children=True).read() == {"resident": 2158 * KiB, "processes": 3}
+    with pytest.raises(Gone, match="process 10 has ended"):
+        OtherProcess(10)
+
+
+def test_a_processes_bytes_on_gpus_stand_beside_its_own_until_a_gpu_is_gone():
+    class Card:
+        def __init__(self, name, answers):
+            self.name, self._answers = name, iter(answers)
+
+        def read(self):
+            answer = next(self._answers)
+            if answer is Gone:
+                raise Gone("lost")
+            return answer
+
+    first = Card("gpu 0", [{"driver": 9, "driver_process": 5}, Gone])
+    second = Card("gpu 1", [{"driver": 9}, {"driver": 9, "driver_process": 6}, {"driver": 9, "driver_process": 7}])
+    source = ProcessAndGPUs(Scripted([{"resident": 1}] * 3), [first, second])
+    assert [source.read() for _ in range(3)] == [
+        {"resident": 1, "on gpu 0": 5},
+        {"resident": 1, "on gpu 1": 6},
+        {"resident": 1, "on gpu 1": 7},
+    ]
+
+
+# ---- the table
+
+
+def test_a_line_has_the_figures_the_highest_the_growth_a_minute_and_the_part_of_the_whole():
+    figures = [{"resident": 1 * MiB, "peak": 5 * MiB}, {"resident": 3 * MiB, "peak": 5 * MiB}, {"resident": 2 * MiB}]
+    header, *rows, last = lines_of(figures, 2.0, whole=16 * MiB)
+    assert header.split() == ["seconds", "resident", "highest", "a", "minute", "of", "16.0", "MiB"]
+    assert [row.split() for row in rows] == [
+        ["0", "process", "7", "1.0", "MiB", "5.0", "MiB", "6.2%"],
+        ["2", "process", "7", "3.0", "MiB", "5.0", "MiB", "+60.0", "MiB", "18.8%"],
+        ["4", "process", "7", "2.0", "MiB", "5.0", "MiB", "+15.0", "MiB", "12.5%"],
+    ]
+    assert last == "process 7 has ended; watched for 6 s, at most 5.0 MiB seen"
+
+
+def test_columns_keep_their_places():
+    header, *rows, _ = lines_of([{"resident": n * MiB, "swap": n} for n in (1, 900, 1023)], whole=2**40)
+    assert len({row.index("MiB", 20) for row in rows}) == len({len(row) for row in rows[1:]}) == 1
+    assert header.index("resident") + len("resident") == rows[0].index("MiB") + len("MiB")
+
+
+def test_growth_a_minute_is_that_of_the_last_minute():
+    steady = [{"resident": 10 * MiB}] * 200
+    assert lines_of([{"resident": 1}, *steady])[-2].split()[-4:] == ["10.0", "MiB", "+0", "B"]
+    rising = [{"resident": n * MiB} for n in range(100)]
+    assert "+60.0 MiB" in lines_of(rising)[-2]
+
+
+def test_a_leak_is_forecast_in_seconds_from_its_own_growth_and_a_still_process_is_not():
+    every, rate = 2.0, MiB
+    rows = lines_of([{"resident": 100 * MiB + k * rate} for k in range(200)], every, budget=1000 * MiB)[1:-1]
+    likely, early, late = re.search(r"full in (\d+) min \((\d+) min to (\d+) min\)$", rows[-1]).groups()
+    exact = (1000 - 100 - 199) * every / 60
+    assert abs(int(likely) - exact) <= 0.05 * exact and int(early) <= exact + 1 and int(late) >= exact - 1
+    assert not any("full in" in row for row in lines_of([{"resident": 100 * MiB}] * 200, budget=1000 * MiB))
+    assert not any("full in" in row for row in lines_of([{"resident": k * MiB} for k in range(200)]))
+
+
+def test_looks_keep_to_the_clock_and_a_slow_one_makes_the_wait_shorter():
+    clock = Clock()
+
+    class Slow(Scripted):
+        def read(self):
+            clock.now += 0.25
+            return super().read()
+
+    watch = Watch(Slow([{"resident": 1}] * 4), "resident", None)
+    list(table([watch], 1.0, count=4, clock=clock, sleep=clock.sleep))
+    assert clock.slept == [0.75, 0.75, 0.75]
+
+
+def test_for_someone_who_looks_on_there_are_bars_and_the_header_comes_again():
+    lines = lines_of([{"resident": 4 * MiB}] * 41, whole=16 * MiB, live=True)
+    assert sum("seconds" in line for line in lines) == 3
+    assert lines[1].endswith("[#####               ]    25.0%")
+    assert not any("#" in line for line in lines_of([{"resident": 4 * MiB}] * 3, whole=16 * MiB))
+    assert "[####################]   200.0%" in lines_of([{"resident": 32 * MiB}], whole=16 * MiB, live=True)[1]
+
+
+def test_what_does_not_answer_once_is_asked_again_and_a_figure_that_comes_later_has_its_column():
+    lines = lines_of([{"resident": 1}, {}, {"resident": 1, "on gpu 0": 5}])
+    assert lines[2].split(maxsplit=1)[1] == "process 7 does not answer this time"
+    assert "on gpu 0" in lines[3] and lines[4].split()[5:7] == ["5", "B"]
+
+
+def test_of_several_the_one_that_is_gone_ends_and_the_others_go_on():
+    clock = Clock()
+    watches = [Watch(Scripted([{"driver": n * MiB}] * n), "driver", 8 * MiB) for n in (1, 3)]
+    lines = list(table(watches, 1.0, clock=clock, sleep=clock.sleep))
+    assert sum("has ended" in line for line in lines) == 2
+    assert sum(" process 7 " in line for line in lines) == 4
+
+
+# ---- the command
+
+
+def said(capsys, *arguments: str) -> tuple[int, str, str]:
+    status = main([str(argument) for argument in arguments])
+    return status, *capsys.readouterr()
+
+
+def test_the_command_ends_by_itself_with_the_process_and_says_so(capsys, child):
+    child("import threading; threading.Timer(0.3, os._exit, [0]).start()")
+    status, out, err = said(capsys, child.pid, "--every", "0.05")
+    lines = out.splitlines()
+    assert (status, err) == (0, "") and len(lines) > 3
+    assert re.fullmatch(rf"process {child.pid} has ended; watched for \d+ s, at most [\d.]+ MiB seen", lines[-1])
+
+
+def test_the_command_logs_every_look_and_sums_the_log_up(capsys, child, tmp_path):
+    log = tmp_path / "looks.jsonl"
+    for _ in range(2):
+        child.hold(8 * MiB)
+        assert said(capsys, child.pid, "--every", "0.01", "--count", "4", "--log", log)[0] == 0
+    looks = [line for line in read_log(log) if line["kind"] == "look"]
+    assert len(looks) == 8 and {look["source"] for look in looks} == {f"process {child.pid}"}
+    assert looks[-1]["resident"] - looks[0]["resident"] >= 8 * MiB
+    status, out, err = said(capsys, log)
+    assert (status, err) == (0, "") and out.count(f"process {child.pid}, resident: 4 looks in 0 s") == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["0"], "expected a process that is running, found none with the id 0"),
+        (["4194999"], "expected a process that is running, found none with the id 4194999"),
+        (["no such thing"], "expected a process's id (a number), gpu, or the file of a log; found 'no such thing'"),
+        (["-7"], "expected a process's id (a number), gpu, or the file of a log; found '-7'"),
+        (["1", "--every", "0"], "expected more than 0 seconds as --every, found 0"),
+        (["1", "--every", "nan"], "expected more than 0 seconds as --every, found nan"),
+        (["1", "--count", "0"], "expected at least one look as --count, found 0"),
+        (["1", "--budget", "16"], "expected a size such as '16 GiB'"),
+        (["1", "--budget", "0 GiB"], "expected a budget above 0 bytes"),
+    ],
+)
+def test_a_wrong_wish_ends_with_status_2_and_a_sentence(capsys, arguments, words):
+    status, out, err = said(capsys, *arguments)
+    assert (status, out, err.count("\n")) == (2, "", 1) and err.startswith(words)
+
+
+def test_a_process_that_is_hidden_and_a_log_that_cannot_be_written_end_with_status_2(
+    capsys, monkeypatch, child, tmp_path
+):
+    status, _, err = said(capsys, child.pid, "--log", tmp_path / "no folder" / "log")
+    assert status == 2 and "no folder" in err and err.count("\n") == 1
+
+    def hidden(self, *_, **__):
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "read_text", hidden)
+    status, _, err = said(capsys, child.pid)
+    assert (status, err) == (2, f"process {child.pid} is not shown to you; ask as its user, or as root\n")
+
+
+def test_on_windows_the_command_says_what_is_missing(capsys, monkeypatch):
+    monkeypatch.setattr(processes_page.sys, "platform", "win32")
+    status, _, err = said(capsys, os.getpid())
+    assert status == 2 and err.startswith("Windows tells of other processes by an interface that memlab does not have")
+
+
+def test_all_gpus_are_watched_by_nvidia_smi_whatever_this_process_may_see(capsys, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    smi = tmp_path / "nvidia-smi"
+    body = """#!/bin/sh
+case "$1" in
+--query-gpu=index,uuid,name) echo "0, GPU-a, One"; echo "1, GPU-b, Two";;
+--query-gpu=uuid,memory.used,memory.free) echo "GPU-a, 512, 1536"; echo "GPU-b, 1, 2047";;
+--query-compute-apps=gpu_uuid,pid,used_memory) echo "GPU-b, PID, 33";;
+esac
+"""
+    smi.write_text(body)
+    smi.chmod(0o755)
+    status, out, err = said(capsys, "gpu", "--count", "2", "--every", "0.01")
+    assert (status, err) == (0, "")
+    rows = [line.split() for line in out.splitlines()]
+    assert rows[3][0] == "0.0"
+    assert rows[0] == ["seconds", "used", "highest", "a", "minute", "of", "2.0", "GiB"] and len(rows) == 5
+    assert rows[1] == ["0.0", "gpu", "0", "512.0", "MiB", "512.0", "MiB", "25.0%"] and rows[2][1:5] == [
+        "gpu",
+        "1",
+        "1.0",
+        "MiB",
+    ]
+
+    smi.write_text(body.replace("PID", str(os.getpid())))
+    status, out, _ = said(capsys, os.getpid(), "--count", "1")
+    assert status == 0 and "on gpu 1" in out and "33.0 MiB" in out
+
+    smi.write_text("#!/bin/sh\necho 'Failed to initialize NVML: Driver/library version mismatch'; exit 18")
+    status, out, err = said(capsys, "gpu")
+    assert (status, out) == (2, "") and "Driver/library version mismatch" in err
+
+
+def test_without_a_gpu_the_command_says_what_was_tried(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    monkeypatch.setenv("PATH", "")
+    status, out, err = said(capsys, "gpu")
+    assert (status, out) == (2, "") and "pip install nvidia-ml-py" in err and "there is no such command" in err
+    with pytest.raises(RuntimeError):
+        GPUMemory(0, ways=["nvml"])
+
+
+def command(*arguments: str) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "-m", "memlab.memory_monitoring", *arguments],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize("ending", ["Ctrl-C", "a closed pipe"])
+def test_the_command_ends_quietly(child, ending):
+    with command(str(child.pid), "--every", "0.05") as watching:
+        assert watching.stdout.readline().split()[0] == "seconds"
+        if ending == "Ctrl-C":
+            watching.send_signal(signal.SIGINT)
+            status = watching.wait(20)
+        else:
+            watching.stdout.close()
+            status = watching.wait(20)
+        assert (status, watching.stderr.read()) == (0, "")
+
+
+# ---- a log
+
+
+def test_a_monitors_log_is_summed_up_with_its_alarms_and_when_its_leak_was_called(tmp_path, capsys):
+    log = tmp_path / "run.jsonl"
+
+    class Leaking:
+        name, now = "a source", 0
+
+        def read(self):
+            return {"allocated": self.now}
+
+        def peaks(self):
+            return {"allocated": self.now + 5 * MiB}
+
+    source = Leaking()
+    with pytest.warns(MemoryWarning), Monitor("1000 MiB", log=log, every=60, sources=[source]) as monitor:
+        for step in range(300):
+            source.now = 100 * MiB + 2 * MiB * step
+            monitor.step()
+    out = "\n".join(summary(log))
+    assert f"process {os.getpid()}" in out and "300 steps, ended" in out
+    assert "highest  703.0 MiB of 1,000.0 MiB, at step 300" in out
+    assert "held     100.0 MiB after the first step, 698.0 MiB after the last" in out
+    assert "growth   2.0 MiB a step" in out
+    called = next(alarm for alarm in monitor.alarms if alarm.kind == "growth")
+    assert f"alarm at step {called.step}, growth: " in out
+    again = int(re.search(r"called   at step (\d+): 1,000.0 MiB would be full after", out)[1])
+    assert abs(again - called.step) <= 8
+    assert "called   never" in "\n".join(summary(log, 2**60))
+    status = main([str(log), "--budget", "800 MiB"])
+    assert status == 0 and "of 800.0 MiB" in capsys.readouterr().out
+
+
+def written(path: Path, *documents: dict | str) -> Path:
+    path.write_text("\n".join(text if isinstance(text, str) else json.dumps(text) for text in documents))
+    return path
+
+
+def start(run="a", **more):
+    return {"kind": "start", "run": run, "pid": 5, "budget": None, "watch": "heap", **more}
+
+
+def step(number, end, run="a"):
+    return {"kind": "step", "run": run, "step": number, "end": end, "peak": end and end + 1}
+
+
+def test_runs_that_share_a_log_are_told_apart(tmp_path):
+    log = written(tmp_path / "log", start(), start("b", pid=6), step(1, 10), step(1, 500, "b"), step(2, 20))
+    out = "\n".join(summary(log))
+    assert "process 5, heap: 2 steps" in out and "process 6, heap: 1 step," in out
+    assert "held     10 B after the first step, 20 B after the last" in out
+
+
+def test_what_is_cut_off_foreign_or_without_figures_is_left_out_of_a_summary(tmp_path):
+    torn = '{"kind": "step", "run": "a", "st'
+    odd = [
+        {"kind": "step", "run": "a"},
+        {"kind": "look"},
+        {"x": 1},
+        "[1]",
+        "7",
+        {"kind": "start"},
+        {"kind": [], "run": {}},
+    ]
+    log = written(
+        tmp_path / "log", start(), *odd, step(1, 10), step(2, None), {"kind": "gap", "run": "a", "lost": 4}, torn
+    )
+    out = "\n".join(summary(log))
+    assert "1 step, and no end in the log: it still runs, or was killed" in out and "lost     4 lines" in out
+    assert "called   no budget is known" in out
+
+
+def test_a_run_that_was_changed_is_judged_anew_from_there(tmp_path):
+    before = [step(k, 100 * MiB + k * MiB) for k in range(1, 101)]
+    after = [step(k, 50 * MiB) for k in range(101, 201)]
+    changed = {"kind": "changed", "run": "a", "step": 100}
+    out = "\n".join(summary(written(tmp_path / "log", start(budget=210 * MiB), *before, changed, *after)))
+    assert out.count("called   at step") == 1 and "growth   none that lasts" in out
+
+
+def test_a_file_that_is_no_log_is_refused(tmp_path, capsys):
+    for path in (written(tmp_path / "empty"), written(tmp_path / "text", "hello", "{}")):
+        assert main([str(path)]) == 2
+        assert "expected a log of a Monitor, found none of its lines in" in capsys.readouterr().err
