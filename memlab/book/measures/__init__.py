@@ -20,6 +20,7 @@ from memlab.book.measures.gradient_checkpointing import (
 )
 from memlab.book.measures.memory_arithmetic import imagined_step
 from memlab.book.measures.memory_hierarchy import tiled_attention_digits_and_bytes, tiled_attention_time
+from memlab.book.measures.memory_monitoring import leaks_by_the_meter, leaks_of_processes, monitor_cost
 from memlab.book.measures.memory_timeline import import_time, meter_cost_per_op, meter_exactness, meter_time
 from memlab.book.measures.mixed_precision import loss_scaling, master_weights
 from memlab.book.measures.offloading import (
@@ -28,7 +29,7 @@ from memlab.book.measures.offloading import (
     swapped_to_files,
     swapped_to_the_host,
 )
-from memlab.book.measures.pictures import pictures_that_move
+from memlab.book.measures.pictures import live_figure, pictures_that_move
 from memlab.book.measures.pipeline_parallelism import (
     piped_beside_pytorch,
     piped_equal_to_one_process,
@@ -70,5 +71,9 @@ MEASURES = (
     piped_equal_to_one_process,
     piped_beside_pytorch,
     simulated_beside_metered,
+    monitor_cost,
+    leaks_by_the_meter,
+    leaks_of_processes,
     pictures_that_move,
+    live_figure,
 )

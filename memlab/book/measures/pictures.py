@@ -35,3 +35,20 @@ def pictures_that_move(device: str, rounds: int) -> list[tuple]:
         (f"explorer hover, {len(many):,} events, ms", spread(times["hover"], "{:.0f}"), "≤ 50"),
         (f"opening explore, {len(many):,} events, s", spread([ms / 1e3 for ms in times["open"]]), "≤ 1"),
     ]
+
+
+def live_figure(device: str, rounds: int) -> list[tuple]:
+    """In a real browser, while a cell trains: how often the live figure moves, and how long the page stands still."""
+    from memlab.book.browser import chromium
+    from memlab.book.live_times import follow
+
+    needed = ("playwright", "jupyterlab", "anywidget")
+    if chromium() is None or any(importlib.util.find_spec(name) is None for name in needed):
+        return [("live figure", "not measured: needs Chromium and the test extra", "")]
+    found = follow()
+    return [
+        ("live figure while a cell trains, updates a second", f"{found.updates_per_second:.1f}", "≥ 2"),
+        ("live figure, the page's longest task, ms", f"{found.longest_task_ms:.0f}", "≤ 100"),
+        ("live figure, longest time between two frames, ms", f"{found.longest_frame_ms:.0f}", ""),
+        ("live figure, the kernel's time for an update, ms", spread(found.message_ms), "≤ 1"),
+    ]

@@ -1,0 +1,138 @@
+"""Chapter 05: leaks called and false alarms on programs that nobody tuned for, and what a Monitor costs."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+
+from memlab.book.measures.timing import seconds, spread
+from memlab.book.watched_programs import CLEAN, KINDS, MORE_KINDS, Judgement, judge, judged, programs_of, watch_levels
+from memlab.memory_monitoring import Monitor
+
+STEP_SECONDS, STEPS_IN_BLOCK, STEPS_BEFORE = 0.010, 50, 1000
+QUICK_ROUNDS = 5
+PROCESS_LEVELS = ("heap", "resident")
+
+
+# ---- leaks and false alarms
+
+
+def _called(judgements: list[Judgement], level: str) -> list[tuple]:
+    groups: dict[str, list[Judgement]] = {}
+    for one in judgements:
+        groups.setdefault(one.watched.kind, []).append(one)
+    healthy = groups.pop(CLEAN, [])
+    caught = {kind: sum(one.in_time for one in group) for kind, group in groups.items()}
+    parts = [f"{kind} {caught[kind]} of {len(group)}" for kind, group in groups.items()]
+    five = sum(caught[kind] == len(groups[kind]) for kind in KINDS)
+    called = [one for one in judgements if one.inside is not None]
+    inside = sum(one.inside for one in called)
+    widths = spread([one.width for one in called], "{:.1f}") if called else "none"
+    theirs = sum(one.watched.model_name.startswith("transformers") for one in judgements)
+    note = f"; {theirs} of the {len(judgements)} programs train models that are not ours"
+    return [
+        (f"unseen leaks called before the last 20 % of the budget ({level})", "; ".join(parts) + note, ""),
+        (f"… kinds of which all were ({level})", f"{five} of {len(KINDS)}", f"{len(KINDS)} of {len(KINDS)}"),
+        (f"… false alarms on unseen healthy programs ({level})", f"{sum(one.false_alarm for one in healthy)} of "
+         f"{len(healthy)}", "0"),
+        (f"… forecasts whose interval held the step of the OOM ({level})", f"{inside} of {len(called)}; interval / "
+         f"steps that were left {widths}", ""),
+    ]  # fmt: skip
+
+
+def leaks_by_the_meter(device: str, rounds: int) -> list[tuple]:
+    """Every kind of leak and twenty healthy programs, at level storages. With few rounds, one leak a kind."""
+    quick = rounds < QUICK_ROUNDS
+    kinds = [kind for kind in KINDS + MORE_KINDS if kind != "main memory"]  # of that a meter sees nothing
+    return _called(judge(programs_of(kinds=kinds, of_each=1 if quick else 5, healthy=4 if quick else 20)), "storages")
+
+
+def leaks_of_processes(device: str, rounds: int) -> list[tuple]:
+    """Every kind of leak and healthy programs, each in a process of its own, at levels heap and resident."""
+    quick = rounds < QUICK_ROUNDS
+    candidates = programs_of(kinds=KINDS + MORE_KINDS, of_each=1 if quick else 2, healthy=2 if quick else 10)
+    runs = [watch_levels(program, PROCESS_LEVELS) for program in candidates]
+    rows = []
+    for level, of_level in zip(PROCESS_LEVELS, zip(*runs, strict=True), strict=True):
+        rows += _called([judged(watched) for watched in of_level], level)
+    return rows
+
+
+# ---- what it costs
+
+
+def computing(goal_seconds: float) -> Callable[[], object]:
+    """A step that multiplies matrices for about so long on this machine."""
+    a = torch.randn(192, 192)
+    times = max(1, round(goal_seconds / min(seconds(lambda: a @ a) for _ in range(50))))
+
+    def step() -> None:
+        for _ in range(times):
+            a @ a
+
+    return step
+
+
+def block(step: Callable[[], object], monitor: Monitor | None = None) -> tuple[float, float, float]:
+    """A block of steps: its seconds by the clock, on the CPU, and of these within `monitor.step()`."""
+    own, start, on_cpu = 0.0, time.perf_counter(), time.thread_time()
+    for _ in range(STEPS_IN_BLOCK):
+        step()
+        if monitor is not None:
+            before = time.thread_time()
+            monitor.step()
+            own += time.thread_time() - before
+    return time.perf_counter() - start, time.thread_time() - on_cpu, own
+
+
+def watched_block(step: Callable[[], object]) -> tuple[float, float, float]:
+    """A block under a Monitor whose history is long: its seconds, its CPU seconds in `step()` and in its own thread."""
+    others = set(threading.enumerate())
+    with Monitor("1 TiB") as monitor:
+        for _ in range(STEPS_BEFORE):
+            monitor.step()
+        threads = [thread.ident for thread in threading.enumerate() if thread not in others]
+        before = [_cpu_seconds(ident) for ident in threads]
+        elapsed, _, own = block(step, monitor)
+        after = [_cpu_seconds(ident) for ident in threads]
+    return elapsed, own, sum(after) - sum(before)
+
+
+def _cpu_seconds(thread: int) -> float:
+    if not hasattr(time, "pthread_getcpuclockid"):  # Windows
+        return math.nan
+    return time.clock_gettime(time.pthread_getcpuclockid(thread))
+
+
+def monitor_cost(device: str, rounds: int) -> list[tuple]:
+    """A Monitor around steps of 10 ms that compute: blocks with and without it in turn, and its own CPU time."""
+    step, plain, watched = computing(STEP_SECONDS), [], []
+    block(step)
+    for number in range(rounds):
+        runs = [(plain, block), (watched, watched_block)]
+        for found, run in runs if number % 2 else runs[::-1]:
+            found.append(run(step))
+    ratios = [100 * (a[0] / b[0] - 1) for a, b in zip(watched, plain, strict=True)]
+    step_seconds = statistics.median(on_cpu for _, on_cpu, _ in plain) / STEPS_IN_BLOCK
+    in_step, in_thread = (
+        [seconds_of / STEPS_IN_BLOCK for seconds_of in part] for part in list(zip(*watched, strict=True))[1:]
+    )
+    own = [100 * (a + b) / step_seconds for a, b in zip(in_step, in_thread, strict=True)]
+    parts = [spread([1e6 * seconds_of for seconds_of in part], "{:.0f}") for part in (in_step, in_thread)]
+    return [
+        (
+            f"Monitor around a step of {1e3 * step_seconds:.1f} ms of CPU time, longer by",
+            f"{spread(ratios)} %",
+            "≤ 1 %",
+        ),
+        (
+            "… its own CPU time as a share of the step's",
+            f"{spread(own)} %: step() {parts[0]} µs, thread {parts[1]} µs a step",
+            "≤ 1 %",
+        ),
+    ]
