@@ -21,6 +21,7 @@ MAKERS = (
     "explore_tensor_ranks",
     "explore_pipeline",
     "explore_axes",
+    "explore_floor",
 )
 SLIDERS = re.compile(rf"\b({'|'.join(MAKERS)})\(")
 MOST_PICTURES = 500

@@ -51,6 +51,10 @@ DRIVERS = tuple(
         "pipeline_sliders",
         "mesh_pictures",
         "axes_pictures",
+        "monitor_pictures",
+        "monitor_sliders",
+        "live_changes",
+        "live",
     )
 )
 
