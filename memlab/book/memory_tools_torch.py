@@ -58,7 +58,7 @@ def profiler_trace() -> Seen:
         path = Path(folder, "trace.json")
         profile.export_chrome_trace(str(path))
         events = json.loads(path.read_bytes())["traceEvents"]
-    changes = [event for event in events if event.get("name") == "[memory]"]
+    changes = sorted((event for event in events if event.get("name") == "[memory]"), key=lambda event: event["ts"])
     frames = [event for event in events if event.get("cat") == "python_function"]
     start = changes[0]["args"]["Total Allocated"] - changes[0]["args"]["Bytes"]
     # The allocation of the most bytes among those held when the total is highest: its time has a stack.

@@ -33,11 +33,12 @@ def draw_run(
     forecast: Forecast | None = None,
     called_at: int | None = None,
     title: str = "",
+    with_peaks: bool = True,
 ) -> Picture:
     """A run's ends and peaks over its steps, with the budget, and the forecast as a fan from where the run was called.
 
     run: a Monitor brings its own budget and the forecast of its first alarm about growth.
-    called_at: the step of the call; the forecast's own, unless given.
+    called_at: the step of the call; the forecast's own, unless given. with_peaks: False draws the ends alone, large.
     Raises ValueError for a budget of 0.
     """
     level, before = "bytes", 0
@@ -51,13 +52,15 @@ def draw_run(
     if forecast is not None and called_at is None:
         called_at = forecast.step
     figure, axes = canvas(8, 3.6, right=0.3, bottom=0.85)
-    highest = max([*peaks, *ends, limit or 0])
+    highest = max([*(peaks if with_peaks else ()), *ends, limit or 0])
     unit, scale = byte_unit(highest)
     last = max(before + run.steps, 1)
     most = last if forecast is None else fan_end(forecast, last)
     if forecast is not None:
         draw_fan(axes, forecast, scale, most)
-    axes.plot(at, [n / scale for n in peaks], color=PEAK_COLOUR, linestyle="--", linewidth=1, label="peak of each step")
+    if with_peaks:
+        dashed = {"color": PEAK_COLOUR, "linestyle": "--", "linewidth": 1}
+        axes.plot(at, [n / scale for n in peaks], label="peak of each step", **dashed)
     axes.plot(at, [n / scale for n in ends], color=END_COLOUR, linewidth=1.6, label="end of each step")
     draw_budget(axes, limit, scale)
     if called_at is not None:

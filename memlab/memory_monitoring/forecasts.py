@@ -77,6 +77,11 @@ class Forecaster:
         self.history, self.budget_bytes, self.patience = history, budget_bytes, patience
         self._growth, self._again_at = growth(history), history.steps + 1
 
+    @property
+    def due(self) -> bool:
+        """Whether the next forecast will look for growth again."""
+        return self.history.steps >= self._again_at
+
     def __call__(self) -> Forecast:
         """The forecast as of the last step."""
         steps = self.history.steps

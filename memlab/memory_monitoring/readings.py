@@ -17,7 +17,6 @@ from collections.abc import Callable, Sequence
 import torch
 
 from memlab.memory_monitoring.cuda import CUDAMemory
-from memlab.memory_monitoring.sampler import Pace
 from memlab.memory_monitoring.sources import Gone, ProcessMemory, Source
 
 FIRST_REST_SECONDS, LONGEST_REST_SECONDS = 1.0, 300.0
@@ -29,7 +28,6 @@ class Readings:
     def __init__(self, sources: Sequence[Source], tell: Callable[[str, str], None]):
         self.sources, self._tell = list(sources), tell
         self._owner: dict[str, Source] = {}
-        self._end, self._end_again, self._pace = None, 0.0, Pace()
         self._silent_until = {id(source): 0.0 for source in self.sources}
         self._rest = {id(source): FIRST_REST_SECONDS for source in self.sources}
 
@@ -43,12 +41,8 @@ class Readings:
         return self._asked("read", self.sources)
 
     def end(self, level: str) -> int | None:
-        """Bytes of one level at a step's end, of its source only; of an earlier step's end where looking is slow."""
-        if time.perf_counter() >= self._end_again:
-            began = time.thread_time()
-            self._end = self._asked("read", (self._owner[level],)).get(level)
-            self._end_again = time.perf_counter() + self._pace.rest(time.thread_time() - began)
-        return self._end
+        """Bytes of one level at a step's end, of its source only."""
+        return self._asked("read", (self._owner[level],)).get(level)
 
     def peaks(self, level: str | None = None) -> dict[str, int]:
         """The most bytes since it was asked last, by level, where something keeps track.
@@ -95,7 +89,7 @@ class Readings:
 
 def found_sources() -> list[Source]:
     """What there is to look at here: this process; with a GPU, PyTorch's allocator, and the driver where it tells."""
-    sources: list[Source] = [ProcessMemory()]
+    sources: list[Source] = [ProcessMemory(paced=True)]
     if torch.cuda.is_available():
         sources.append(CUDAMemory())
         with contextlib.suppress(ImportError, RuntimeError, ValueError):  # nobody knows the driver's figure

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-REST = 200  # what is slow rests for 200 times as long as it took: half a percent of the time
+REST = 1000  # what is slow rests for 1000 times as long as it took: a thousandth of the time
 SLOW_SECONDS = 20e-6
 
 

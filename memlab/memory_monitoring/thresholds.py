@@ -6,6 +6,7 @@ below it, a growth when only half of the steps that were left are left.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterable
 
@@ -35,6 +36,7 @@ class Thresholds:
         for part in self.parts:
             if not 0 < part <= 1:
                 raise ValueError(f"expected warn_at in (0, 1], parts of the budget, found {part}; 0.9 warns at 90 %")
+        self._lowest = min(self.parts, default=math.inf) * budget_bytes
         self._needed = dict.fromkeys(self.parts, QUIET_LOOKS)  # looks below it, until it may be told again
         self._lock = threading.RLock()
         self.arm()
@@ -42,11 +44,15 @@ class Thresholds:
     def arm(self) -> None:
         """Tell each again when use reaches it."""
         self._below: dict[float, int | None] = dict.fromkeys(self.parts)  # looks in a row; None: it may be told
+        self._armed = True  # all of them may be told
 
     def see(self, nbytes: int) -> float | None:
         """So much is in use. Returns the highest part that use has reached and that is to be told, or None."""
         found = None
+        if nbytes < self._lowest and self._armed:
+            return None
         with self._lock:
+            self._armed = False
             for part in self.parts:
                 below = self._below[part]
                 if nbytes >= part * self.budget_bytes:
@@ -94,9 +100,11 @@ class Outlook:
         return self._of_the_run(forecast(self.history, self._budget_bytes))
 
     def call(self) -> Forecast | None:
-        """The forecast, if it is to be told; to be asked after each step."""
-        said = None if self._forecaster is None else self._forecaster()
-        return self._of_the_run(said) if said is not None and self._calls.see(said) else None
+        """The forecast, if it is to be told; to be asked after each step, and on most of them nothing is done."""
+        if self._forecaster is None or not self._forecaster.due:
+            return None
+        said = self._forecaster()
+        return self._of_the_run(said) if self._calls.see(said) else None
 
     def _of_the_run(self, said: Forecast) -> Forecast:
         found, first = said.growth, self._first_step
