@@ -513,7 +513,9 @@ def test_a_monitor_names_the_lines_when_it_has_called_growth():
     training, kept = Training(), []
     with Meter(training.model, training.optimizer) as meter, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with Monitor("20 MiB", sources=[MeteredMemory(meter)], name_lines=True) as monitor:
+        training.step()
+        budget = meter.highest_since(0) + 100 * 4004
+        with Monitor(budget, sources=[MeteredMemory(meter)], name_lines=True) as monitor:
             for _ in range(200):
                 kept.append(training.step())
                 kept.append(torch.zeros(1000))
