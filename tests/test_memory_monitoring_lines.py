@@ -514,7 +514,7 @@ def test_a_monitor_names_the_lines_when_it_has_called_growth():
     with Meter(training.model, training.optimizer) as meter, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         training.step()
-        budget = meter.highest_since(0) + 100 * 4004
+        budget = meter.highest_since(0) + 200 * 4004
         with Monitor(budget, sources=[MeteredMemory(meter)], name_lines=True) as monitor:
             for _ in range(200):
                 kept.append(training.step())
