@@ -11,7 +11,7 @@ full?) and `judging` (is that right, and early?); `log`, `alarms`, `thresholds`,
 (all of it around a loop). Then whose bytes grow: `lines` (tensors), `python_lines` (all else), `holding` (who holds
 them), `naming` and `line_watch` (these together, for some steps of a run) with `slipped` (a mode that is entered in
 one call and left in another). Then `polling` (what a loop around nvidia-smi sees), `viewer` (a Timeline for PyTorch's
-own viewer), and the terminal's `terminal`, `processes` and `summary`.
+own viewer), and the terminal's `terminal`, `processes`, `summary` and `__main__`.
 """
 
 from memlab.memory_monitoring.alarms import Alarm, MemoryWarning
