@@ -1,5 +1,6 @@
 """Whatever happens to a monitor, the training goes on, hears of it once, and nothing is left behind."""
 
+import contextlib
 import gc
 import io
 import linecache
@@ -644,3 +645,20 @@ def test_an_interpreter_that_ends_while_a_monitor_runs_ends_without_a_word(tmp_p
     assert ended.returncode == 0 and "Traceback" not in ended.stderr and "Fatal" not in ended.stderr
     assert ended.stderr.count("MemoryWarning") == 1
     assert "step" in [line["kind"] for line in read_log(tmp_path / "log")]
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="has no pipes with a name")
+def test_a_log_into_a_pipe_that_nobody_reads_loses_lines_and_does_not_stop_the_training(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.warns(MemoryWarning, match="lines of the log"), Monitor(every=1000, log=tmp_path / "pipe") as monitor:
+        training = threading.Thread(target=lambda: [monitor.step() for _ in range(3000)], daemon=True)
+        training.start()
+        training.join(10)
+        stuck = training.is_alive()
+        if stuck:  # read the pipe empty, or this test would never end
+            reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+            while training.is_alive():
+                with contextlib.suppress(BlockingIOError):
+                    os.read(reader, 1 << 16)
+            os.close(reader)
+    assert not stuck and kinds(monitor) == ["log"]

@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
+NONBLOCK = getattr(os, "O_NONBLOCK", 0)  # a pipe that nobody reads loses lines, and does not stop the training
 _encode = json.JSONEncoder(separators=(",", ":"), default=str).encode
 
 
@@ -73,7 +74,7 @@ class Log:
             self._close_file()
 
     def _open(self) -> None:
-        self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | NONBLOCK, 0o644)
         self._close_file = weakref.finalize(self, os.close, self._file)
         self._close_file.atexit = False  # the thread may still write
         size = os.fstat(self._file).st_size
