@@ -25,6 +25,7 @@ from memlab.memory_monitoring.terminal import Watch, table
 from memlab.units import parse_bytes
 
 WAYS = ("nvml", "nvidia-smi")
+LONGEST_SECONDS = 86_400 * 365  # systems refuse to sleep for much longer
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -57,8 +58,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _lines(given: argparse.Namespace):
     """The lines to print. Raises ValueError for a wish that cannot be granted, before anything is watched."""
-    if not 0 < given.every < float("inf"):
-        raise ValueError(f"expected more than 0 seconds as --every, found {given.every:g}")
+    if not 0 < given.every <= LONGEST_SECONDS:
+        raise ValueError(
+            f"expected more than 0 seconds as --every, and at most {LONGEST_SECONDS:,}; found {given.every:g}"
+        )
     if given.count is not None and given.count < 1:
         raise ValueError(f"expected at least one look as --count, found {given.count}")
     budget = None if given.budget is None else parse_bytes(given.budget)
