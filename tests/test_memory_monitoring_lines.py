@@ -1,6 +1,7 @@
 """Which line grows, by how much, and who holds it: each kind of leak against its closed form."""
 
 import gc
+import os
 import sys
 import threading
 import tracemalloc
@@ -466,6 +467,20 @@ def test_what_tensors_do_not_explain_is_traced_afterwards():
             watch.start(unexplained_bytes=8000.0)
     ((number, rows),) = found
     assert number == 2 + 9 + 9 and rows[0].line.source == "array = np.zeros(1000)" and rows[0].category == "python"
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="has no forks")
+def test_what_is_forked_while_lines_are_watched_is_neither_metered_nor_traced():
+    watch, statuses = LineWatch(8), []
+    watch.start(unexplained_bytes=1e6)
+    for _ in range(2 * 9):
+        child = os.fork()
+        if child == 0:
+            os._exit(len(_get_current_dispatch_mode_stack()) + 2 * tracemalloc.is_tracing())
+        statuses.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        assert watch.running
+        watch.step_done()
+    assert set(statuses) == {0} and not watch.running
 
 
 def test_what_tensors_explain_is_not_traced():

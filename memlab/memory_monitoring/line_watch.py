@@ -20,7 +20,7 @@ from collections.abc import Iterable
 
 from memlab.memory_monitoring.lines import GrowingLine
 from memlab.memory_monitoring.naming import Unseen, live_tensors, named, unseen_by
-from memlab.memory_monitoring.python_lines import PythonLineWatch
+from memlab.memory_monitoring.python_lines import PythonLineWatch, close_in_forks
 from memlab.memory_monitoring.slipped import Slipped, modes_now
 from memlab.memory_timeline import Meter
 
@@ -63,6 +63,7 @@ class LineWatch:
         if self.started:
             return
         self.started, self._thread, self._wanted = True, threading.get_ident(), unexplained_bytes
+        close_in_forks(self)
         try:
             meter = _Watching(inputs=list(live_tensors()))
             meter.around = self._around

@@ -18,6 +18,7 @@ import linecache
 import os
 import sysconfig
 import tracemalloc
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -87,6 +88,7 @@ class PythonLineWatch:
 
     def start(self) -> None:
         """Begin to trace."""
+        close_in_forks(self)
         self._mine = not tracemalloc.is_tracing()
         if self._mine:
             tracemalloc.start(FRAMES)
@@ -115,6 +117,24 @@ class PythonLineWatch:
             self.running, self._marks = False, []
             if self._mine:
                 tracemalloc.stop()
+
+
+_watches: weakref.WeakSet | None = None  # the system's hooks at a fork are one list a process, and stay in it
+
+
+def close_in_forks(watch) -> None:
+    """Close a watch in what this process forks: a DataLoader's worker would be metered and traced all its life."""
+    global _watches
+    if _watches is None:
+        _watches = weakref.WeakSet()
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=_close_all)
+    _watches.add(watch)
+
+
+def _close_all() -> None:
+    for watch in list(_watches or ()):
+        watch.close()
 
 
 def _rising(marks: Sequence[dict[Place, tuple[int, int]]], steps: int) -> list[tuple[Place, float, float]]:
