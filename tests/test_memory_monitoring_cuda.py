@@ -1,6 +1,7 @@
 """PyTorch's peak counters, shared: a stand-in counts as its allocator does, for there need not be a GPU."""
 
 import gc
+import threading
 
 import pytest
 import torch
@@ -121,3 +122,28 @@ def test_the_monitor_is_never_the_first_to_use_cuda(monkeypatch):
     with Monitor(every=1000, sources=[CUDAMemory()]) as monitor:
         monitor.step()
     assert monitor.watch == "allocated" and list(monitor.history.ends) == [0]
+
+
+def test_the_first_step_that_uses_cuda_has_its_peak(cards, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: cards[0].peak > 0)
+    with Monitor(every=1000, sources=[CUDAMemory()]) as monitor:
+        for figures in ((), (9000, 100), (500, 100), (80, 60)):
+            cards[0].to(*figures)
+            monitor.step()
+    assert list(monitor.history.peaks) == [0, 9000, 500, 100] and list(monitor.history.ends) == [0, 100, 100, 60]
+
+
+def test_a_monitor_that_was_made_in_another_thread_than_it_watches_is_not_blind(cards, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: cards[0].peak > 0)
+    monitor = Monitor(every=1000, sources=[CUDAMemory()])
+
+    def train():
+        with monitor:
+            for figures in ((7, 5), (9, 5)):
+                cards[0].to(*figures)
+                monitor.step()
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    thread.join()
+    assert list(monitor.history.ends) == [5, 5] and list(monitor.history.peaks) == [7, 9]

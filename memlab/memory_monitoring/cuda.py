@@ -26,14 +26,15 @@ FUNCTIONS = (
 class CUDAMemory:
     """PyTorch's allocator on one GPU: *allocated* and *reserved*, and their peaks, which it keeps itself.
 
-    device: None for the device that is current in the thread in which this is made. It is never the first to use CUDA:
-    until the program has, all figures are 0.
+    device: None for the device that is current in the thread in which this is made, or, where the program does not use
+    CUDA yet, in the one that asked for peaks last. It is never the first to use CUDA: until the program has, all
+    figures are 0; what it did first is then in the peaks.
     """
 
     def __init__(self, device: int | str | torch.device | None = None):
         self.device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device or "cuda")
         self.name = str(self.device)
-        self._thread = threading.get_ident()
+        self._thread, self._waited = threading.get_ident(), False
         self._mark: CUDAHighWater | None = None
         self._reader: Reader | None = None
 
@@ -43,6 +44,7 @@ class CUDAMemory:
 
     def peaks(self) -> dict[str, int]:
         """The same at their highest since it was asked last, whoever set PyTorch's counters back."""
+        self._thread = threading.get_ident()
         return self._mark.take(self._reader) if self._join() else dict.fromkeys(LEVELS, 0)
 
     def close(self) -> None:
@@ -55,6 +57,7 @@ class CUDAMemory:
         if self._mark is not None:
             return True
         if not torch.cuda.is_initialized():
+            self._waited = True
             return False
         if self.device.index is None:
             if threading.get_ident() != self._thread:  # each thread has a current device of its own
@@ -62,7 +65,10 @@ class CUDAMemory:
             self.device = torch.device("cuda", torch.cuda.current_device())
             self.name = str(self.device)
         index = self.device.index
-        self._mark, self._reader, self._leave = join_mark(self.name, lambda: CUDAHighWater(index), self)
+        mark, self._reader, self._leave = join_mark(self.name, lambda: CUDAHighWater(index), self)
+        if self._waited:
+            mark.alone(lambda: self._reader.heard.update(mark.for_newcomers()))
+        self._mark = mark
         return True
 
 
@@ -99,6 +105,10 @@ class CUDAHighWater(HighWater):
         for key, entry in _entries(self._seen):
             self.program[key] = max(entry["peak"], self.program.get(key, 0))
         _redirect.set_back(self.index)
+
+    def for_newcomers(self) -> dict[str, int]:
+        """The peaks since the program began, for one who has waited for its first use of CUDA."""
+        return {level: self.program.get((f"{level}_bytes", "all"), 0) for level in LEVELS}
 
     def for_the_program(self, statistics: dict) -> dict:
         """PyTorch's statistics, with the peaks since the program set them back."""
