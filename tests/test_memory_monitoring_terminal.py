@@ -528,3 +528,19 @@ def test_a_file_that_is_no_log_is_refused(tmp_path, capsys):
     for path in (written(tmp_path / "empty"), written(tmp_path / "text", "hello", "{}")):
         assert main([str(path)]) == 2
         assert "expected a log of a Monitor, found none of its lines in" in capsys.readouterr().err
+
+
+def test_lines_of_a_log_that_no_monitor_writes_are_left_out(tmp_path):
+    step = {"kind": "step", "run": "a", "step": 1, "seconds": 1.0}
+    lines = [
+        {"kind": "start", "run": "a", "pid": 7, "budget": 100},
+        {"kind": "start", "run": "b", "pid": 7, "budget": "x"},
+        *(step | {"end": end, "peak": 9} for end in (-5, 2**70, "7", 1.5, float("inf"), float("nan"), [1])),
+        {"kind": "gap", "run": "a", "lost": float("inf")},
+        {"kind": "look", "run": "c", "source": "x", "level": "r", "r": -3, "seconds": 1},
+        step | {"end": 8, "peak": 9},
+    ]
+    path = tmp_path / "foreign.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)))
+    told = list(summary(path))
+    assert told[0].startswith("process 7: 1 step,") and told[1] == "  highest  9 B of 100 B, at step 1"

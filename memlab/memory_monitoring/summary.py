@@ -51,16 +51,23 @@ def _runs(path: str | Path) -> list[_Run]:
             if line["kind"] == "look":
                 _look(line, runs, owners)
             elif line["kind"] == "start":
-                title = f"process {line['pid']}" + f", {line['watch']}" * ("watch" in line)
-                owners[line.get("run")] = _Run(title, "step", line["budget"])
+                title = f"process {line['pid']}" + (f", {line['watch']}" if "watch" in line else "")
+                budget = None if line["budget"] is None else max(1, _whole(line["budget"]))
+                owners[line.get("run")] = _Run(title, "step", budget)
                 runs.append(owners[line.get("run")])
             elif line.get("run") in owners:
                 _note(owners[line.get("run")], line)
     return runs
 
 
+def _whole(found: object) -> int:
+    if type(found) is not int or not 0 <= found < 2**63:
+        raise ValueError(f"expected a whole number, found {found!r}")
+    return found
+
+
 def _look(line: dict, runs: list[_Run], owners: dict[object, _Run]) -> None:
-    key, nbytes, seconds = (line.get("run"), line["source"]), int(line[line["level"]]), float(line["seconds"])
+    key, nbytes, seconds = (line.get("run"), line["source"]), _whole(line[line["level"]]), float(line["seconds"])
     if key not in owners:
         owners[key] = _Run(f"{line['source']}, {line['level']}", "look")
         runs.append(owners[key])
@@ -71,13 +78,13 @@ def _look(line: dict, runs: list[_Run], owners: dict[object, _Run]) -> None:
 def _note(run: _Run, line: dict) -> None:
     kind = line["kind"]
     if kind == "step" and line["end"] is not None:
-        run.steps.append((int(line["end"]), int(line["peak"])))
+        run.steps.append((_whole(line["end"]), _whole(line["peak"])))
     elif kind == "alarm":
         run.alarms.append(f"step {line['step']}, {line['about']}: {line['message']}")
     elif kind == "changed":
         run.changed.add(len(run.steps))
     elif kind == "gap":
-        run.lost += line["lost"]
+        run.lost += _whole(line["lost"])
     elif kind == "end":
         run.ended = "ended" if line["error"] is None else f"ended by {line['error']}"
 
