@@ -11,7 +11,7 @@ import time
 import pytest
 import torch
 
-from memlab.memory_monitoring import MemoryWarning, MeteredMemory, Monitor, ProcessMemory, read_log, sources
+from memlab.memory_monitoring import Gone, MemoryWarning, MeteredMemory, Monitor, ProcessMemory, read_log, sources
 from memlab.memory_monitoring.high_water import HighWater, _tables, join_mark
 from memlab.memory_monitoring.readings import Readings
 from memlab.memory_monitoring.thresholds import Calls, Thresholds
@@ -384,6 +384,19 @@ def test_the_log_has_the_start_each_step_the_alarms_and_the_end(tmp_path):
 
 
 # ---- cost
+
+
+def test_without_proc_the_resident_pages_are_macoss_to_tell(monkeypatch):
+    def proc_pid_rusage(pid, flavor, found):
+        found[:10] = [1, 2, 3, 4, 5, 6, 7, 8, 12_345, 10]  # uuid, uuid, six counters, resident, footprint
+        return 0 if pid == os.getpid() else -1
+
+    monkeypatch.setattr(sources, "HAS_PROC", False)
+    monkeypatch.setattr(sources, "_proc_pid_rusage", lambda: proc_pid_rusage)
+    assert ProcessMemory().read()["resident"] == 12_345
+    assert ProcessMemory().peaks() == {}
+    with pytest.raises(Gone, match="process 12 has ended"):
+        ProcessMemory(12)
 
 
 @glibc

@@ -77,7 +77,7 @@ def _lines(given: argparse.Namespace):
     else:
         raise ValueError(f"expected a process's id (a number), gpu, or the file of a log; found {given.what!r}")
     with contextlib.closing(Log(given.log)) if given.log else contextlib.nullcontext() as log:
-        yield from table(watches, given.every, given.count, log, live=sys.stdout.isatty())
+        yield from table(watches, given.every, given.count, log, live=sys.stdout is not None and sys.stdout.isatty())
     if log is not None and log.lost:
         yield f"{log.lost:,} looks are missing from {given.log}: {log.error}"
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -45,11 +46,13 @@ class Monitor:
     this process, PyTorch's allocator where a GPU is, and the driver where it tells. watch: the level that is held
     against the budget; by default the first of *allocated*, *storages*, *heap*, *resident* that there is.
     on_alarm: called with each Alarm about memory ("threshold", "growth") by `step()`; it returns True if it changed
-    the run, so that what was before no longer counts. To end the training, let it set a flag that the loop looks at.
+    the run, so that what was before no longer counts. What it raises is an alarm, too, and ends nothing: to end the
+    training, let it set a flag that the loop looks at.
     name_lines: when growth is called, meter the steps that follow and name the lines whose bytes grow, once: an Alarm
     "lines", and `lines`. Those steps are slower, and where main memory is watched, left out of the history.
 
-    exact_peaks: whether the history's peaks are a high-water mark's, which misses nothing, or the highest sample's.
+    exact_peaks: whether the history's peaks are a high-water mark's, which misses nothing, or the highest sample's. A
+    mark is set back at each step, so what the program itself or `time` says of *resident*'s highest is the last step's.
     peaks: the last step's high-water marks, of the watched level's source. samples: the last Samples. listeners: called
     with each Sample in the thread; one that raises is called no more.
 
@@ -72,8 +75,10 @@ class Monitor:
         self.budget_bytes = None if budget is None else parse_bytes(budget)
         if self.budget_bytes == 0:
             raise ValueError("expected a budget above 0 bytes, found 0; None watches without one")
-        if not 0 < every < math.inf:
-            raise ValueError(f"expected seconds above 0 between two looks, found every={every}")
+        if not isinstance(every, (int, float)) or not 0 < every <= threading.TIMEOUT_MAX:
+            raise ValueError(f"expected seconds between two looks, a number above 0, found every={every!r}")
+        if on_alarm is not None and not callable(on_alarm):
+            raise TypeError(f"expected on_alarm to be a function of an Alarm, found {on_alarm!r}")
         self.every, self.watch, self.on_alarm = every, watch, on_alarm
         self.steps, self.peaks, self.exact_peaks = 0, {}, False
         self.samples: deque[Sample] = deque(maxlen=SAMPLES)
@@ -160,13 +165,14 @@ class Monitor:
     # ---- in the training's thread
 
     def _begin(self) -> None:
-        figures, marks = self._readings.read(), self._readings.peaks()
+        figures = self._readings.read()
         if self.watch is None:
             self.watch = next((level for level in (*WATCHED, *figures) if level in figures), None)
         if self.watch not in figures:
             wanted = "a source with figures" if self.watch is None else f"a source with the level {self.watch!r}"
             raise ValueError(f"expected {wanted}, found {', '.join(figures) or 'none'}; choose other sources or watch")
-        self.exact_peaks = self.watch in marks
+        if self.watch != "heap":  # of which nobody keeps a mark: leave that of the resident pages to the program
+            self.exact_peaks = self.watch in self._readings.peaks(self.watch)
         if self._log is not None:
             about = {"watch": self.watch, "exact_peaks": self.exact_peaks, "budget": self.budget_bytes}
             self._log.write("start", pid=self._pid, time=time.time(), **about)

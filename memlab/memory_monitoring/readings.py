@@ -80,6 +80,8 @@ class Readings:
             if not told:
                 self._tell("gone", f"{gone}; {'watching what is left' if self.alive else 'nothing is left to watch'}")
         except Exception as error:
+            if time.monotonic() > self._silent_until[key] + LONGEST_REST_SECONDS:  # it went well for long
+                self._rest[key] = FIRST_REST_SECONDS
             rest, self._rest[key] = self._rest[key], min(2 * self._rest[key], LONGEST_REST_SECONDS)
             self._silent_until[key] = max(self._silent_until[key], time.monotonic() + rest)
             if rest == FIRST_REST_SECONDS:

@@ -51,7 +51,8 @@ class ProcessMemory:
     pid: the process; None for this one. The heap's figure and peaks are for this process only. On Linux the system
     keeps a high-water mark of the resident pages (VmHWM), which a process may set back for itself through
     /proc/self/clear_refs; `resource.getrusage`'s ru_maxrss falls with it. Where that file cannot be written, as in some
-    containers, there are no peaks. paced: where the heap's figure takes long to find, it is kept for 1000 times as long.
+    containers, and on macOS, there are no peaks. paced: where the heap's figure takes long to find, it is kept for 1000
+    times as long.
 
     Raises Gone for a process that is not there.
     """
@@ -76,6 +77,11 @@ class ProcessMemory:
             if not pages:  # what is left of a process until its parent asks how it ended
                 raise Gone(f"process {self.pid} has ended")
             figures["resident"] = pages * PAGE_BYTES
+        elif (ask := _proc_pid_rusage()) is not None:
+            found = (ctypes.c_uint64 * 32)()
+            if ask(self.pid, 0, found):
+                raise Gone(f"process {self.pid} has ended, or was never there")
+            figures["resident"] = found[8]  # ri_resident_size, after 16 bytes of ri_uuid and six counters
         if self._heap is not None:
             figures["heap"] = self._heap_now()
         return figures
@@ -121,6 +127,17 @@ class ProcessMemory:
 
 HAS_PROC = os.path.exists("/proc/self/statm")
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE") if HAS_PROC else 0
+
+
+@functools.cache
+def _proc_pid_rusage():
+    """macOS's function that tells of a process (libproc.h), or None elsewhere."""
+    try:
+        ask = ctypes.CDLL(None).proc_pid_rusage
+    except (AttributeError, OSError, TypeError):
+        return None
+    ask.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_void_p)
+    return ask
 
 
 def _close_all(files: dict[str, int]) -> None:
