@@ -99,6 +99,43 @@ def test_peaks_that_rise_faster_than_ends_bring_the_earliest_step_nearer():
     assert said.growth.grows and said.earliest == pytest.approx(100) and said.latest > 200
 
 
+def test_the_latest_step_is_the_whole_one_in_which_a_peak_reaches_the_budget():
+    ends = [100 + 10 * step for step in range(1, 100)]
+    call, length = first_call([(end, end) for end in ends], 1005)
+    assert length == 91 and call.earliest == pytest.approx(90.5 - call.step) and call.latest == 91 - call.step
+
+
+def growing_noise(seed: int) -> tuple[list[tuple[int, int]], int]:
+    """A hook more every so many steps, each with a copy as long as the batch; and a budget in which 40 have room."""
+    rng = random.Random(f"growing noise {seed}")
+    every, copy, base = rng.randint(2, 6), 1_000_000, 20_000_000
+    lengths = rng.choice(((0.25, 0.5, 0.75, 1.0), tuple(n / 100 for n in range(30, 101))))
+    ends = [int(base + step // every * copy * rng.choice(lengths)) for step in range(90 * every)]
+    return [(end, end + 2_000_000) for end in ends], base + 40 * copy
+
+
+def test_a_leak_whose_noise_grows_with_it_is_called_in_time_and_is_full_within_the_interval():
+    in_time = covered = 0
+    for seed in range(40):
+        steps, budget = growing_noise(seed)
+        call, length = first_call(steps, budget)
+        if call is not None:
+            in_time += max(peak for _, peak in steps[: call.step]) < LINE * budget
+            covered += call.earliest <= length - call.step <= call.latest
+    assert in_time >= 38 and covered >= 36
+
+
+def test_noise_that_grows_and_shrinks_again_with_what_is_kept_is_no_leak():
+    for seed in range(20):
+        rng = random.Random(f"tide {seed}")
+        kept = [20 - abs(step % 40 - 20) for step in range(600)]
+        ends = [10**6 + int(10**4 * k * rng.uniform(0.3, 1)) for k in kept]
+        history = history_of(ends[:80])
+        for end in ends[80:]:
+            history.append(end, end)
+            assert not growth(history).grows
+
+
 # ---- edges
 
 

@@ -10,7 +10,7 @@ import statistics
 import pytest
 
 from memlab.memory_monitoring import StepHistory, growth
-from memlab.memory_monitoring.leaks import T_90, floors_of, swing_of
+from memlab.memory_monitoring.leaks import T_90, _power, floors_of, slope_of, swing_of
 from memlab.memory_monitoring.steps import BLOCKS, RECENT
 
 
@@ -72,6 +72,29 @@ def test_a_swing_is_the_most_by_which_floors_rose_and_then_fell():
         floors = [rng.randrange(20) for _ in range(rng.randint(1, 12))]
         every = itertools.combinations_with_replacement(floors, 3)
         assert swing_of(floors) == max(min(top - before, top - after) for before, top, after in every)
+
+
+def test_a_slope_is_the_middle_of_those_between_any_two_and_one_tall_value_hardly_bends_it():
+    rng = random.Random(0)
+    for _ in range(50):
+        values = [rng.randrange(100) for _ in range(8)]
+        slopes = sorted((values[j] - values[i]) / (j - i) for i in range(8) for j in range(i + 1, 8))
+        assert slope_of(values) == (slopes[13] + slopes[14]) / 2
+    assert slope_of([10, 20, 30, 40, 5000, 60, 70, 80]) == 10
+
+
+@pytest.mark.parametrize(
+    "first, second, spread", [(10, 10, 0), (10, 4, 0), (10, 6, 2), (1, 9, 6), (0, 5, 0), (0, 5, 4)]
+)
+def test_growth_slows_down_no_more_than_the_error_of_both_halves_allows(first, second, spread):
+    """Fieller's bound: the ratio r at which second - r * first is as large as its error, spread * sqrt(1 + r²)."""
+    ratio = 2 ** _power(first, second, spread) - 1
+    assert ratio == pytest.approx(1) or second - ratio * first == pytest.approx(spread * math.hypot(1, ratio))
+
+
+@pytest.mark.parametrize("first, second, spread", [(3, 4, 5), (0, 0, 0), (10, 1, 2)])
+def test_growth_whose_halves_are_within_their_error_may_be_ending(first, second, spread):
+    assert _power(first, second, spread) == 0
 
 
 def test_the_quantile_is_students():

@@ -3,14 +3,15 @@
     steps left = (budget − peak of late) / growth a step
 
 The interval (90 %) takes the highest peak and the fastest growth for its early end, the lowest peak and the slowest
-growth for its late end; later still, if growth may be slowing down: what rose as steps ** p fills the room after
-steps · ((1 + room / rise) ** (1 / p) − 1) more. What grows in jumps may be full some jumps sooner or later.
+growth for its late end, as a whole step; later still, if growth may be slowing down: what rose as steps ** p fills the
+room after steps · ((1 + room / rise) ** (1 / p) − 1) more. What grows in jumps may be full some jumps sooner or later.
 
 Whether to *call* a run is a question of patience. A cache or a replay buffer that is still filling grows as a leak
 does; no figures tell them apart until it stops, only time. So a run is called late enough to be sure and early enough
-to act: when the floor has risen by at least `PATIENCE` times what is left to `LINE` of the budget, that is, after
-three quarters of the way. A cache that ends before that is never called; one that ends beyond it is, and falsely. More
-patience means fewer false alarms and less warning; the page `judging` shows how many and how much.
+to act: when the floor, or the highest peaks, have risen by at least `PATIENCE` times what is left to `LINE` of the
+budget, that is, after three quarters of the way. A cache that ends before that is never called; one that ends beyond
+it is, and falsely. More patience means fewer false alarms and less warning; the page `judging` shows how many and how
+much.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from memlab.units import format_bytes
 
 LINE = 0.8
 PATIENCE = 3.0
-LOOK_AGAIN = 16
+LOOK_AGAIN = 32
+ROUNDING = 1e-6  # of a step
 
 
 class Forecast(NamedTuple):
@@ -111,10 +113,12 @@ def _forecast(history: StepHistory, budget: int, found: Growth, patience: float)
     pause = found.pause_steps * (1 + max(0.0, middle_steps) / _steps_seen(found))
     earliest = max(0.0, steps(highest, found.high) - pause)
     latest = max(0.0, steps(lowest, found.low), _steps_slowing(budget - lowest, found) - gone) + pause
+    latest = latest if latest == math.inf else math.ceil(latest - ROUNDING)  # a peak is reached in a whole step
     left = min(max(earliest, middle_steps), latest)
     far = min(highest, peak)
-    line = max(LINE * budget, (budget + far - found.rise_bytes) / 2)
-    urgent = found.rise_bytes >= patience * (line - far)
+    way = max(found.rise_bytes, found.peaks_rise_bytes)
+    line = max(LINE * budget, (budget + far - way) / 2)
+    urgent = way >= patience * (line - far)
     return Forecast(history.steps, budget, peak, found, left, earliest, latest, urgent)
 
 
