@@ -10,7 +10,7 @@ import statistics
 import pytest
 
 from memlab.memory_monitoring import StepHistory, growth
-from memlab.memory_monitoring.leaks import T_90, _power, floors_of, slope_of, swing_of
+from memlab.memory_monitoring.leaks import T_90, _power, floors_of, gap_of, slope_of, swing_of
 from memlab.memory_monitoring.steps import BLOCKS, RECENT
 
 
@@ -72,6 +72,22 @@ def test_a_swing_is_the_most_by_which_floors_rose_and_then_fell():
         floors = [rng.randrange(20) for _ in range(rng.randint(1, 12))]
         every = itertools.combinations_with_replacement(floors, 3)
         assert swing_of(floors) == max(min(top - before, top - after) for before, top, after in every)
+
+
+def test_a_gap_is_the_greatest_jump_that_stays_one():
+    rng = random.Random(0)
+    for _ in range(200):
+        values = [rng.randrange(20) for _ in range(rng.randint(2, 12))]
+        assert gap_of(values) == max(min(values[i:]) - max(values[:i]) for i in range(1, len(values)))
+
+
+def test_a_jump_between_two_stretches_is_no_slope_of_their_means():
+    ends = [1000 + step + 300 * (step >= 50) + 7 * (step % 3) for step in range(64)]
+    history = history_of(ends[:52])
+    for end in ends[52:]:
+        history.append(end, end)
+        found = growth(history)
+        assert not found.grows or found.bytes_per_step < 2 or found.since_step >= 50
 
 
 def test_a_slope_is_the_middle_of_those_between_any_two_and_one_tall_value_hardly_bends_it():

@@ -12,9 +12,9 @@ of each counts the least that was held, its *floor*. A leak's floors
 
 There is noise that grows with the leak: of a hook that is registered again and again, each copy is as long as the
 batch. Floors then rise and fall with the shortest batch of each stretch. So where floors do not tell, the same is asked
-of the *means* of longer stretches, which are steadier; but floors must rise, too, or a jump would pass for a slope.
-The peaks of such a run rise faster than its floors, and they are what fills the budget. How fast is told by a line
-through the highest of each stretch, which one tall peak does not bend.
+of the *means* of longer stretches, which are steadier; but floors must rise, too, and nothing may have jumped, or
+a jump would pass for a slope. The peaks of such a run rise faster than its floors, and they are what fills the budget:
+how fast, tells a line through the highest of each stretch, which one tall peak does not bend.
 
 The last steps are looked at in windows of many lengths, so a leak that begins late is found in the shorter ones.
 What no figures can tell: a buffer that is still filling grows as a leak does, until it is full. How long to wait for
@@ -26,7 +26,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, combinations, groupby
-from operator import eq
+from operator import eq, sub
 from statistics import median
 from typing import NamedTuple
 
@@ -112,6 +112,16 @@ def slope_of(values: Sequence[float]) -> float:
     return median((later - value) / (j - i) for (i, value), (j, later) in combinations(enumerate(values), 2))
 
 
+def gap_of(values: Sequence[int]) -> int:
+    """The greatest jump that stays one: from the most before it to the least after it.
+
+    >>> gap_of([3, 1, 2, 7, 6, 9])
+    3
+    """
+    after = list(accumulate(reversed(values), min))[-2::-1]
+    return max(map(sub, after, accumulate(values, max)))
+
+
 def _mean(values: Sequence[int]) -> int:
     return sum(values) // len(values)
 
@@ -138,6 +148,8 @@ def _growth_of_window(
     rise, half = levels[-1] - levels[0], STRETCHES // 2
     if min(rises) < 0 or max(rises) > GREATEST_RISE * rise:
         return None
+    if level is _mean and gap_of(window) > GREATEST_RISE * rise:
+        return None
     first, second = levels[half - 1] - levels[0], levels[-1] - levels[half]
     if second < SLOWING * first or rise <= SWINGS * _swing(history, ends, width, level):
         return None
@@ -148,7 +160,7 @@ def _growth_of_window(
         return None
     until = -(-history.steps // size) * size
     tops = floors_of(block_peaks, width, max)[: STRETCHES if until == history.steps else -1]
-    tops_slope = min(slope_of(tops), PEAKS * rise / len(rises)) if width >= LEAST_NOISY_WIDTH else 0.0
+    tops_slope = slope_of(tops) if width >= LEAST_NOISY_WIDTH else 0.0
     above = sorted(top - held for top, held in zip(tops, levels, strict=False))
     steps = width * size
     pause = max(len(list(same)) for _, same in groupby(window[-half * width :])) - 1
@@ -166,7 +178,7 @@ def _growth_of_window(
         _power(first, second, DEVIATIONS * deviation * math.sqrt(half - 1)),
         (levels[-1] + above[0], levels[-1] + above[half], levels[-1] + above[-1]),
         pause * size,
-        round(min(tops_slope * len(rises), max(tops) - min(tops))),
+        round(min(tops_slope * len(rises), max(tops) - min(tops), PEAKS * rise)),
     )
 
 
