@@ -28,6 +28,7 @@ LINE = 0.8
 PATIENCE = 3.0
 LOOK_AGAIN = 32
 ROUNDING = 1e-6  # of a step
+NEVER = 1e9  # steps: what is as far away is not told as a number
 
 
 class Forecast(NamedTuple):
@@ -56,10 +57,13 @@ class Forecast(NamedTuple):
             return f"step {self.step}: {budget} are full"
         if not self.growth.grows:
             return f"step {self.step}: no growth that lasts"
-        rate = format_bytes(round(self.growth.bytes_per_step))
-        latest = f"to {self.latest:.0f}" if self.latest < math.inf else "or more, or never"
+        nbytes = self.growth.bytes_per_step
+        rate = format_bytes(round(nbytes)) if nbytes >= 1 else "less than a byte"
+        left = f"{self.steps_left:.0f}"
+        steps = "1 step" if left == "1" else f"{left} steps" if self.steps_left >= 0.5 else "less than a step"
+        latest = f"to {self.latest:.0f}" if self.latest < NEVER else "or more, or never"
         return (
-            f"step {self.step}: grows by {rate} a step; {budget} are full in {self.steps_left:.0f} steps "
+            f"step {self.step}: grows by {rate} a step; {format_bytes(self.budget_bytes)} are full in {steps} "
             f"({self.earliest:.0f} {latest})"
         )
 
