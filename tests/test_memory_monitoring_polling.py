@@ -8,8 +8,6 @@ from itertools import pairwise
 
 import pytest
 
-from memlab.book import polls
-from memlab.book.traces import SIZES
 from memlab.caching_allocator import FREE, CachingAllocator, ExpandableAllocator, Replay, replay
 from memlab.memory_monitoring.polling import EmptiedEachStep, leak_seen, polled, repeated
 from memlab.units import MiB
@@ -213,31 +211,3 @@ def test_a_program_that_does_not_grow_has_no_leak_to_see():
         leak_seen(done, [2, 4], warm_up=1)
     with pytest.raises(ValueError, match="expected a warm-up of 1 to 1 steps of 2, found 2"):
         leak_seen(done, [2, 4])
-
-
-# ---- the book's figures
-
-
-def test_the_books_leak_moves_the_driver_every_segment_over_growth_steps_and_no_later_than_slack_allows():
-    found = polls.seen()
-    hidden_layer = 8 * 1024 * 4 * SIZES["width"] * 4  # rows, tokens, 4 widths, float32: the largest request of a step
-    assert set(found.moves) == {hidden_layer // (2 * MiB)}
-    assert found.allocated_after == 1 < found.driver_after <= found.at_most
-
-
-def test_on_a_card_that_an_evaluation_had_filled_the_driver_never_moves_before_the_memory_is_out():
-    done, ends, step = polls.until_full("1.25 GiB")
-    found = leak_seen(done, ends)
-    assert found.driver_after is None and found.allocated_after == 1
-    assert len({done.reserved[end] for end in ends[1:]}) == 1 and step == len(ends) + 1 > 200
-    with pytest.raises(ValueError, match="take a smaller one"):
-        polls.until_full("80 GiB")
-
-
-def test_polls_of_a_kept_cache_meet_the_drivers_peak_and_hardly_one_of_what_is_allocated():
-    found = polls.polls()
-    assert found.highest_driver == (found.peak_driver, found.peak_driver)
-    assert found.highest_allocated[1] <= found.peak_allocated
-    assert found.allocated_peaks_met < 0.01 < found.driver_peaks_met <= polls.STEP_SECONDS
-    emptied = polls.polls(allocator="cache emptied each step")
-    assert emptied.highest_driver[0] < emptied.peak_driver
