@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
 START_SECONDS = 60
 WAIT_SECONDS = 30
@@ -175,13 +175,18 @@ class Page:
         self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
         self.page.on(
             "console",
-            lambda line: line.type == "error" and self.complaints.append(f"{line.text} {line.location['url']}"),
+            lambda line: line.type == "error" and self._complain(line.text, line.location["url"]),
         )
         server, _, token = address.partition("?")
         self.page.goto(f"{server}doc/tree/{quote(name)}?reset&{token}")
         self.page.wait_for_selector(".jp-Notebook .jp-Cell")
         self._id = self.page.evaluate("() => window.jupyterapp.shell.currentWidget.id")
         self._in_panel("await panel.context.ready; await panel.revealed;")
+
+    def _complain(self, text: str, url: str) -> None:
+        """Note what the console reported, but that the server could not list a kernel that was starting: it is asked again."""
+        if not ("status of 500" in text and urlsplit(url).path.endswith("/api/kernels")):
+            self.complaints.append(f"{text} {url}")
 
     def beside(self, name: str) -> Page:
         """Another notebook in the same JupyterLab, as a reader opens it: much sooner than a page of its own."""
