@@ -184,7 +184,7 @@ class Page:
         self._in_panel("await panel.context.ready; await panel.revealed;")
 
     def _complain(self, text: str, url: str) -> None:
-        """Note what the console reported, but that the server could not list a kernel that was starting: it is asked again."""
+        """Note what the console said; but a server that cannot list a kernel while it starts is asked again."""
         if not ("status of 500" in text and urlsplit(url).path.endswith("/api/kernels")):
             self.complaints.append(f"{text} {url}")
 
