@@ -424,7 +424,7 @@ def test_numpy_arrays_in_a_list_are_named_with_their_bytes():
     rows = watched(step, watch=PythonLineWatch())
     assert rows[0].line.source == "array = np.zeros(1000)" and rows[0].category == "python"
     assert rows[0].line.function == "test_numpy_arrays_in_a_list_are_named_with_their_bytes.<locals>.step"
-    assert rows[0].bytes_per_step == sys.getsizeof(np.zeros(1000))
+    assert rows[0].bytes_per_step == pytest.approx(sys.getsizeof(np.zeros(1000)), abs=16)  # and the list's growth
     assert rows[0].holder.startswith("list, local `kept` of") and not tracemalloc.is_tracing()
 
 
@@ -436,7 +436,7 @@ def test_strings_in_a_dict_are_named_with_their_bytes_and_a_clean_loop_has_no_ro
     rows = watched(step, watch=PythonLineWatch())
     Cache.entries.clear()
     assert rows[0].line.source == 'text = "x" * 500 + f"{number:03}"'
-    assert rows[0].bytes_per_step == sys.getsizeof("x" * 503)
+    assert rows[0].bytes_per_step == pytest.approx(sys.getsizeof("x" * 503), abs=16)
     training = Training()
     assert watched(lambda number: training.step(1 + number % 5), watch=PythonLineWatch()) == []
 

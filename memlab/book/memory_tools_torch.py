@@ -173,7 +173,9 @@ def tensor_census() -> Seen:
     for _ in program.run(STEPS):
         storages = {}
         for each in gc.get_objects():
-            if issubclass(type(each), torch.Tensor) and each.layout is torch.strided:
+            if not issubclass(type(each), torch.Tensor) or torch.nn.parameter.is_lazy(each):
+                continue
+            if each.layout is torch.strided:
                 storages[each.untyped_storage()._cdata] = each.untyped_storage().nbytes()
         totals.append(sum(storages.values()))
     return Seen("storages", growth_bytes=(totals[-1] - totals[0]) / (STEPS - 1), slowdown=program.slowdown)

@@ -74,6 +74,6 @@ MEASURES = (
     monitor_cost,
     leaks_by_the_meter,
     leaks_of_processes,
-    pictures_that_move,
     live_figure,
+    pictures_that_move,
 )
