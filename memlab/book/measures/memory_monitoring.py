@@ -14,7 +14,7 @@ from memlab.book.measures.timing import seconds, spread
 from memlab.book.watched_programs import CLEAN, KINDS, MORE_KINDS, Judgement, judge, judged, programs_of, watch_levels
 from memlab.memory_monitoring import Monitor
 
-STEP_SECONDS, STEPS_IN_BLOCK, STEPS_BEFORE = 0.010, 50, 1000
+STEP_SECONDS, STEPS_IN_BLOCK, STEPS_BEFORE, STEPS_TO_SETTLE = 0.010, 50, 1000, 20
 QUICK_ROUNDS = 5
 PROCESS_LEVELS = ("heap", "resident")
 
@@ -95,6 +95,9 @@ def watched_block(step: Callable[[], object]) -> tuple[float, float, float]:
     others = set(threading.enumerate())
     with Monitor("1 TiB") as monitor:
         for _ in range(STEPS_BEFORE):
+            monitor.step()
+        for _ in range(STEPS_TO_SETTLE):  # the monitor learns how slow its looks are
+            step()
             monitor.step()
         threads = [thread.ident for thread in threading.enumerate() if thread not in others]
         before = [_cpu_seconds(ident) for ident in threads]
