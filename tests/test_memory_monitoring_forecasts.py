@@ -7,9 +7,10 @@ import random
 
 import pytest
 
-from memlab.memory_monitoring import Forecast, Forecaster, Growth, StepHistory, first_call, forecast, growth, judge
+from memlab.memory_monitoring import Forecast, Forecaster, Growth, StepHistory, forecast, growth
 from memlab.memory_monitoring.forecasts import LINE
 from memlab.memory_monitoring.steps import BLOCKS
+from tests.judged_histories import first_call, judge
 from tests.leaky_histories import BUDGET, CLEANS, LEAKS, NOISES, clean, leak
 
 MIB = 2**20

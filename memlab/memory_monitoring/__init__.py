@@ -6,12 +6,12 @@
             monitor.step()
 
 Read the pages in this order: `sources` (where figures come from) with `high_water`, `cuda`, and for the driver's
-level `gpu`, `driver`, `visible`; `steps` (what is kept of a run), `leaks` (does it grow?), `forecasts` (when is it
-full?) and `judging` (is that right, and early?); `log`, `alarms`, `thresholds`, `readings`, `sampler`, and `monitor`
-(all of it around a loop). Then whose bytes grow: `lines` (tensors), `python_lines` (all else), `holding` (who holds
-them), `naming` and `line_watch` (these together, for some steps of a run) with `slipped` (a mode that is entered in
-one call and left in another). Then `polling` (what a loop around nvidia-smi sees), `viewer` (a Timeline for PyTorch's
-own viewer), and the terminal's `terminal`, `processes`, `summary` and `__main__`.
+level `gpu`, `driver`, `visible`; `steps` (what is kept of a run), `leaks` (does it grow?) and `forecasts` (when is it
+full?); `log`, `alarms`, `thresholds`, `readings`, `sampler`, and `monitor` (all of it around a loop). Then whose
+bytes grow: `lines` (tensors), `python_lines` (all else), `holding` (who holds them), `naming` and `line_watch` (these
+together, for some steps of a run) with `slipped` (a mode that is entered in one call and left in another). Then
+`polling` (what a loop around nvidia-smi sees), `viewer` (a Timeline for PyTorch's own viewer), and the terminal's
+`terminal`, `processes`, `summary` and `__main__`.
 """
 
 from memlab.memory_monitoring.alarms import Alarm, MemoryWarning
@@ -19,7 +19,6 @@ from memlab.memory_monitoring.cuda import CUDAMemory
 from memlab.memory_monitoring.forecasts import Forecast, Forecaster, forecast
 from memlab.memory_monitoring.gpu import GPUMemory, list_gpus
 from memlab.memory_monitoring.holding import holders
-from memlab.memory_monitoring.judging import Judgement, first_call, judge
 from memlab.memory_monitoring.leaks import Growth, growth
 from memlab.memory_monitoring.line_watch import LineWatch
 from memlab.memory_monitoring.lines import GrowingLine, growing_lines
@@ -41,7 +40,6 @@ __all__ = [
     "Gone",
     "GrowingLine",
     "Growth",
-    "Judgement",
     "LeakSeen",
     "LineWatch",
     "MemoryWarning",
@@ -53,13 +51,11 @@ __all__ = [
     "Sample",
     "StepHistory",
     "as_snapshot",
-    "first_call",
     "forecast",
     "growing_lines",
     "growing_python_lines",
     "growth",
     "holders",
-    "judge",
     "leak_seen",
     "list_gpus",
     "polled",

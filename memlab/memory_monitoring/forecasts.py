@@ -10,8 +10,7 @@ Whether to *call* a run is a question of patience. A cache or a replay buffer th
 does; no figures tell them apart until it stops, only time. So a run is called late enough to be sure and early enough
 to act: when the floor, or the highest peaks, have risen by at least `PATIENCE` times what is left to `LINE` of the
 budget, that is, after three quarters of the way. A cache that ends before that is never called; one that ends beyond
-it is, and falsely. More patience means fewer false alarms and less warning; the page `judging` shows how many and how
-much.
+it is, and falsely. More patience means fewer false alarms and less warning.
 """
 
 from __future__ import annotations
