@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import nbformat
 import pytest
@@ -20,7 +21,7 @@ if not hasattr(os, "fork"):
 
 ASSIGNMENTS = {path.parent.name: path.stem for path in sources()}
 COMMANDS = re.findall(r"^nbgrader (.+)$", (COURSE / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
-PATIENCE = "--Execute.timeout=25"  # in place of 30 s, for the endless loop; all at once, torch and ranks start slowly
+PATIENCE = "--Execute.timeout=12"  # in place of 30 s, for the endless loop
 # nbgrader's import takes seconds: it is imported once, and each command runs in a fork.
 DRIVER = """
 import json, os, sys
@@ -78,39 +79,35 @@ def points(chapter):
     return {answer: worth[check] for answer, check in pairs(chapter)}
 
 
+def graded(course, assignment, chapter):
+    """One assignment's round, by README's commands: folder, exit statuses and what was said."""
+    shutil.copytree(COURSE, course, dirs_exist_ok=True, ignore=shutil.ignore_patterns(".ipynb_checkpoints"))
+    released = nbformat.read(course / "release" / assignment / f"{chapter}.ipynb", as_version=4)
+    for student, notebook in submissions(chapter, released).items():
+        folder = course / "submitted" / student / assignment
+        folder.mkdir(parents=True)
+        nbformat.write(notebook, folder / f"{chapter}.ipynb")
+    commands = [re.sub(r"\b\d\d_[a-z_]+\b", assignment, command).split() for command in COMMANDS]
+    for words in commands:
+        words += [PATIENCE] if words[0] == "autograde" else []
+    path = os.path.dirname(sys.executable) + os.pathsep + os.environ["PATH"]  # nbgrader calls programs of its own
+    done = subprocess.run(
+        [sys.executable, "-c", DRIVER, json.dumps(commands)],
+        cwd=course,
+        env=os.environ | {"PATH": path, "JUPYTER_CONFIG_DIR": str(course / "jupyter")},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    return course, json.loads(done.stdout.splitlines()[-1]), done.stderr
+
+
 @pytest.fixture(scope="module")
 def rounds(tmp_path_factory):
-    """Every assignment's round: README's commands, all assignments at once; folder, exit statuses and what was said."""
-    begun = {}
-    for assignment, chapter in ASSIGNMENTS.items():
-        course = tmp_path_factory.mktemp(assignment)
-        shutil.copytree(COURSE, course, dirs_exist_ok=True, ignore=shutil.ignore_patterns(".ipynb_checkpoints"))
-        released = nbformat.read(course / "release" / assignment / f"{chapter}.ipynb", as_version=4)
-        for student, notebook in submissions(chapter, released).items():
-            folder = course / "submitted" / student / assignment
-            folder.mkdir(parents=True)
-            nbformat.write(notebook, folder / f"{chapter}.ipynb")
-        commands = [re.sub(r"\b\d\d_[a-z_]+\b", assignment, command).split() for command in COMMANDS]
-        for words in commands:
-            words += [PATIENCE] if words[0] == "autograde" else []
-        # nbgrader calls programs of its own environment
-        path = os.path.dirname(sys.executable) + os.pathsep + os.environ["PATH"]
-        begun[assignment] = (
-            course,
-            subprocess.Popen(
-                [sys.executable, "-c", DRIVER, json.dumps(commands)],
-                cwd=course,
-                env=os.environ | {"PATH": path, "JUPYTER_CONFIG_DIR": str(course / "jupyter")},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            ),
-        )
-    ended = {}
-    for assignment, (course, process) in begun.items():
-        printed, log = process.communicate(timeout=600)
-        ended[assignment] = course, json.loads(printed.splitlines()[-1]), log
-    return ended
+    """Every assignment's round, as many at once as there are cores: the checks have limits in seconds."""
+    courses = {assignment: tmp_path_factory.mktemp(assignment) for assignment in ASSIGNMENTS}
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return dict(zip(courses, pool.map(graded, courses.values(), courses, ASSIGNMENTS.values()), strict=True))
 
 
 def scores(course):

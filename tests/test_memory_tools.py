@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.profiler import ProfilerActivity, profile
 
 from memlab.book import memory_tools, memory_tools_torch, planted
@@ -266,7 +268,9 @@ def test_the_profilers_rows_have_no_stacks_unless_it_is_verbose_and_then_the_for
 def test_pytorchs_own_picture_of_a_cpu_profile_has_one_segment_from_the_heap_to_the_mapped_pages():
     sizes = fresh("""
         from torch.cuda import _memory_viz
-        from torch.profiler import ProfilerActivity, profile
+        from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.profiler import ProfilerActivity, profile
         from memlab.book.planted import Planted
         program = Planted()
         options = {"profile_memory": True, "with_stack": True, "record_shapes": True}
@@ -357,4 +361,12 @@ class TestDeepSpeedOnACPU:
 
 def test_a_census_steps_over_parameters_that_have_no_bytes_yet():
     lazy = torch.nn.LazyLinear(3)
-    assert TOOLS["census of tensors by gc"].run().level == "storages" and lazy.weight is not None
+    assert TOOLS["census of tensors by gc"].run().growth_bytes == 4 and lazy.weight is not None
+
+
+def test_a_census_steps_over_fake_tensors_whose_bytes_are_symbols():
+    """A compiler leaves such behind."""
+    mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=False)
+    fake = mode.from_tensor(torch.zeros(7, 5))
+    assert not isinstance(fake.untyped_storage().nbytes(), int)
+    assert isinstance(TOOLS["census of tensors by gc"].run().growth_bytes, float)

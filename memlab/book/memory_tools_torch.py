@@ -175,8 +175,8 @@ def tensor_census() -> Seen:
         for each in gc.get_objects():
             if not issubclass(type(each), torch.Tensor) or torch.nn.parameter.is_lazy(each):
                 continue
-            if each.layout is torch.strided:
-                storages[each.untyped_storage()._cdata] = each.untyped_storage().nbytes()
+            if each.layout is torch.strided and (storage := each.untyped_storage()).device.type != "meta":
+                storages[storage._cdata] = storage.nbytes()  # a fake tensor's is of meta, and may be a symbol
         totals.append(sum(storages.values()))
     return Seen("storages", growth_bytes=(totals[-1] - totals[0]) / (STEPS - 1), slowdown=program.slowdown)
 
