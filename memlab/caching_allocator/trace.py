@@ -16,7 +16,9 @@ from typing import Protocol
 from memlab.memory_timeline import Timeline
 
 FREE = -1
+"""In the place of a size: a free."""
 Trace = list[tuple[int, int]]
+"""Mallocs and frees in order: (number of the request, its bytes), or FREE in place of the bytes."""
 
 
 class Allocator(Protocol):

@@ -44,7 +44,7 @@ def reduce_scatter_moves(rank: int, ranks: int) -> list[Move]:
 
 
 def all_gather_moves(rank: int, ranks: int) -> list[Move]:
-    """The same for the way back: it begins with the rank's own piece, and each piece that it receives is finished.
+    """What a rank sends and receives on the way back: first its own piece, and each piece that comes is finished.
 
     >>> all_gather_moves(0, ranks=4)
     [Move(send=0, receive=3), Move(send=3, receive=2), Move(send=2, receive=1)]

@@ -42,7 +42,7 @@ def every(blocks: Iterable[Module], k: int) -> list[Module]:
 
 @contextmanager
 def checkpointed(model: Module, which: Which, *, preserve_rng_state: bool = True, keep=None) -> Iterator[list[Module]]:
-    """In the block, calls of the chosen modules of `model` are checkpointed: `with checkpointed(model, Block): …`
+    """In the block, calls of the chosen modules of `model` are checkpointed: `with checkpointed(model, Block): …`.
 
         with checkpointed(model, every(model.blocks, 2)):
             model(x, y).backward()

@@ -25,7 +25,10 @@ CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 
 
 class Level(NamedTuple):
-    """One level. nbytes: of one copy; copies: how many there are, such as one a multiprocessor (SM) of a GPU."""
+    """One level of the memory hierarchy.
+
+    nbytes: of one copy; copies: how many there are, such as one a multiprocessor (SM) of a GPU.
+    """
 
     name: str
     nbytes: int

@@ -67,6 +67,7 @@ CARDS = {
     "H100-80GB": Card("79.11 GiB", (9, 0)),
     "H200-141GB": Card("139.80 GiB", (9, 0)),
 }
+"""The cards that can be imagined: name → capacity and compute capability."""
 
 aten = torch.ops.aten
 _HERE = os.path.dirname(__file__) + os.sep

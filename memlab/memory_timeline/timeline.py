@@ -20,6 +20,7 @@ from typing import NamedTuple
 from memlab.memory_timeline.documents import Kind, typed
 
 CATEGORIES = ("parameter", "buffer", "input", "gradient", "optimizer_state", "activation", "temporary", "workspace")
+"""What a storage is for, as a plot stacks them from the bottom up."""
 PHASES = ("before", "forward", "backward", "recompute", "optimizer")
 FILE = Kind("a timeline", "memlab-timeline", version=1)
 

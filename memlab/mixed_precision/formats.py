@@ -99,6 +99,7 @@ FORMATS = {
         Format("FP8 E5M2", 5, 2, torch.float8_e5m2),
     )
 }
+"""The formats in use, by name: exponent and mantissa bits, and the dtype where PyTorch has one."""
 
 
 def number_format(name: str | Format) -> Format:

@@ -180,7 +180,7 @@ def step_traffic(
 
 
 def sent_bytes(sent: Iterable[Sent]) -> int:
-    """What a rank sends in all of them."""
+    """What a rank sends in all messages of `step_traffic`, in bytes."""
     return sum(one.sent_bytes for one in sent)
 
 
