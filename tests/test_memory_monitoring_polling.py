@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 
 from memlab.caching_allocator import FREE, CachingAllocator, ExpandableAllocator, Replay, replay
-from memlab.memory_monitoring.polling import EmptiedEachStep, leak_seen, polled, repeated
+from memlab.memory_monitoring.polling import leak_seen, polled, repeated
 from memlab.units import MiB
 
 
@@ -22,6 +22,28 @@ def steps(count: int, peak: int, leak: int = 0) -> tuple[list, list[int]]:
             trace.append((("kept", k), leak))
         ends.append(len(trace))
     return trace, ends
+
+
+class EmptiedEachStep(CachingAllocator):
+    """A CachingAllocator whose program calls `torch.cuda.empty_cache()` at the end of each step: `ends`, in events."""
+
+    def __init__(self, ends):
+        super().__init__()
+        self._ends, self._calls = frozenset(ends), 0
+
+    def malloc(self, nbytes):
+        block = super().malloc(nbytes)
+        self._called()
+        return block
+
+    def free(self, block):
+        super().free(block)
+        self._called()
+
+    def _called(self):
+        self._calls += 1
+        if self._calls in self._ends:
+            self.empty_cache()
 
 
 def levels(allocated: list[int], reserved: list[int]) -> Replay:
@@ -84,7 +106,7 @@ def test_peaks_met_agree_with_a_thousand_clocks():
 
 def test_a_cache_that_is_emptied_each_step_is_what_a_poll_of_the_driver_misses():
     trace, ends = steps(1000, 40 * MiB)
-    done = replay(EmptiedEachStep(ends=ends), trace)
+    done = replay(EmptiedEachStep(ends), trace)
     assert done.reserved[1:5] == [40 * MiB, 0, 40 * MiB, 0]
     found = polled(done, ends, 0.2, 1.0, context_bytes=0)  # polls and steps keep a common time: 5 steps a poll
     assert found.highest_driver == (0, 40 * MiB) and found.peak_driver == 40 * MiB

@@ -30,7 +30,6 @@ from memlab.book.ring_pictures import (
     explore_ring,
     ring_moves,
     ring_parts,
-    ring_table,
     sent_table,
 )
 from memlab.book.style import is_sentence
@@ -162,12 +161,6 @@ def test_every_step_of_the_ring_can_be_drawn_and_says_who_sends_what():
     for ranks, step in ((1, 0), (4, 7), (4, -1)):
         with pytest.raises(ValueError, match="expected at least 2 ranks and a step"):
             draw_ring(ranks, step)
-
-
-def test_in_the_rings_table_the_second_half_sends_complete_pieces_only():
-    rows = ring_table(4).rows
-    assert all(("*" in cell) == (row[1] == "all-gather") for row in rows for cell in row[2:])
-    assert [row[2] for row in rows[:3]] == ["3", "2", "1"]
 
 
 # ---- memory above what is sent

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from memlab.book.split_pictures import MOST, draw_split, small_tensors, split_parts, split_table
+from memlab.book.split_pictures import MOST, draw_split, small_tensors, split_parts
 from memlab.book.style import is_sentence
 from memlab.book.tensor_pictures import (
     HEADS,
@@ -20,7 +20,6 @@ from memlab.book.tensor_pictures import (
     explore_tensor_ranks,
     held_by_a_rank,
     kept_by_a_rank,
-    kept_table,
     of_width,
     tensor_ranks_table,
 )
@@ -69,7 +68,6 @@ def test_the_picture_of_the_matmul_has_every_number_and_says_every_summand(ranks
 def test_any_matrices_of_fitting_shapes_can_be_drawn():
     tensors = torch.rand(2, 3), torch.rand(3, 6), torch.rand(6, 2)
     assert draw_split(3, tensors).png().startswith(PNG)
-    assert len(split_table(3, tensors).rows) == 4
 
 
 def test_matrices_that_cannot_be_split_or_drawn_are_refused():
@@ -82,12 +80,6 @@ def test_matrices_that_cannot_be_split_or_drawn_are_refused():
     large = torch.zeros(2, 3), torch.zeros(3, MOST + 2), torch.zeros(MOST + 2, 2)
     with pytest.raises(ValueError, match=f"found 2 ranks and a size of {MOST + 2}"):
         draw_split(2, large)
-
-
-def test_the_table_of_the_matmul_ends_with_the_sum():
-    x, a, b = small_tensors()
-    assert split_table(2).rows[-1][-1] == str((torch.relu(x @ a) @ b).tolist())
-    assert [row[0] for row in split_table(4).rows] == [*(f"rank {rank}" for rank in range(4)), "together"]
 
 
 # ---- what a block keeps
@@ -115,14 +107,6 @@ def test_the_bars_of_what_a_block_keeps_are_the_formulas_figures():
     assert picture.png().startswith(PNG)
     with pytest.raises(ValueError, match="8 heads cannot be split over 16 ranks"):
         draw_kept(1024, 8, 16)
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_the_table_of_what_a_block_keeps_adds_up(way):
-    *terms, together = kept_table(way=way).rows
-    assert sum(row[-1] for row in terms) == together[-1]
-    with pytest.raises(ValueError, match="expected way to be one of"):
-        kept_table(way="pipeline")
 
 
 # ---- what a rank holds, and how long it waits

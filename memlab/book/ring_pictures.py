@@ -118,16 +118,6 @@ def explore_ring(ranks: int = 4) -> Interactive:
     return Interactive(draw, step=range(2 * (ranks - 1) + 1))
 
 
-def ring_table(ranks: int = 4) -> Table:
-    """The same as text: what each rank sends in each step; a piece that is complete has a star."""
-    rows = []
-    for step, moves in enumerate(ring_moves(ranks)):
-        whole = [len(row[move.send]) == ranks for row, move in zip(ring_parts(ranks, step), moves, strict=True)]
-        sent = [f"{move.send}{'*' if star else ''}" for move, star in zip(moves, whole, strict=True)]
-        rows.append((f"{step + 1}", "reduce-scatter" if step < ranks - 1 else "all-gather", *sent))
-    return Table(["step", "half", *(f"rank {rank} sends" for rank in range(ranks))], rows)
-
-
 # ---- a rank's memory, and what it sends
 
 

@@ -11,7 +11,6 @@ from matplotlib.patches import Rectangle
 from torch import Tensor
 
 from memlab.book.style import LABEL_SIZE, SMALL_SIZE, Picture
-from memlab.book.tables import Table
 
 SHADES = ("#CFE5F2", "#FBE3A6", "#F5CDB4", "#CFEBE1")
 MARKS = ("", "///", "...", "\\\\\\")
@@ -148,13 +147,3 @@ def _signs(axes: Axes, starts: Sequence[float], columns: Sequence[int], middle: 
     for place, sign in enumerate(signs):
         at = (starts[place] + columns[place] + starts[place + 1]) / 2
         axes.text(at, middle, sign, ha="center", va="center", fontsize=14)
-
-
-def split_table(ranks: int = 2, tensors: tuple[Tensor, Tensor, Tensor] | None = None) -> Table:
-    """The same as text: every rank's parts, and the sum."""
-    x, a, b = tensors or small_tensors()
-    parts = split_parts(x, a, b, ranks)
-    rows = [(f"rank {rank}", *(str(one.tolist()) for one in part)) for rank, part in enumerate(parts)]
-    y = (x @ a).relu()
-    rows.append(("together", "side by side", str(y.tolist()), "one below the other", str((y @ b).tolist())))
-    return Table(["", "columns of A", "y = relu(x·A)", "rows of B", "y·B"], rows)

@@ -22,7 +22,7 @@ from memlab.book.style import (
 )
 from memlab.book.tables import Table
 from memlab.data_parallelism.overlap import LINKS
-from memlab.memory_arithmetic import Breakdown, Transformer
+from memlab.memory_arithmetic import Transformer
 from memlab.memory_arithmetic.shapes import one_of
 from memlab.tensor_parallelism.activations import block_activations
 from memlab.tensor_parallelism.arithmetic import rank_states, sent_bytes, step_traffic
@@ -97,16 +97,6 @@ def draw_kept(width: int = 2048, heads: int = 16, most_ranks: int = 8) -> Pictur
         for place, (name, parts) in enumerate(zip(names, held, strict=True))
     )
     return Picture(figure, f"Bars of what a block keeps for backward on one rank. {head}: {said}.")
-
-
-def kept_table(width: int = 2048, heads: int = 16, ranks: int = 8, way: str = "tensor parallel") -> Table:
-    """One bar as text: each tensor that a block keeps, its formula and its bytes."""
-    one_of("way", way, tuple(WAYS))
-    found: Breakdown = block_activations(of_width(width, heads), TEXTS, TOKENS, ranks, **WAYS[way])
-    rows = [(term.name, term.formula.split(" = ")[0], format_bytes(term.nbytes), term.nbytes) for term in found]
-    return Table(
-        ["kept", "formula", "size", "bytes"], [*rows, ("together", "", format_bytes(found.nbytes), found.nbytes)]
-    )
 
 
 # ---- what a rank holds, and how long it waits

@@ -20,11 +20,11 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from memlab.caching_allocator import FREE, CachingAllocator, Replay, Trace
+from memlab.caching_allocator import FREE, Replay, Trace
 from memlab.units import MiB
 
 CONTEXT_BYTES = 512 * MiB  # about what CUDA's context, its kernels and cuBLAS take; another card, another figure
@@ -152,30 +152,6 @@ def leak_seen(done: Replay, ends: Sequence[int], warm_up: int = 2) -> LeakSeen:
         hidden_bytes=held[-1 if driver_after is None else driver_after] - held[0],
         moves=[later - earlier for earlier, later in pairwise(moved)],
     )
-
-
-class EmptiedEachStep(CachingAllocator):
-    """A CachingAllocator whose program calls `torch.cuda.empty_cache()` at the end of each step: `ends`, in events."""
-
-    def __init__(self, capacity_bytes: int | str | None = None, *, ends: Collection[int]):
-        super().__init__(capacity_bytes)
-        self._ends, self._calls = frozenset(ends), 0
-
-    def malloc(self, nbytes: int) -> object:
-        """As CachingAllocator's."""
-        block = super().malloc(nbytes)
-        self._called()
-        return block
-
-    def free(self, block: object) -> None:
-        """As CachingAllocator's."""
-        super().free(block)
-        self._called()
-
-    def _called(self) -> None:
-        self._calls += 1
-        if self._calls in self._ends:
-            self.empty_cache()
 
 
 def repeated(trace: Trace, ends: Sequence[int], steps: int) -> tuple[Trace, list[int]]:
