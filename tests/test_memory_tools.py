@@ -268,9 +268,7 @@ def test_the_profilers_rows_have_no_stacks_unless_it_is_verbose_and_then_the_for
 def test_pytorchs_own_picture_of_a_cpu_profile_has_one_segment_from_the_heap_to_the_mapped_pages():
     sizes = fresh("""
         from torch.cuda import _memory_viz
-        from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.profiler import ProfilerActivity, profile
+        from torch.profiler import ProfilerActivity, profile
         from memlab.book.planted import Planted
         program = Planted()
         options = {"profile_memory": True, "with_stack": True, "record_shapes": True}
