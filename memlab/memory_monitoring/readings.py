@@ -42,7 +42,13 @@ class Readings:
 
     def end(self, level: str) -> int | None:
         """Bytes of one level at a step's end, of its source only."""
-        return self._asked("read", (self._owner[level],)).get(level)
+        source = self._owner[level]
+        quick = getattr(source, "quick", None)
+        if quick is not None and not self._silent_until[id(source)]:
+            found = self._try(source, lambda: quick(level))
+            if found is not None:
+                return int(found)
+        return self._asked("read", (source,)).get(level)
 
     def peaks(self, level: str | None = None) -> dict[str, int]:
         """The most bytes since it was asked last, by level, where something keeps track.
@@ -71,7 +77,7 @@ class Readings:
                 figures[level] = int(nbytes)
         return figures
 
-    def _try(self, source: Source, ask: Callable[[], dict[str, int] | None]) -> dict[str, int] | None:
+    def _try(self, source: Source, ask: Callable):
         key = id(source)
         try:
             return ask()

@@ -30,7 +30,8 @@ class Gone(Exception):
 class Source(Protocol):
     """What `Monitor` asks of a source. `name` tells two sources apart ("process", "cuda:0", "gpu 0").
 
-    A source belongs to one monitor at a time. Where it has a `close` method, that is called in the end.
+    A source belongs to one monitor at a time. Where it has a `close` method, that is called in the end. Where it has
+    `quick`, it is called with a level for a step's end; it returns that level's bytes, or None: then `read` is called.
     """
 
     name: str
@@ -86,12 +87,16 @@ class ProcessMemory:
             figures["heap"] = self._heap_now()
         return figures
 
+    def quick(self, level: str) -> int | None:
+        """The heap's bytes, without a look at the pages: that is a call of the system."""
+        return self._heap_now() if level == "heap" and self._heap is not None else None
+
     def _heap_now(self) -> int:
-        if time.perf_counter() >= self._heap_again:
-            began = time.thread_time()
+        if (began := time.perf_counter()) >= self._heap_again:
             self._heap_bytes = self._heap()
             if self._pace is not None:
-                self._heap_again = time.perf_counter() + self._pace.rest(time.thread_time() - began)
+                now = time.perf_counter()
+                self._heap_again = now + self._pace.rest(now - began)
         return self._heap_bytes
 
     def peaks(self) -> dict[str, int]:
