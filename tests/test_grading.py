@@ -1,4 +1,4 @@
-"""The whole round, as README tells an instructor, for four students: right, blank, malicious, and a killed kernel."""
+"""The whole round, as README tells an instructor: right, partly right, malicious, and one who kills the kernel."""
 
 import csv
 import json
@@ -20,6 +20,7 @@ if not hasattr(os, "fork"):
     pytest.skip("the round is tried where processes can fork", allow_module_level=True)
 
 ASSIGNMENTS = {path.parent.name: path.stem for path in sources()}
+README = " ".join((COURSE / "README.md").read_text(encoding="utf-8").split("\n"))
 COMMANDS = re.findall(r"^nbgrader (.+)$", (COURSE / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
 PATIENCE = "--Execute.timeout=12"  # in place of 30 s, for the endless loop
 # nbgrader's import takes seconds: it is imported once, and each command runs in a fork.
@@ -69,8 +70,15 @@ def submissions(chapter, notebook):
         patches: PATCHED_CHECKS.format(chapter=chapter) + wrong[patches],
     }
     kill = right | {hoards: "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)"}
-    made = {"right": right, "blank": {}, "malicious": attack, "killed": kill}
+    partly = {cell: right[cell] for cell in worked_out(chapter)}
+    made = {"right": right, "partly right": partly, "malicious": attack, "killed": kill}
     return {student: filled(nbformat.from_dict(notebook.copy()), sources) for student, sources in made.items()}
+
+
+def worked_out(chapter):
+    """What the student did who is partly right: the first half."""
+    answers = [answer for answer, _ in pairs(chapter)]
+    return answers[: (len(answers) + 1) // 2]
 
 
 def points(chapter):
@@ -79,27 +87,43 @@ def points(chapter):
     return {answer: worth[check] for answer, check in pairs(chapter)}
 
 
-def graded(course, assignment, chapter):
-    """One assignment's round, by README's commands: folder, exit statuses and what was said."""
-    shutil.copytree(COURSE, course, dirs_exist_ok=True, ignore=shutil.ignore_patterns(".ipynb_checkpoints"))
-    released = nbformat.read(course / "release" / assignment / f"{chapter}.ipynb", as_version=4)
-    for student, notebook in submissions(chapter, released).items():
-        folder = course / "submitted" / student / assignment
-        folder.mkdir(parents=True)
-        nbformat.write(notebook, folder / f"{chapter}.ipynb")
-    commands = [re.sub(r"\b\d\d_[a-z_]+\b", assignment, command).split() for command in COMMANDS]
-    for words in commands:
-        words += [PATIENCE] if words[0] == "autograde" else []
+def nbgrader(folder, *commands):
+    """Run commands in a folder: their exit statuses, and what was said."""
     path = os.path.dirname(sys.executable) + os.pathsep + os.environ["PATH"]  # nbgrader calls programs of its own
     done = subprocess.run(
-        [sys.executable, "-c", DRIVER, json.dumps(commands)],
-        cwd=course,
-        env=os.environ | {"PATH": path, "JUPYTER_CONFIG_DIR": str(course / "jupyter")},
+        [sys.executable, "-c", DRIVER, json.dumps([command.split() for command in commands])],
+        cwd=folder,
+        env=os.environ
+        | {"PATH": path, "JUPYTER_CONFIG_DIR": str(folder / "jupyter"), "JUPYTER_DATA_DIR": str(folder / "data")},
         capture_output=True,
         text=True,
         timeout=600,
     )
-    return course, json.loads(done.stdout.splitlines()[-1]), done.stderr
+    return json.loads(done.stdout.splitlines()[-1]), done.stderr
+
+
+def course_in(folder):
+    """A copy of the course."""
+    shutil.copytree(COURSE, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns(".ipynb_checkpoints"))
+    return folder
+
+
+def hand_in(course, student, assignment, notebook):
+    """Where README says that a student's notebook is collected to."""
+    folder = course / "submitted" / student / assignment
+    folder.mkdir(parents=True, exist_ok=True)
+    nbformat.write(notebook, folder / f"{ASSIGNMENTS[assignment]}.ipynb")
+
+
+def graded(course, assignment, chapter):
+    """One assignment's round, by README's commands: folder, exit statuses and what was said."""
+    course_in(course)
+    released = nbformat.read(course / "release" / assignment / f"{chapter}.ipynb", as_version=4)
+    for student, notebook in submissions(chapter, released).items():
+        hand_in(course, student, assignment, notebook)
+    commands = [re.sub(r"\b\d\d_[a-z_]+\b", assignment, command) for command in COMMANDS]
+    commands = [f"{command} {PATIENCE}" if command.startswith("autograde") else command for command in commands]
+    return course, *nbgrader(course, *commands)
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +166,7 @@ def test_scores_are_exact_and_one_student_cannot_stop_anothers_grading(rounds, a
     kept = total - sum(list(worth.values())[1:5])  # the malicious student's loop stands behind a right answer
     assert scores(course) == {
         "right": (total, total),
-        "blank": (0, total),
+        "partly right": (sum(worth[answer] for answer in worked_out(ASSIGNMENTS[assignment])), total),
         "malicious": (kept, total),
         "killed": (0, total),
     }
@@ -153,9 +177,10 @@ def test_feedback_teaches_and_gives_nothing_away(rounds, assignment):
     course, *_ = rounds[assignment]
     chapter = ASSIGNMENTS[assignment]
     pages = {path.parts[-3]: path.read_text(encoding="utf-8") for path in course.glob("feedback/*/*/*.html")}
-    assert set(pages) == {"right", "blank", "malicious"}
-    assert pages["blank"].count("Not yet: there is no answer yet") == len(points(chapter))
-    assert pages["right"].count("Right. ") == len(points(chapter))
+    assert set(pages) == {"right", "partly right", "malicious"}
+    done, all_of_them = len(worked_out(chapter)), len(points(chapter))
+    assert pages["partly right"].count("Not yet: there is no answer yet") == all_of_them - done
+    assert pages["partly right"].count("Right. ") == done and pages["right"].count("Right. ") == all_of_them
     checks = COURSE.parents[1] / "memlab" / "book" / "checks"
     text = "".join(path.read_text(encoding="utf-8") for path in checks.glob(f"**/*{chapter}*/*.py"))
     text += "".join(path.read_text(encoding="utf-8") for path in checks.glob(f"{chapter}.py"))
@@ -168,3 +193,36 @@ def test_releasing_by_command_changes_nothing(rounds, assignment):
     course, *_ = rounds[assignment]
     name = f"{assignment}/{ASSIGNMENTS[assignment]}.ipynb"
     assert (course / "release" / name).read_bytes() == (COURSE / "release" / name).read_bytes()
+
+
+def test_a_submission_that_was_mended_is_graded_again_by_the_command_of_readme(rounds):
+    """The last of this file: it changes a round's course."""
+    assignment, chapter = next(iter(ASSIGNMENTS.items()))
+    course, *_ = rounds[assignment]
+    again = re.search(r"`nbgrader (autograde \S+ --student STUDENT --force)`", README)[1].replace("STUDENT", "killed")
+    right = nbformat.read(course / "submitted" / "right" / assignment / f"{chapter}.ipynb", as_version=4)
+    hand_in(course, "killed", assignment, right)
+    assert nbgrader(course, again, "export")[0] == [0, 0]
+    total = sum(points(chapter).values())
+    assert scores(course)["killed"] == scores(course)["right"] == (total, total)
+
+
+def test_the_exchange_of_a_hub_hands_out_and_collects(tmp_path):
+    """By the commands that README names, and in between the two that a student's Assignment List runs."""
+    assignment, chapter = next(iter(ASSIGNMENTS.items()))
+    course, home, exchange = course_in(tmp_path / "course"), tmp_path / "home", tmp_path / "exchange"
+    home.mkdir()
+    exchange.mkdir(mode=0o777)
+    exchange.chmod(0o777)
+    places = f"--Exchange.root={exchange} --Exchange.cache={home / 'cache'}"
+    release, collect = (
+        f"{re.search(rf'`nbgrader ({name} {assignment})`', README)[1]} {places}"
+        for name in ("release_assignment", "collect")
+    )
+    assert nbgrader(course, f"generate_assignment {assignment} --force", release)[0] == [0, 0]
+    student = f"--course memlab {places}"
+    statuses, said = nbgrader(home, f"fetch_assignment {assignment} {student}", f"submit {assignment} {student}")
+    assert statuses == [0, 0], said
+    assert nbgrader(course, collect)[0] == [0]
+    (handed_in,) = course.glob(f"submitted/*/{assignment}/{chapter}.ipynb")
+    assert handed_in.read_bytes() == (COURSE / "release" / assignment / handed_in.name).read_bytes()
