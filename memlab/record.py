@@ -4,7 +4,8 @@ Chapters are named by number (01), by name (memory_timeline) or by path; without
 after them. Each is executed in a kernel of its own, which is gone before the next starts, and saved nowhere. As soon as
 it has ended, its claims go into chapters/results/<gpu>.json, with date, commit and versions, beside what other
 chapters have there. A chapter that fails is marked so, its older record stays, and the next one is run; Ctrl-C, or a
-connection that is lost, keeps all that had ended. Then chapters/claims.md is made anew.
+connection that is lost, keeps all that had ended. Started again, it skips chapters that are recorded with the same
+code, torch and driver, unless they are named. Then chapters/claims.md is made anew.
 
 Without a GPU it is a dry run: the same, but into a new temporary file (or --output), which no table of the book reads.
 
@@ -14,24 +15,29 @@ It needs torch, matplotlib, ipykernel, nbclient and nbformat, and neither Jupyte
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib.util
-import signal
-import subprocess
+import json
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
 from memlab import benchmark
-from memlab.book import records, verdicts
-from memlab.book.machine import driver
-from memlab.book.recorder import Recorder
+from memlab.book import documents, records, verdicts
+from memlab.book.claims import Claim
+from memlab.book.machine import device, driver
+from memlab.book.recorder import RECORDED, Recorder, exit_status, signals_interrupt
 from memlab.book.tables import Table
 
 NEEDS = ("matplotlib", "ipykernel", "nbclient", "nbformat")
+CELL_TIMEOUT_SECONDS = 1800
+TELL = """
+import dataclasses, json, sys
+found = getattr(sys.modules.get("memlab.book.claims"), "registered", {})
+print("memlab-claims " + json.dumps({name: dataclasses.asdict(claim) for name, claim in found.items()}))
+"""
 
 
 def chosen(names: Sequence[str], folder: Path) -> list[Path]:
@@ -59,51 +65,39 @@ def _means(name: str, chapter: Path) -> bool:
     return stem in (chapter.stem, chapter.stem[3:]) or (stem.isdecimal() and stem.zfill(2) == chapter.stem[:2])
 
 
-def device() -> tuple[str, bool]:
-    """The name of the GPU at hand and True, or "CPU" and False.
+def claims_of(chapter: Path, progress: Callable[[int, int], None]) -> dict[str, dict]:
+    """Execute a chapter and return its claims, as a record keeps them. Raises NotebookError if it fails."""
+    import nbformat
 
-    The name is asked for in a process of its own: this one lives as long as the recording, and would hold a CUDA
-    context, some hundred MiB of the very card that is measured.
+    from memlab.book.run import run
 
-    Raises ValueError if the GPU does not answer.
-    """
-    if not torch.cuda.is_available():
-        return "CPU", False
-    command = [sys.executable, "-c", "import torch; print(torch.cuda.get_device_name())"]
-    asked = subprocess.run(command, capture_output=True, text=True, check=False)
-    if asked.returncode:
-        why = (asked.stderr.strip().splitlines() or [f"exit status {asked.returncode}"])[-1]
-        raise ValueError(f"the GPU does not tell its name ({why}); python -m memlab may say what is wrong")
-    return asked.stdout.strip(), True
+    notebook = nbformat.read(chapter, as_version=4)
+    cells = len(notebook.cells)
+    notebook.cells.append(nbformat.v4.new_code_cell(TELL))
+    run(notebook, chapter, CELL_TIMEOUT_SECONDS, on_cell=lambda index: progress(index, cells))
+    printed = "".join(output.text for output in notebook.cells[-1].outputs if output.output_type == "stream")
+    told = json.loads(printed.split("memlab-claims ", 1)[1])
+    return {name: records.claim_fields(Claim(**fields)) for name, fields in told.items()}
 
 
-class Terminated(KeyboardInterrupt):
-    """A signal, by its number, which is treated as Ctrl-C is."""
+def record(recorder: Recorder, chapter: Path, label: str) -> None:
+    """Run one chapter; whatever it comes to is in the record afterwards."""
+    work = lambda progress: {"claims": claims_of(chapter, progress)}  # noqa: E731
+    recorder.run(chapter.stem, label, work, {"claims": {}}, lambda: records.source_of(chapter))
 
 
-@contextlib.contextmanager
-def signals_interrupt() -> Iterator[None]:
-    """Within, SIGTERM and SIGHUP (a lost connection) end the recording in good order; one that is ignored stays so."""
-
-    def stop(number, frame):
-        raise Terminated(number)
-
-    numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
-    before = {number: signal.getsignal(number) for number in numbers}
-    try:
-        for number, handler in before.items():
-            if handler != signal.SIG_IGN:  # as nohup has it
-                signal.signal(number, stop)
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+def count(claims: dict[str, dict]) -> str:
+    """How many claims, and how many of them are not what was predicted."""
+    found = [Claim(id, **fields) for id, fields in claims.items()]
+    apart = sum(claim.measured is not None and not claim.agrees for claim in found)
+    return f"{len(found)}, {apart} apart from the prediction" if apart else str(len(found))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command. Returns 0, or 1 if something failed, 2 if it cannot start, 128 + a signal's number if stopped."""
     parser = argparse.ArgumentParser(prog="python -m memlab.record", description=__doc__.splitlines()[0])
     parser.add_argument("chapters", nargs="*", help="numbers, names or paths; all of them without one")
+    parser.add_argument("--again", action="store_true", help="run also what is recorded already")
     parser.add_argument("--no-benchmark", action="store_true", help="chapters only")
     parser.add_argument("--output", type=Path, help="the record's file, if not results/<gpu>.json")
     parser.add_argument("--folder", type=Path, default=verdicts.CHAPTERS, help="where the chapters are")
@@ -114,9 +108,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         chapters = chosen(options.chapters, options.folder)
         name, is_gpu = device()
-        in_book = options.folder / "results" / records.file_name(name)
+        in_book = options.folder / "results" / documents.file_name(name)
         path = options.output or (in_book if is_gpu else Path(tempfile.mkdtemp(prefix="memlab-dry-run-"), "cpu.json"))
-        recorder = Recorder(path, options.folder, name, is_gpu)
+        again = options.again or bool(options.chapters)
+        recorder = Recorder(records.KIND, path, name, is_gpu, options.folder, again=again)
     except (ValueError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
@@ -125,14 +120,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with signals_interrupt():
             for number, chapter in enumerate(chapters, 1):
-                recorder.chapter(chapter, f"[{number}/{len(chapters)}] {chapter.stem}")
-            if not options.no_benchmark:
-                recorder.benchmark(benchmark.ROUNDS if is_gpu else benchmark.QUICK)
+                record(recorder, chapter, f"[{number}/{len(chapters)}] {chapter.stem}")
     except KeyboardInterrupt as interrupt:
-        status = 128 + (interrupt.args[0] if isinstance(interrupt, Terminated) else signal.SIGINT)
-        print("\nstopped; what had ended is kept")
+        status = exit_status(interrupt)
+        print("\nstopped; what had ended is kept, and started again it goes on from there")
     recorder.finish()
-    print(f"\n{Table(['chapter', 'status', 'seconds', 'claims'], recorder.rows)}\n")
+    done = {RECORDED: RECORDED if is_gpu else "dry run"}
+    rows = [
+        (one.name, done.get(one.status, one.status), one.seconds, count(one.found["claims"]))
+        for one in recorder.outcomes
+    ]
+    if status is None and not options.chapters and not options.no_benchmark:
+        print("\nthe benchmark:")
+        status = benchmark.main(benchmark_words(options, is_gpu)) or None
+        rows.append(("benchmark", f"exit status {status}, see above" if status else "see above", "—", "—"))
+    print(f"\n{Table(['chapter', 'status', 'seconds', 'claims'], rows)}\n")
+    if any(one.status.startswith("skipped") for one in recorder.outcomes):
+        print("--again runs also what was skipped")
     if recorder.saved:
         print(f"{'recorded' if is_gpu else 'a dry run, which counts as no record,'} in {path}")
     else:
@@ -143,6 +147,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except (OSError, ValueError, LookupError, TypeError) as error:
             print(f"{verdicts.PAGE} stays as it was: {error}")
     return status or int(not recorder.well)
+
+
+def benchmark_words(options: argparse.Namespace, is_gpu: bool) -> list[str]:
+    """The benchmark's arguments: in a dry run it only shows that it works; its record is kept beside the chapters'."""
+    output = options.output and options.output.parent / "benchmark" / options.output.name
+    words = [*(["--again"] if options.again else []), *(["--output", str(output)] if output else [])]
+    return ["--folder", str(options.folder), *(words if is_gpu else ["--quick"])]
 
 
 if __name__ == "__main__":

@@ -102,7 +102,7 @@ def test_an_output_holds_the_table_and_the_claim_itself():
 
 
 def record(claim_measured=1, device="A GPU", gpu=True, **changes):
-    document = records.empty(device, gpu)
+    document = records.KIND.empty(device, gpu)
     fields = records.claim_fields(Claim("one", "bytes", "It takes one byte.", "holds", 1, claim_measured, 0, "B"))
     entry = {"status": "recorded", "date": "2026-01-31", "commit": "c", "source": "s", "torch": "2.12.0", "driver": "5"}
     document["chapters"]["01_x"] = {**entry, "seconds": 1, "claims": {"one": fields}, **changes}
@@ -129,9 +129,9 @@ def test_evidence_says_what_each_gpu_has_recorded(tmp_path):
         (record(None, source=source), "—: open: not recorded yet (torch 2.12.0, 2026-01-31)"),
         (record(), "stale: 1 B (torch 2.12.0, 2026-01-31)"),
     ]:
-        records.write(document, tmp_path / "results" / "a-gpu.json")
+        records.KIND.write(document, tmp_path / "results" / "a-gpu.json")
         assert evidence(tmp_path).columns[-1] == "A GPU" and last() == [cell, "not recorded yet"]
-    records.write(record(device="CPU", gpu=False), tmp_path / "results" / "a-gpu.json")
+    records.KIND.write(record(device="CPU", gpu=False), tmp_path / "results" / "a-gpu.json")
     assert last() == ["not recorded yet"] * 2
     (tmp_path / "results" / "a-gpu.json").write_text("{}")
     assert last() == ["damaged: see python -m memlab"] * 2
@@ -157,7 +157,7 @@ def test_the_page_has_every_claim_with_its_chapter_and_evidence(tmp_path):
     text = (tmp_path / "claims.md").read_text()
     row = "| It takes \\*one\\* byte. | 1 B | 1 B | does not hold | bytes; CPU, torch 2.12.0; GPUs: not recorded yet |"
     assert "## [01 · A title](01_x.ipynb)" in text and row.replace(" B", "\N{NO-BREAK SPACE}B") in text
-    records.write(record(source=records.source_of(path)), tmp_path / "results" / "a.json")
+    records.KIND.write(record(source=records.source_of(path)), tmp_path / "results" / "a.json")
     assert "A GPU: 1 B: holds (torch 2.12.0, 2026-01-31)" in verdicts.page(tmp_path)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from memlab.book import health, machine, records
+from memlab.book import benchmarks, health, machine, records
 from memlab.book.health import Health, report
 
 ROOT = Path(__file__).parents[1]
@@ -96,7 +96,7 @@ def test_without_the_book_it_says_where_to_get_it(tmp_path):
 def test_records_are_listed_with_what_is_stale_failed_or_damaged(tmp_path):
     source = records.source_of(chapter(tmp_path))
     entry = {"status": "recorded", "date": "2026-01-31", "commit": "c", "torch": "2.12.0", "driver": "", "seconds": 1}
-    document = records.empty("A GPU", True)
+    document = records.KIND.empty("A GPU", True)
     document["chapters"] = {
         "01_x": {**entry, "source": source, "claims": {}},
         "02_gone": {**entry, "source": source, "claims": {}},
@@ -105,22 +105,32 @@ def test_records_are_listed_with_what_is_stale_failed_or_damaged(tmp_path):
     }
     chapter(tmp_path, "03_bad")
     (tmp_path / "04_damaged.ipynb").write_text('{"cells": [')
-    document["benchmark"] = {**entry, "rows": [["a", "b", "c"]], "failed_since": {**entry, "error": "e"}}
-    records.write(document, tmp_path / "results" / "a-gpu.json")
-    (tmp_path / "results" / "b-gpu.json").write_text("{}")
+    records.KIND.write(document, tmp_path / "results" / "a-gpu.json")
+    benchmark = benchmarks.KIND.empty("CPU", False)
+    measured = {**entry, "source": source, "rounds": 1, "rows": [["a", "b", "c"]]}
+    benchmark["measures"] = {
+        "m": measured,
+        "n": {**measured, "date": "2026-02-01", "failed_since": {**entry, "error": "e"}},
+    }
+    benchmarks.KIND.write(benchmark, tmp_path / "results" / "benchmark" / "cpu.json")
+    for name in ("b-gpu.json", "benchmark/c-gpu.json"):
+        (tmp_path / "results" / name).write_text("{}")
     found = Health(tmp_path)
-    assert [row[:3] for row in found.records().rows] == [
+    rows = found.records().rows
+    assert [row[:3] for row in rows] == [
         ["A GPU", "01_x", "recorded"],
         ["A GPU", "02_gone", "gone"],
         ["A GPU", "03_bad", "failed"],
         ["A GPU", "04_damaged", "stale"],
-        ["A GPU", "benchmark", "recorded at commit c, failed on 2026-01-31"],
+        ["CPU", "benchmark", "2 measures recorded, 1 failed"],
     ]
-    damaged, gone, failed, stale, benchmark = found.problems
-    assert "b-gpu.json: expected a record" in damaged
+    assert rows[-1][3:] == ["2026-01-31, 2026-02-01", "2.12.0"]
+    damaged, also_damaged, gone, failed, stale, benchmark = found.problems
+    assert "b-gpu.json: expected a record as python -m memlab.record writes it" in damaged
+    assert "c-gpu.json: expected a record as python -m memlab.benchmark writes it" in also_damaged
     assert gone == "A GPU, 02_gone: gone: no such chapter is here; remove it from results/a-gpu.json"
     assert stale == "A GPU, 04_damaged: stale: on that GPU, python -m memlab.record 04"
-    assert benchmark == "A GPU, benchmark: e: on that GPU, python -m memlab.record"
+    assert benchmark == "CPU, benchmark: n: e: on that device, python -m memlab.benchmark n"
     assert failed == "A GPU, 03_bad: failed: on that GPU, python -m memlab.record 03"
 
 

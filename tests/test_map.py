@@ -69,7 +69,7 @@ def test_a_recorded_chapter_names_its_gpus(tmp_path):
     last = lambda: [row[-1] for row in the_map(tmp_path).rows]  # noqa: E731
     source = records.source_of(tmp_path / "01_memory_timeline.ipynb")
     entry = {"status": "recorded", "date": "d", "commit": "c", "torch": "t", "driver": "", "seconds": 1, "claims": {}}
-    document = records.empty("A GPU", True)
+    document = records.KIND.empty("A GPU", True)
     for changes, words in [
         ({"source": source}, "A GPU"),
         ({"source": "older"}, "A GPU (stale)"),
@@ -77,9 +77,9 @@ def test_a_recorded_chapter_names_its_gpus(tmp_path):
         ({"source": source, "failed_since": entry | {"error": "e"}}, "A GPU (recorded, later failed)"),
     ]:
         document["chapters"]["01_memory_timeline"] = entry | changes
-        records.write(document, tmp_path / "results" / "a-gpu.json")
+        records.KIND.write(document, tmp_path / "results" / "a-gpu.json")
         assert last() == [words, "not recorded yet"]
-    records.write(document | {"gpu": False}, tmp_path / "results" / "a-gpu.json")
+    records.KIND.write(document | {"gpu": False}, tmp_path / "results" / "a-gpu.json")
     assert last() == ["not recorded yet"] * 2
     (tmp_path / "results" / "a-gpu.json").write_text("{}")
     assert last() == ["a-gpu.json is damaged: see python -m memlab"] * 2

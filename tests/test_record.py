@@ -15,9 +15,8 @@ import nbformat
 import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
-from memlab import benchmark, record
-from memlab.book import recorder as recorder_page
-from memlab.book import records, verdicts
+from memlab import record
+from memlab.book import benchmarks, documents, machine, records, verdicts
 from memlab.book.claims import Claim
 from memlab.book.recorder import Recorder, commit
 
@@ -39,11 +38,11 @@ def write(folder, **cells):
     return paths
 
 
-def run(path, folder, *chapters, name="A GPU", gpu=True):
+def run(path, folder, *chapters, name="A GPU", gpu=True, again=False):
     """Record chapters as if on a GPU; returns the recorder."""
-    recorder = Recorder(path, folder, name, gpu)
+    recorder = Recorder(records.KIND, path, name, gpu, folder, again=again)
     for chapter in chapters:
-        recorder.chapter(chapter, chapter.stem)
+        record.record(recorder, chapter, chapter.stem)
     return recorder
 
 
@@ -55,7 +54,7 @@ def no_kernels(monkeypatch):
         exec(nbformat.read(chapter, as_version=4).cells[1].source, {})
         return {}
 
-    monkeypatch.setattr(recorder_page, "claims_of", run_here)
+    monkeypatch.setattr(record, "claims_of", run_here)
 
 
 def command(folder, *words, output=None):
@@ -64,7 +63,7 @@ def command(folder, *words, output=None):
 
 
 def entries(path):
-    return records.read(path)["chapters"]
+    return records.KIND.read(path)["chapters"]
 
 
 # ---- what is recorded
@@ -73,17 +72,18 @@ def entries(path):
 def test_a_record_has_every_claim_with_where_and_when_and_recorders_add_to_each_other(tmp_path, capsys):
     one, two = write(tmp_path, c01_one=CLAIMING, c02_two="1 + 1")
     path = tmp_path / "results" / "a-gpu.json"
-    first, second = (Recorder(path, tmp_path, "A GPU", True) for _ in range(2))
-    second.chapter(two, "two")
-    first.chapter(one, "one")
+    first, second = (run(path, tmp_path) for _ in range(2))
+    record.record(second, two, "two")
+    record.record(first, one, "one")
     found = entries(path)
     assert found.keys() == {"01_one", "02_two"} and found["02_two"]["claims"] == {}
     claims = {id: Claim(id, **fields) for id, fields in found["01_one"]["claims"].items()}
     assert claims["one"].standing == "holds" and claims["two"].measured == 3 and not claims["two"].agrees
     assert found["01_one"]["source"] == records.source_of(one) and found["01_one"]["torch"] == record.torch.__version__
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", found["01_one"]["date"]) and found["01_one"]["seconds"] > 0
-    assert first.well and first.rows == [("01_one", "recorded", f"{found['01_one']['seconds']:.1f}",
-                                          "2, 1 apart from the prediction")]  # fmt: skip
+    outcome = first.outcomes[0]
+    assert first.well and outcome[:3] == ("01_one", "recorded", f"{found['01_one']['seconds']:.1f}")
+    assert record.count(outcome.found["claims"]) == "2, 1 apart from the prediction"
     assert "\r" not in capsys.readouterr().out, "there is no terminal here, so nothing is drawn over"
     assert nbformat.read(one, as_version=4).cells[1].outputs == [], "a chapter is run, and saved nowhere"
     assert sorted(item.name for item in tmp_path.rglob("*")) == [
@@ -115,32 +115,18 @@ def test_a_failure_does_not_push_out_an_older_record_and_a_success_forgets_the_f
     failed = entries(path)["01_x"]
     since = failed.pop("failed_since")
     assert failed == before and "division by zero" in since["error"]
-    document = records.read(path)
+    document = records.KIND.read(path)
     assert records.state_of(document, "01_x", tmp_path) == "stale, later failed"
     run(path, tmp_path, *write(tmp_path, c01_x="2"))
     assert "failed_since" not in entries(path)["01_x"]
-    assert records.state_of(records.read(path), "01_x", tmp_path) == "recorded"
+    assert records.state_of(records.KIND.read(path), "01_x", tmp_path) == "recorded"
 
 
 def test_a_chapter_that_only_ever_failed_has_its_last_failure(tmp_path, no_kernels):
     for source, error in [("1 / 0", "ZeroDivisionError"), ("nothing", "NameError")]:
         run(tmp_path / "a.json", tmp_path, *write(tmp_path, c01_x=source))
         assert error in entries(tmp_path / "a.json")["01_x"]["error"]
-    assert records.state_of(records.read(tmp_path / "a.json"), "01_x", tmp_path) == "failed"
-
-
-def test_every_row_of_the_benchmark_is_kept_and_an_older_one_stays_if_it_fails(tmp_path, monkeypatch):
-    monkeypatch.setattr(benchmark, "MEASURES", (lambda device, rounds: [(device, rounds, "≥ 1")],))
-    recorder = Recorder(tmp_path / "a.json", tmp_path, "A GPU", True)
-    recorder.benchmark(3)
-    kept = records.read(tmp_path / "a.json")["benchmark"]
-    assert kept["rows"] == [["cuda", "3", "≥ 1"]] and recorder.well
-    monkeypatch.setattr(benchmark, "MEASURES", (lambda *_: 1 / 0,))
-    recorder.benchmark(3)
-    later = records.read(tmp_path / "a.json")["benchmark"]
-    since = later.pop("failed_since")
-    assert later == kept and "division by zero" in since["error"] and not recorder.well
-    assert recorder.rows[-1][:2] == ("benchmark", "failed: ZeroDivisionError: division by zero")
+    assert records.state_of(records.KIND.read(tmp_path / "a.json"), "01_x", tmp_path) == "failed"
 
 
 def test_the_record_of_a_gpu_goes_into_the_book_and_its_page_of_claims_tells_of_it(tmp_path, monkeypatch, no_kernels):
@@ -202,7 +188,7 @@ def test_stopped_in_the_middle_of_a_chapter_it_keeps_the_others_and_no_kernel_st
 
 
 GOOD = {
-    **records.empty("A GPU", True),
+    **records.KIND.empty("A GPU", True),
     "chapters": {
         "01_x": {"status": "recorded", "date": "d", "commit": "c", "source": "s", "torch": "t", "driver": "",
                  "seconds": 1, "claims": {"one": {"kind": "bytes", "says": "So.", "verdict": "holds", "predicted": 1,
@@ -248,16 +234,12 @@ DAMAGED = {
     "half a byte": edited(*CLAIM, "measured", value=1.5),
     "a wide tolerance": edited(*CLAIM, "tolerance", value=9),
     "another field": edited(*CLAIM, "colour", value="red"),
-    "benchmark in words": edited("benchmark", value="fast"),
-    "a row too short": edited(
-        "benchmark", value={"date": "d", "commit": "c", "torch": "t", "driver": "", "rows": [["a"]]}
-    ),
 }
 
 
 def test_the_record_that_is_damaged_below_is_fine_as_it_is(tmp_path):
     (tmp_path / "a.json").write_text(json.dumps(GOOD))
-    assert records.read(tmp_path / "a.json") == GOOD and apart(GOOD) == []
+    assert records.KIND.read(tmp_path / "a.json") == GOOD and apart(GOOD) == []
 
 
 @pytest.mark.parametrize("text", DAMAGED.values(), ids=DAMAGED.keys())
@@ -276,7 +258,7 @@ def test_a_damaged_record_is_refused_in_a_sentence_before_anything_is_run(tmp_pa
 def test_bytes_that_are_no_text_are_refused_too(tmp_path):
     (tmp_path / "a.json").write_bytes(b"\x80\x04\x95\xff")
     with pytest.raises(ValueError, match="a.json: expected a record"):
-        records.read(tmp_path / "a.json")
+        records.KIND.read(tmp_path / "a.json")
 
 
 def raising(error):
@@ -301,20 +283,20 @@ def test_where_no_record_can_be_written_nothing_is_run(tmp_path, capsys, name):
 def test_a_record_that_may_not_be_read_or_written_is_refused_in_a_sentence(tmp_path, capsys, monkeypatch):
     write(tmp_path, c01_x="1")
     denied = PermissionError(errno.EACCES, "Permission denied", "a.json")
-    for place in ("read", "expect_writable"):
+    for where, place in ((documents.Kind, "read"), (documents, "expect_writable")):
         (tmp_path / "a.json").touch()
         with monkeypatch.context() as patch:
-            patch.setattr(records, "read", lambda path: records.empty("CPU", False))
-            patch.setattr(records, place, raising(denied))
+            patch.setattr(documents.Kind, "read", lambda kind, path: kind.empty("CPU", False))
+            patch.setattr(where, place, raising(denied))
             assert record.main(command(tmp_path, output=tmp_path / "a.json")[3:]) == 2
         assert capsys.readouterr() == ("", "[Errno 13] Permission denied: 'a.json'\n")
 
 
 def test_a_gpu_that_does_not_answer_is_told_in_a_sentence(tmp_path, capsys, monkeypatch):
     write(tmp_path, c01_x="1")
-    monkeypatch.setattr(record.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(machine.torch.cuda, "is_available", lambda: True)
     answer = subprocess.CompletedProcess([], 1, "", "Traceback\nRuntimeError: CUDA error: busy\n")
-    monkeypatch.setattr(record.subprocess, "run", lambda *_, **__: answer)
+    monkeypatch.setattr(machine.subprocess, "run", lambda *_, **__: answer)
     assert record.main(command(tmp_path)[3:]) == 2
     out, error = capsys.readouterr()
     assert out == "" and error.startswith("the GPU does not tell its name (RuntimeError: CUDA error: busy); ")
@@ -330,23 +312,21 @@ def test_an_error_that_utf8_cannot_hold_is_kept_with_a_question_mark(tmp_path, n
 def test_a_result_that_no_record_can_hold_is_told_and_keeps_no_other_out(tmp_path, monkeypatch):
     chapters = write(tmp_path, c01_bad="1", c02_good="1")
     bad = GOOD["chapters"]["01_x"]["claims"]["one"] | {"says": "caf\udce9"}
-    monkeypatch.setattr(recorder_page, "claims_of", lambda path, _: {"one": bad} if path == chapters[0] else {})
+    monkeypatch.setattr(record, "claims_of", lambda path, _: {"one": bad} if path == chapters[0] else {})
     recorder = run(tmp_path / "a.json", tmp_path, *chapters)
     assert [*entries(tmp_path / "a.json")] == ["02_good"] and not recorder.well
-    assert "failed: no record can hold it: UnicodeEncodeError" in recorder.rows[0][1]
+    assert "failed: no record can hold it: UnicodeEncodeError" in recorder.outcomes[0].status
 
 
 MANY = """
 import sys, time
 from pathlib import Path
-from memlab.book import recorder, records
-recorder.claims_of = lambda chapter, progress: {}
-records.source_of = lambda chapter: "s"
-write = records.write
-records.write = lambda *what: (time.sleep(0.05), write(*what))
-here = recorder.Recorder(Path("a.json"), Path(), "A GPU", True)
+from memlab.book import benchmarks, documents, recorder
+write = documents.write_whole
+documents.write_whole = lambda *what: (time.sleep(0.05), write(*what))
+here = recorder.Recorder(benchmarks.KIND, Path("a.json"), "A GPU", True, Path())
 for i in range(15):
-    here.chapter(Path(f"{sys.argv[1]}_{i:02}.ipynb"), "x")
+    here.run(f"{sys.argv[1]}_{i:02}", "x", lambda progress: {"rows": []}, {"rows": []}, lambda: "s", rounds=1)
 """
 
 
@@ -356,19 +336,21 @@ def test_two_recorders_at_once_lose_nothing_of_each_other(tmp_path):
     words = [[sys.executable, "-c", MANY, number] for number in ("01", "02")]
     both = [subprocess.Popen(word, cwd=tmp_path, env=env, stdout=subprocess.DEVNULL) for word in words]
     assert [process.wait(timeout=120) for process in both] == [0, 0]
-    assert len(entries(tmp_path / "a.json")) == 30 and [item.name for item in tmp_path.iterdir()] == ["a.json"]
+    assert len(benchmarks.KIND.read(tmp_path / "a.json")["measures"]) == 30 and [
+        item.name for item in tmp_path.iterdir()
+    ] == ["a.json"]
 
 
 def test_the_record_of_another_gpu_is_not_written_over(tmp_path):
-    records.write(GOOD, tmp_path / "a.json")
+    records.KIND.write(GOOD, tmp_path / "a.json")
     with pytest.raises(ValueError, match="expected a record of B GPU, found one of A GPU"):
-        Recorder(tmp_path / "a.json", tmp_path, "B GPU", True)
+        run(tmp_path / "a.json", tmp_path, name="B GPU")
 
 
 @pytest.mark.parametrize("where", ["os.fsync", "os.replace"])
 def test_a_full_disk_harms_nothing_and_leaves_nothing(tmp_path, monkeypatch, where):
     path = tmp_path / "a.json"
-    records.write(GOOD, path)
+    records.KIND.write(GOOD, path)
 
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -376,31 +358,31 @@ def test_a_full_disk_harms_nothing_and_leaves_nothing(tmp_path, monkeypatch, whe
     with monkeypatch.context() as patch:
         patch.setattr(where, full)
         with pytest.raises(OSError, match="No space left"):
-            records.write(GOOD | {"device": "B GPU"}, path)
-    assert records.read(path) == GOOD and list(tmp_path.iterdir()) == [path]
+            records.KIND.write(GOOD | {"device": "B GPU"}, path)
+    assert records.KIND.read(path) == GOOD and list(tmp_path.iterdir()) == [path]
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no device that is always full")
 def test_a_device_that_is_really_full_harms_nothing_either(tmp_path, monkeypatch):
     path = tmp_path / "a.json"
-    records.write(GOOD, path)
+    records.KIND.write(GOOD, path)
     with monkeypatch.context() as patch:
-        patch.setattr(records, "open", lambda _, *how, **more: open("/dev/full", *how, **more), raising=False)  # noqa: SIM115
+        patch.setattr(documents, "open", lambda _, *how, **more: open("/dev/full", *how, **more), raising=False)  # noqa: SIM115
         with pytest.raises(OSError, match="No space left"):
-            records.write(GOOD | {"device": "B GPU"}, path)
-    assert records.read(path) == GOOD and list(tmp_path.iterdir()) == [path]
+            records.KIND.write(GOOD | {"device": "B GPU"}, path)
+    assert records.KIND.read(path) == GOOD and list(tmp_path.iterdir()) == [path]
 
 
 def test_what_could_not_be_saved_is_saved_as_soon_as_there_is_room_again(tmp_path, monkeypatch, capsys, no_kernels):
-    recorder = Recorder(tmp_path / "a.json", tmp_path, "A GPU", True)
+    recorder = run(tmp_path / "a.json", tmp_path)
     one, two = write(tmp_path, c01_one="1", c02_two="2")
     with monkeypatch.context() as patch:
         patch.setattr("os.replace", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left")))
-        recorder.chapter(one, "one")
+        record.record(recorder, one, "one")
         recorder.finish()
         assert not recorder.well and "not saved: 1 results" in capsys.readouterr().out
     assert not recorder.saved
-    recorder.chapter(two, "two")
+    record.record(recorder, two, "two")
     assert [*entries(tmp_path / "a.json")] == ["01_one", "02_two"] and recorder.saved
 
 
@@ -534,7 +516,7 @@ def test_the_page_of_claims_tells_which_chapter_failed_and_appears_whole(tmp_pat
     document = json.loads(json.dumps(GOOD))
     claim = Claim("one", **document["chapters"]["01_x"]["claims"]["one"])
     document["chapters"]["01_x"] |= {"status": "failed", "error": "e", "claims": {}}
-    records.write(document, tmp_path / "results" / "a-gpu.json")
+    records.KIND.write(document, tmp_path / "results" / "a-gpu.json")
     header = SimpleNamespace(path=tmp_path / "01_x.ipynb", link="x")
     monkeypatch.setattr(verdicts, "headers", lambda folder: {1: header})
     monkeypatch.setattr(verdicts, "saved_claims", lambda path: [claim])
@@ -654,9 +636,9 @@ def apart(document):
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
 def test_every_recorded_claim_of_bytes_and_values_is_within_its_tolerance(path):
-    document = records.read(path)
+    document = records.KIND.read(path)
     assert document["gpu"], "a dry run is no record: remove its file"
-    assert path.name == records.file_name(document["device"])
+    assert path.name == documents.file_name(document["device"])
     assert apart(document) == []
 
 

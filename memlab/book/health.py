@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 
 from memlab import __version__
+from memlab.book import benchmarks, documents, records
 from memlab.book import map as the_book
-from memlab.book import records
 from memlab.book.machine import driver, free_memory_bytes, gpu_memory, machine, version
 from memlab.book.tables import Table
 from memlab.units import MiB, format_bytes, parse_bytes
@@ -88,11 +88,12 @@ class Health:
             yield f"no GPU ({header.gpu})"
 
     def records(self) -> Table:
-        """What each GPU has recorded."""
+        """What each GPU has recorded, and each device's benchmark."""
         gpus, damaged = records.survey(self.folder / "results")
-        for path in damaged:
+        devices, also_damaged = benchmarks.KIND.survey(self.folder / "results" / "benchmark")
+        for kind, path in [(records.KIND, path) for path in damaged] + [(benchmarks.KIND, p) for p in also_damaged]:
             try:
-                records.read(path)
+                kind.read(path)
             except (ValueError, OSError) as error:
                 self.problems.append(str(error))
         rows = []
@@ -102,21 +103,20 @@ class Health:
                 state = "gone" if gone else records.state_of(document, name, self.folder)
                 rows.append((document["device"], name, state, entry["date"], entry["torch"]))
                 if state != "recorded":
-                    file = records.file_name(document["device"])
+                    file = documents.file_name(document["device"])
                     again = f"on that GPU, python -m memlab.record {name[:2]}"
                     what = f"no such chapter is here; remove it from results/{file}" if gone else again
                     self.problems.append(f"{document['device']}, {name}: {state}: {what}")
-            if benchmark := document["benchmark"]:
-                rows.append((document["device"], "benchmark", *self._benchmark(document["device"], benchmark)))
+        for document in devices:
+            failed = benchmarks.failures(document)
+            for name, failure in failed.items():
+                again = f"on that device, python -m memlab.benchmark {name}"
+                self.problems.append(f"{document['device']}, benchmark: {name}: {failure['error']}: {again}")
+            found = [entry for entry in document["measures"].values() if entry["status"] == "recorded"]
+            dates, torches = (", ".join(sorted({entry[key] for entry in found})) for key in ("date", "torch"))
+            state = f"{len(found)} measures recorded" + (f", {len(failed)} failed" if failed else "")
+            rows.append((document["device"], "benchmark", state, dates, torches))
         return Table(["recorded on", "what", "state", "date", "torch"], rows)
-
-    def _benchmark(self, device: str, entry: dict) -> tuple[str, str, str]:
-        """State, date and torch. It measures the whole library, so its commit stands where chapters have a digest."""
-        state = f"recorded at commit {entry['commit']}" if entry["rows"] else "not recorded yet"
-        if failure := entry.get("failed_since"):
-            state += f", failed on {failure['date']}"
-            self.problems.append(f"{device}, benchmark: {failure['error']}: on that GPU, python -m memlab.record")
-        return state, entry["date"], entry["torch"]
 
 
 def report(folder: str | Path = CHAPTERS) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from memlab.book import records
+from memlab.book import documents
 from memlab.book.map import CHAPTERS, headers
 from memlab.book.tables import Table
 
@@ -122,7 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2
-    records.write_whole(ROOT / "chapters" / PAGE, text)
+    documents.write_whole(ROOT / "chapters" / PAGE, text)
     print(f"written: {ROOT / 'chapters' / PAGE}")
     return 0
 

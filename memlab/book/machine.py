@@ -8,6 +8,7 @@ import os
 import platform
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import torch
@@ -77,6 +78,24 @@ def gpu_memory() -> list[tuple[str, int, int]]:
             free, total = -1, properties.total_memory
         found.append((properties.name, free, total))
     return found
+
+
+def device() -> tuple[str, bool]:
+    """The name of the GPU at hand and True, or "CPU" and False.
+
+    The name is asked for in a process of its own: this one lives as long as the recording, and would hold a CUDA
+    context, some hundred MiB of the very card that is measured.
+
+    Raises ValueError if the GPU does not answer.
+    """
+    if not torch.cuda.is_available():
+        return "CPU", False
+    command = [sys.executable, "-c", "import torch; print(torch.cuda.get_device_name())"]
+    asked = subprocess.run(command, capture_output=True, text=True, check=False)
+    if asked.returncode:
+        why = (asked.stderr.strip().splitlines() or [f"exit status {asked.returncode}"])[-1]
+        raise ValueError(f"the GPU does not tell its name ({why}); python -m memlab may say what is wrong")
+    return asked.stdout.strip(), True
 
 
 def version(package: str) -> str | None:

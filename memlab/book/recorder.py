@@ -1,34 +1,37 @@
-"""What `python -m memlab.record` does for each chapter: execute it, take its claims, and merge them into the record."""
+"""How `python -m memlab.record` and `python -m memlab.benchmark` run unattended: one thing after the other, each kept.
+
+What has ended is in the record at once. What fails is marked so, and the others go on. What is recorded already with
+the same code, torch and driver is skipped, so a run that was stopped goes on where it was when it is started again.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import datetime
-import json
+import functools
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
-from memlab import benchmark
-from memlab.book import records
-from memlab.book.claims import Claim
+from memlab.book import documents
+from memlab.book.documents import Kind
 from memlab.book.machine import driver
 
-CELL_TIMEOUT_SECONDS = 1800
-TELL = """
-import dataclasses, json, sys
-found = getattr(sys.modules.get("memlab.book.claims"), "registered", {})
-print("memlab-claims " + json.dumps({name: dataclasses.asdict(claim) for name, claim in found.items()}))
-"""
+RECORDED = "recorded"
+MADE = ("README.md", "chapters/results", "chapters/claims.md", "chapters/benchmark.md")
+"""What recording itself writes."""
 
 
 def commit(folder: Path) -> str:
     """The commit that is checked out, with "+" where files differ from it; "unknown" outside a git repository."""
     git = ["git", "--no-optional-locks", "-C", str(folder)]
-    made = [f":(top,exclude)chapters/{name}" for name in ("results", "claims.md")]  # by recording itself
+    made = [f":(top,exclude){name}" for name in MADE]
     status = ["status", "--porcelain", "--untracked-files=no", "--", ":/", *made]
     try:
         head, changed = (
@@ -40,67 +43,71 @@ def commit(folder: Path) -> str:
     return head + ("+" if changed else "")
 
 
-def claims_of(chapter: Path, progress: Callable[[int, int], None]) -> dict[str, dict]:
-    """Execute a chapter and return its claims, as a record keeps them. Raises NotebookError if it fails."""
-    import nbformat
+class Outcome(NamedTuple):
+    """What became of one thing. `status` is "recorded", why it failed, or since when it is recorded already."""
 
-    from memlab.book.run import run
-
-    notebook = nbformat.read(chapter, as_version=4)
-    cells = len(notebook.cells)
-    notebook.cells.append(nbformat.v4.new_code_cell(TELL))
-    run(notebook, chapter, CELL_TIMEOUT_SECONDS, on_cell=lambda index: progress(index, cells))
-    printed = "".join(output.text for output in notebook.cells[-1].outputs if output.output_type == "stream")
-    told = json.loads(printed.split("memlab-claims ", 1)[1])
-    return {name: records.claim_fields(Claim(**fields)) for name, fields in told.items()}
+    name: str
+    status: str
+    seconds: str
+    found: dict
 
 
 class Recorder:
-    """Runs chapters and the benchmark on one device, and merges what they come to into the record at `path`.
+    """Runs what is to be recorded on one device, and merges what it comes to into the record at `path`.
 
-    `rows` tells what became of each: chapter, status, seconds, claims; `well` whether nothing went wrong, and `saved`
-    whether anything is in the file. Raises ValueError, before anything is run, if the file there is damaged, of another
-    device or no file, and OSError if it cannot be read or written.
+    kind: of record. path: None keeps nothing but `document`, for a try. folder: of the repository, for its commit.
+    again: what is recorded already is not skipped.
+
+    `outcomes` tells what became of each; `document` is the record, with what could not be saved; `well` is whether
+    nothing went wrong, and `saved` whether anything was written to the file. Raises ValueError, before anything is run,
+    if the file there is damaged, of another device or no file, and OSError if it cannot be read or written.
     """
 
-    def __init__(self, path: Path, folder: Path, name: str, is_gpu: bool):
-        self.path, self.folder, self.name, self.is_gpu = path, folder, name, is_gpu
-        self.rows: list[tuple] = []
-        self.well, self.saved = True, False
+    def __init__(self, kind: Kind, path: Path | None, device: str, is_gpu: bool, folder: Path, *, again: bool = False):
+        self.kind, self.path, self.again = kind, path, again
+        self._empty = functools.partial(kind.empty, device, is_gpu)
+        self._origin = {"torch": torch.__version__, "driver": driver()}
+        self._commit = commit(folder)
         self._unsaved: list[Callable[[dict], None]] = []
-        self._origin = {"commit": commit(folder), "torch": torch.__version__, "driver": driver()}
-        self._document()
-        records.expect_writable(path)
+        self.outcomes: list[Outcome] = []
+        self.well, self.saved = True, False
+        self.document = self._read()
+        if path is not None:
+            documents.expect_writable(path)
 
-    def chapter(self, chapter: Path, label: str) -> None:
-        """Run one chapter; whatever it comes to is in the record afterwards."""
-        start, bar = time.perf_counter(), Bar(label)
-        origin, claims, error = self._now(), {}, ""
+    def run(
+        self,
+        name: str,
+        label: str,
+        work: Callable[[Callable[[int, int], None]], dict],
+        nothing: dict,
+        source: Callable[[], str],
+        **fields: object,
+    ) -> None:
+        """Do one thing, unless it is recorded already; whatever it comes to is in the record afterwards.
+
+        work: gives what the entry is to have, as `nothing` shows it for a failure, and is given the bar to move.
+        source: gives a digest of the code behind it. fields: what else must be the same for it to be skipped.
+        """
+        bar, start, found, error = Bar(label), time.perf_counter(), nothing, ""
+        origin = {"date": _today(), "commit": self._commit, "source": "", **self._origin, **fields}
         try:
-            origin["source"] = records.source_of(chapter)
-            claims = claims_of(chapter, bar.at)
+            origin["source"] = source()
+            if date := self._recorded_on(name, origin):
+                entry = self.document[self.kind.entries][name]
+                self.outcomes.append(Outcome(name, f"skipped: recorded on {date}", "—", {k: entry[k] for k in nothing}))
+                bar.end(self.outcomes[-1].status)
+                return
+            found = work(bar.at)
         except Exception as failure:  # whatever it was, the others go on
             error = _one_line(failure)
-        seconds = round(time.perf_counter() - start, 1)
-        fields = {**origin, "seconds": seconds}
-        error = self._save(lambda document: _enter(document, chapter.stem, fields, claims, error)) or error
-        found = [Claim(id, **fields) for id, fields in claims.items()]
-        apart = sum(claim.measured is not None and not claim.agrees for claim in found)
-        count = f"{len(claims)}, {apart} apart from the prediction" if apart else len(claims)
-        self._told(bar, chapter.stem, error, seconds, count, f"{count} claims in {seconds} s")
-
-    def benchmark(self, rounds: int) -> None:
-        """Run the benchmark; an older one stays in the record if it fails."""
-        start, bar = time.perf_counter(), Bar("benchmark")
-        rows, error = [], ""
-        try:
-            found = benchmark.measured("cuda" if self.is_gpu else "cpu", rounds, bar.at)
-            rows = [[*map(str, row)] for row in found]
-        except Exception as failure:
-            error = _one_line(failure)
-        error = self._save(lambda document: _enter_benchmark(document, self._now(), rows, error)) or error
-        seconds = round(time.perf_counter() - start, 1)
-        self._told(bar, "benchmark", error, seconds, "—", f"{len(rows)} rows in {seconds} s")
+        origin["seconds"] = round(time.perf_counter() - start, 1)
+        error = self._save(lambda document: self._enter(document, name, origin, found, error)) or error
+        self.well = self.well and not error
+        status = f"failed: {error}" if error else RECORDED
+        self.outcomes.append(Outcome(name, status, f"{origin['seconds']:.1f}", nothing if error else found))
+        words = ", ".join(f"{len(value)} {word}" for word, value in found.items())
+        bar.end(status if error else f"{words} in {origin['seconds']} s")
 
     def finish(self) -> None:
         """Try once more to save what could not be saved, and say what is lost if that fails."""
@@ -110,16 +117,24 @@ class Recorder:
             self.well = False
             print(f"not saved: {len(self._unsaved)} results; make room at {self.path.parent} and record again")
 
-    def _now(self) -> dict:
-        return {"date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(), "source": "", **self._origin}
+    def _recorded_on(self, name: str, origin: dict) -> str:
+        """The date on which the same was recorded; "" if it was not, or failed since, or is to be done again."""
+        entry = self.document[self.kind.entries].get(name)
+        if self.again or entry is None or entry["status"] == "failed" or "failed_since" in entry:
+            return ""
+        return entry["date"] if all(entry.get(key) == origin[key] for key in origin.keys() - {"date", "commit"}) else ""
 
-    def _document(self) -> dict:
-        if not self.path.is_file():
-            return records.empty(self.name, self.is_gpu)
-        document = records.read(self.path)
-        if (document["device"], document["gpu"]) != (self.name, self.is_gpu):
+    def _enter(self, document: dict, *what: object) -> None:
+        documents.enter(document[self.kind.entries], *what)
+
+    def _read(self) -> dict:
+        empty = self._empty()
+        if self.path is None or not self.path.is_file():
+            return empty
+        document = self.kind.read(self.path)
+        if (document["device"], document["gpu"]) != (empty["device"], empty["gpu"]):
             raise ValueError(
-                f"{self.path}: expected a record of {self.name}, found one of {document['device']}; "
+                f"{self.path}: expected a record of {empty['device']}, found one of {document['device']}; "
                 "move it away, or name another file with --output"
             )
         return document
@@ -129,55 +144,35 @@ class Recorder:
 
         Such a change is tried on an empty record and let go, as it would keep all later ones out.
         """
-        trial = records.empty(self.name, self.is_gpu)
+        trial = self._empty()
         try:
             change(trial)
-            records.text_of(trial)
+            self.kind.text_of(trial)
         except ValueError as error:
             return f"no record can hold it: {_one_line(error)}"
-        self._unsaved.append(change)
-        self._write()
+        change(self.document)
+        if self.path is not None:
+            self._unsaved.append(change)
+            self._write()
         return ""
 
     def _write(self) -> None:
-        """Read the file again before it is written: another recorder may have added a chapter meanwhile."""
+        """Read the file again before it is written: another recorder may have added to it meanwhile."""
         try:
-            with records.locked(self.path.parent):
-                document = self._document()
+            with documents.locked(self.path.parent):
+                document = self._read()
                 for change in self._unsaved:
                     change(document)
-                records.write(document, self.path)
+                self.kind.write(document, self.path)
         except (OSError, ValueError) as error:
             print(f"\n{self.path} could not be written ({error}); it will be tried again", flush=True)
         else:
             self._unsaved.clear()
-            self.saved = True
-
-    def _told(self, bar: Bar, name: str, error: str, seconds: float, count: object, words: str) -> None:
-        self.well = self.well and not error
-        done = "recorded" if self.is_gpu else "dry run"
-        self.rows.append((name, f"failed: {error}" if error else done, f"{seconds:.1f}", count))
-        bar.end(f"failed: {error}" if error else words)
+            self.document, self.saved = document, True
 
 
-def _enter(document: dict, name: str, fields: dict, claims: dict, error: str) -> None:
-    """Put what a chapter came to into a record. A failure does not push out what succeeded before."""
-    older = document["chapters"].get(name)
-    if not error:
-        document["chapters"][name] = {"status": "recorded", **fields, "claims": claims}
-    elif older is None or older["status"] == "failed":
-        document["chapters"][name] = {"status": "failed", "error": error, **fields, "claims": {}}
-    else:
-        older["failed_since"] = {"error": error, **fields}
-
-
-def _enter_benchmark(document: dict, fields: dict, rows: list, error: str) -> None:
-    """Put the benchmark into a record. If it failed, the older rows stay."""
-    if error:
-        older = document["benchmark"] or {**fields, "rows": []}
-        document["benchmark"] = {**older, "failed_since": {"error": error, **fields}}
-    else:
-        document["benchmark"] = {**fields, "rows": rows}
+def _today() -> str:
+    return datetime.datetime.now(datetime.timezone.utc).date().isoformat()
 
 
 def _one_line(error: Exception) -> str:
@@ -187,7 +182,7 @@ def _one_line(error: Exception) -> str:
 
 
 class Bar:
-    """A line that fills while cells run: on a terminal in place, elsewhere begun when they start and ended once."""
+    """A line that fills while parts run: on a terminal in place, elsewhere begun when they start and ended once."""
 
     def __init__(self, label: str):
         self.label, self.live = label, sys.stdout.isatty()
@@ -202,3 +197,31 @@ class Bar:
     def end(self, words: str) -> None:
         """The last word on this line."""
         print(f"\r\x1b[K{self.label}: {words}" if self.live else f": {words}", flush=True)
+
+
+class Terminated(KeyboardInterrupt):
+    """A signal, by its number, which is treated as Ctrl-C is."""
+
+
+@contextlib.contextmanager
+def signals_interrupt() -> Iterator[None]:
+    """Within, SIGTERM and SIGHUP (a lost connection) end the recording in good order; one that is ignored stays so."""
+
+    def stop(number, frame):
+        raise Terminated(number)
+
+    numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    before = {number: signal.getsignal(number) for number in numbers}
+    try:
+        for number, handler in before.items():
+            if handler != signal.SIG_IGN:  # as nohup has it
+                signal.signal(number, stop)
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def exit_status(interrupt: KeyboardInterrupt) -> int:
+    """128 + the signal's number, as a shell has it."""
+    return 128 + (interrupt.args[0] if isinstance(interrupt, Terminated) else signal.SIGINT)

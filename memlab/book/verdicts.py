@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from memlab.book import records
+from memlab.book import documents, records
 from memlab.book.claims import KINDS, MIME, Claim
 from memlab.book.map import headers
 from memlab.book.tables import Table
@@ -66,7 +66,7 @@ def verdicts(folder: str | Path = ".") -> Table:
 
 def page(folder: str | Path = CHAPTERS) -> str:
     """The text of claims.md. Raises ValueError for a malformed claim, or a record that is damaged."""
-    documents = [records.read(path) for path in sorted(Path(folder, "results").glob("*.json"))]
+    documents = [records.KIND.read(path) for path in sorted(Path(folder, "results").glob("*.json"))]
     gpus = [document for document in documents if document["gpu"]]
     sections = []
     for header in headers(folder).values():
@@ -92,7 +92,7 @@ def page(folder: str | Path = CHAPTERS) -> str:
 def write(folder: str | Path = CHAPTERS) -> Path:
     """Write claims.md into the chapters' folder, and say where it is."""
     path = Path(folder, PAGE)
-    records.write_whole(path, page(folder))
+    documents.write_whole(path, page(folder))
     return path
 
 

@@ -34,7 +34,7 @@ def accumulated_gradients(device: str, rounds: int) -> list[tuple]:
         accumulate(loss, [padded(texts[a:b]) for a, b in zip(edges, edges[1:], strict=False)], count=labels)
         apart[k] = max(float((a - b).norm() / b.norm()) for a, b in zip(taken(model), expected, strict=True))
     farthest = max(apart, key=apart.__getitem__)
-    figure = f"{apart[farthest]:.1e} at most, with k = {farthest}"
+    figure = f"{apart[farthest]:.1e} at most (with k = {farthest})"
     return [("accumulate / the full batch, FP64, 16 ragged texts, k = 1 … 16, by norm, per tensor", figure, "≤ 1e-13")]
 
 

@@ -159,5 +159,5 @@ def optimal_plans(device: str, rounds: int) -> list[tuple]:
     row = f"optimal plan / best equal segments, {count} stages"
     return [
         (f"{row}, FLOPs again", f"{min(less):.0%} less at least, {max(less):.0%} at most", "≥ 15 % less"),
-        (f"{row}, peak: metered against predicted", f"{off:+,} B; {max(over, 0):,} B over a budget", "0 B"),
+        (f"{row}, peak: metered against predicted", f"{off:+,} B; over a budget by {max(over, 0):,} B", "0 B"),
     ]

@@ -1,0 +1,169 @@
+"""What the benchmark came to, as pages: `python -m memlab.book.benchmarks` writes benchmark.md and README's table.
+
+Nothing is measured: `python -m memlab.benchmark` keeps its rows in chapters/results/benchmark, one JSON file for each
+device, in the form of `memlab.book.documents`; an entry has the rounds and the rows of a measure, three texts each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from memlab.book import documents
+from memlab.book.documents import Kind
+from memlab.book.reached import NO, UNSURE, YES, reached
+from memlab.book.tables import Table
+
+CHAPTERS = Path(__file__).parents[2] / "chapters"
+PAGE, NONE = "benchmark.md", "*not recorded yet*"
+BEGIN, END = "<!-- benchmark: made by python -m memlab.book.benchmarks -->", "<!-- end of benchmark -->"
+HEAD = """# The benchmark
+
+Runs that are compared take turns in one process. A figure of three numbers is *min – median – max* of the rounds, and
+the median is what counts. Bytes are exact. *Reached* is — where nothing is demanded, or where the text alone cannot
+tell.
+
+This page is made by `python -m memlab.book.benchmarks`, from the records in `results/benchmark`.
+"""
+PRODUCTION = re.compile(
+    r"GradScaler|SDPA|DDP|FSDP2|ZeroRedundancyOptimizer|DTensor|save_on_cpu|/ torch\.|MemTracker|a GPU's"
+)
+"""What a row names that sets ours beside the tool which people use."""
+
+
+def _check(name: str, entry: dict) -> None:
+    if not isinstance(entry["rounds"], int):
+        raise TypeError(f"{name}: rounds is {entry['rounds']!r}")
+    for row in entry["rows"]:
+        if not (isinstance(row, list) and len(row) == 3 and all(isinstance(cell, str) for cell in row)):
+            raise TypeError(f"{name}: row {row!r}")
+
+
+KIND = Kind("memlab-benchmark", "python -m memlab.benchmark", "measures", _check)
+
+
+class Row(NamedTuple):
+    """A row of a measure. `about` is `measure`, after the row above where it only goes on from that ("… peak")."""
+
+    measure: str
+    figure: str
+    must: str
+    date: str
+    about: str
+
+    @property
+    def reached(self) -> str:
+        """Whether the figure is what it must be, as `reached` has it; "—" where nothing is demanded."""
+        return reached(self.figure, self.must)
+
+    @property
+    def in_readme(self) -> bool:
+        """Whether README shows it: ours beside production's where there is a target or it loses, and every miss."""
+        loses = reached(self.figure, self.must or "≤ 1×") == NO
+        beside = PRODUCTION.search(self.about) is not None
+        return (beside and (bool(self.must) or loses)) or self.reached == NO
+
+
+def in_order(document: dict) -> list[str]:
+    """The names of the measures in a device's record, chapter by chapter; last those that are gone."""
+    from memlab.book.measures import MEASURES  # which takes seconds, and the health report does without
+
+    order = {measure.__name__: number for number, measure in enumerate(MEASURES)}
+    return sorted(document["measures"], key=lambda name: order.get(name, len(order)))
+
+
+def rows_of(document: dict, *names: str) -> Iterator[Row]:
+    """All rows of a device's record, or those of the measures that are named."""
+    for name in names or in_order(document):
+        entry, above = document["measures"][name], ""
+        for measure, figure, must in entry["rows"]:
+            above = above if measure.startswith("…") else measure
+            yield Row(measure, figure, must, entry["date"], above if above == measure else f"{above} {measure}")
+
+
+def origins(document: dict) -> str:
+    """Dates, torch, driver, commit and rounds of a device's record, each as often as measures differ in it."""
+    entries = [entry for entry in document["measures"].values() if entry["rows"]]
+
+    def each(field: str) -> str:
+        return ", ".join(sorted({str(entry[field]) for entry in entries} - {""}))
+
+    fields = {"date": "", "torch": "torch ", "driver": "driver ", "commit": "commit ", "rounds": "rounds: "}
+    return "; ".join(words + each(field) for field, words in fields.items() if each(field))
+
+
+def failures(document: dict) -> dict[str, dict]:
+    """Of each measure that failed when it was last run: date, error and so on."""
+    found = {}
+    for name, entry in document["measures"].items():
+        if failure := entry if entry["status"] == "failed" else entry.get("failed_since"):
+            found[name] = failure
+    return found
+
+
+def page(folder: str | Path = CHAPTERS) -> str:
+    """The text of benchmark.md. Raises ValueError for a record that is damaged."""
+    sections = []
+    for document in _documents(folder):
+        rows = [(row.measure, row.figure, row.must, row.reached, row.date) for row in rows_of(document)]
+        failed = [f"* {name} failed on {one['date']}: {one['error']}" for name, one in failures(document).items()]
+        table = Table(["measure", "figure", "must reach", "reached", "date"], rows)._repr_markdown_() if rows else NONE
+        parts = [f"## {document['device']}", origins(document), table, "\n".join(failed)]
+        sections.append("\n\n".join(filter(None, parts)) + "\n")
+    return "\n".join([HEAD, *(sections or [NONE + "\n"])])
+
+
+def summary(folder: str | Path = CHAPTERS) -> str:
+    """README's table: ours beside production's, and whatever missed its target. Raises ValueError as `page` does."""
+    parts = []
+    for document in _documents(folder):
+        rows = [*rows_of(document)]
+        count = Counter(row.reached for row in rows if row.must)
+        shown = [(row.about, row.figure, row.must, row.reached) for row in rows if row.in_readme]
+        parts += [
+            f"**{document['device']}** ({origins(document)}): {count.total()} targets, of which {count[YES]} are "
+            f"reached, {count[NO]} are missed, and {count[UNSURE]} are texts to judge for yourself.",
+            Table(["measure", "figure", "must reach", "reached"], shown)._repr_markdown_() if shown else "",
+        ]
+    return "\n\n".join(filter(None, parts or [NONE]))
+
+
+def _documents(folder: str | Path) -> list[dict]:
+    return [KIND.read(path) for path in sorted(Path(folder, "results", "benchmark").glob("*.json"))]
+
+
+def readme(text: str, folder: str | Path = CHAPTERS) -> str:
+    """README's text with its table made anew. Raises ValueError if the table's two markers are not there once each."""
+    if (text.count(BEGIN), text.count(END)) != (1, 1) or text.index(BEGIN) > text.index(END):
+        raise ValueError(f"expected {BEGIN} and, below it, {END} in README.md, once each; restore it from git")
+    return f"{text[: text.index(BEGIN)]}{BEGIN}\n\n{summary(folder)}\n\n{text[text.index(END) :]}"
+
+
+def write(folder: str | Path = CHAPTERS) -> tuple[Path, Path]:
+    """Write benchmark.md into the chapters' folder and the table into README.md beside it; says where both are."""
+    path, beside = Path(folder, PAGE), Path(folder).resolve().parent / "README.md"
+    text = readme(beside.read_text(encoding="utf-8"), folder)
+    documents.write_whole(path, page(folder))
+    documents.write_whole(beside, text)
+    return path, beside
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write both. The exit status is 2 for a damaged record, or a README that has no place for the table."""
+    parser = argparse.ArgumentParser(prog="python -m memlab.book.benchmarks", description=__doc__.splitlines()[0])
+    parser.add_argument("--folder", type=Path, default=CHAPTERS, help="where the chapters are; README is beside it")
+    try:
+        print("written: {} and {}".format(*write(parser.parse_args(arguments).folder)))
+    except (OSError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
