@@ -15,7 +15,7 @@ import nbformat
 import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
-from memlab import record
+from memlab import benchmark, record
 from memlab.book import benchmarks, documents, machine, records, verdicts
 from memlab.book.claims import Claim
 from memlab.book.recorder import Recorder, commit
@@ -120,6 +120,54 @@ def test_a_failure_does_not_push_out_an_older_record_and_a_success_forgets_the_f
     run(path, tmp_path, *write(tmp_path, c01_x="2"))
     assert "failed_since" not in entries(path)["01_x"]
     assert records.state_of(records.KIND.read(path), "01_x", tmp_path) == "recorded"
+
+
+def test_started_again_it_skips_what_is_recorded_with_the_same_code_torch_and_driver(tmp_path, capsys, monkeypatch):
+    ran = []
+    monkeypatch.setattr(record, "claims_of", lambda chapter, progress: ran.append(chapter.stem) or {})
+    monkeypatch.setattr(record, "device", lambda: ("A GPU", True))
+    monkeypatch.setattr(verdicts, "page", lambda folder: "")
+    write(tmp_path, c01_one="1", c02_two="1", c03_three="1", c04_four="1")
+    path = tmp_path / "results" / "a-gpu.json"
+
+    def command_ran(*words):
+        ran.clear()
+        assert record.main(["--no-benchmark", "--folder", str(tmp_path), *words]) == 0
+        return [*ran]
+
+    assert command_ran() == ["01_one", "02_two", "03_three", "04_four"] and command_ran() == []
+    document = records.KIND.read(path)
+    document["chapters"]["01_one"] |= {"date": "2026-01-31", "commit": "another"}
+    document["chapters"]["02_two"]["torch"] = "another"
+    document["chapters"]["03_three"]["failed_since"] = {"error": "e", "date": "d", "commit": "c", "torch": "t"}
+    records.KIND.write(document, path)
+    write(tmp_path, c04_four="2")
+    capsys.readouterr()
+    assert command_ran() == ["02_two", "03_three", "04_four"]
+    printed = capsys.readouterr().out
+    assert (
+        "[1/4] 01_one: skipped: recorded on 2026-01-31" in printed and "--again runs also what was skipped" in printed
+    )
+    assert command_ran("two") == ["02_two"] and command_ran("--again") == ["01_one", "02_two", "03_three", "04_four"]
+
+
+def test_the_benchmark_follows_all_chapters_and_its_record_stands_beside_theirs(
+    tmp_path, monkeypatch, capsys, no_kernels
+):
+    write(tmp_path, c01_x="1")
+    asked = []
+    monkeypatch.setattr(benchmark, "main", lambda words: asked.append(words) or len(asked) - 1)
+    monkeypatch.setattr(verdicts, "page", lambda folder: "")
+    folder = ["--folder", str(tmp_path)]
+    monkeypatch.setattr(record, "device", lambda: ("A GPU", True))
+    assert record.main(folder) == 0
+    assert record.main([*folder, "--again", "--output", str(tmp_path / "out" / "a.json")]) == 1
+    assert "benchmark  exit status 1, see above" in capsys.readouterr().out
+    assert record.main([*folder, "01"]) == 0
+    monkeypatch.setattr(record, "device", lambda: ("CPU", False))
+    record.main([*folder, "--output", str(tmp_path / "b.json")])
+    beside = str(tmp_path / "out" / "benchmark" / "a.json")
+    assert asked == [folder, [*folder, "--again", "--output", beside], [*folder, "--quick"]]
 
 
 def test_a_chapter_that_only_ever_failed_has_its_last_failure(tmp_path, no_kernels):

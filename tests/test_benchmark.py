@@ -1,0 +1,384 @@
+"""A benchmark keeps each measure as it ends and goes on where it was stopped; its pages say what the records say."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from memlab import benchmark
+from memlab.book import benchmarks, measures
+from memlab.book.benchmarks import BEGIN, END, KIND, NONE
+from memlab.book.reached import reached
+
+ROOT = Path(__file__).parents[1]
+RECORDS = sorted((ROOT / "chapters" / "results" / "benchmark").glob("*.json"))
+README = f"# A book\n{BEGIN}\nold\n{END}\nlast\n"
+
+
+@pytest.fixture
+def book(tmp_path, monkeypatch):
+    """A folder of chapters with a README beside it, and three measures on a CPU; `book.ran` tells which ran."""
+    ran = []
+
+    def measure(name):
+        def measure(device, rounds):
+            ran.append(name)
+            return [(f"{name} / DDP", f"{rounds}.00×", "≤ 30×"), ("… by the way", device, "")]
+
+        measure.__name__ = name
+        return measure
+
+    fakes = tuple(measure(name) for name in ("one", "two", "three"))
+    monkeypatch.setattr(benchmark, "MEASURES", fakes)
+    monkeypatch.setattr(measures, "MEASURES", fakes)
+    monkeypatch.setattr(benchmark, "device", lambda: ("CPU", False))
+    (tmp_path / "README.md").write_text(README)
+
+    class Book:
+        folder, path = tmp_path / "chapters", tmp_path / "chapters" / "results" / "benchmark" / "cpu.json"
+
+        @staticmethod
+        def run(*words):
+            """The command's exit status, and what ran."""
+            ran.clear()
+            return benchmark.main(["--folder", str(Book.folder), *words]), [*ran]
+
+        @staticmethod
+        def measures():
+            return KIND.read(Book.path)["measures"]
+
+        @staticmethod
+        def pages():
+            """benchmark.md and README, with spaces that may break."""
+            paths = (Book.folder / "benchmark.md", Book.folder.parent / "README.md")
+            return [path.read_text().replace("\N{NO-BREAK SPACE}", " ") for path in paths]
+
+        @staticmethod
+        def change(name, does):
+            """Another function in place of a measure."""
+            does.__name__ = name
+            changed = [does if one.__name__ == name else one for one in benchmark.MEASURES]
+            monkeypatch.setattr(benchmark, "MEASURES", tuple(changed))
+
+    return Book
+
+
+def failing(device, rounds):
+    raise ArithmeticError("planted\nsecond line")
+
+
+# ---- the command
+
+
+def test_every_measure_is_kept_with_where_and_when_and_all_end_in_one_table(book, capsys):
+    assert book.run() == (0, ["one", "two", "three"])
+    kept = book.measures()["two"]
+    assert kept["rows"] == [["two / DDP", "25.00×", "≤ 30×"], ["… by the way", "cpu", ""]]
+    assert (kept["status"], kept["rounds"], kept["torch"]) == ("recorded", 25, torch.__version__)
+    assert len(kept["date"]) == 10 and kept["commit"] and kept["source"] and kept["seconds"] >= 0
+    printed = capsys.readouterr().out
+    assert "[2/3] two: 2 rows in " in printed and f"recorded in {book.path}" in printed
+    table = [line.split() for line in printed[printed.index("measure ") :].splitlines()]
+    assert [line[0] for line in table[2:8]] == ["one", "…", "two", "…", "three", "…"] and table[4][-1] == "now"
+    for page in book.pages():
+        assert "two / DDP | 25.00× |" in page
+
+
+def test_started_again_it_skips_what_is_recorded_and_says_so(book, capsys):
+    book.run("two")
+    document = KIND.read(book.path)
+    document["measures"]["two"]["date"] = "2026-01-31"
+    KIND.write(document, book.path)
+    capsys.readouterr()
+    assert book.run() == (0, ["one", "three"])
+    printed = capsys.readouterr().out
+    assert "[2/3] two: skipped: recorded on 2026-01-31" in printed and "--again runs also" in printed
+    assert [line.split()[-1] for line in printed.splitlines() if " / DDP" in line] == ["now", "2026-01-31", "now"]
+    assert book.run() == (0, [])
+    assert "nothing was recorded" in capsys.readouterr().out
+
+
+def test_again_runs_all_and_a_name_runs_one(book):
+    book.run()
+    assert book.run("--again") == (0, ["one", "two", "three"])
+    assert book.run("three", "one", "three") == (0, ["three", "one"])
+
+
+@pytest.mark.parametrize("field", ["source", "torch", "driver", "rounds"])
+def test_what_was_recorded_with_something_else_is_measured_anew(book, field):
+    book.run()
+    document = KIND.read(book.path)
+    document["measures"]["two"][field] = 7 if field == "rounds" else "another"
+    document["measures"]["one"]["commit"] = "another, whose library is the same"
+    KIND.write(document, book.path)
+    assert book.run() == (0, ["two"])
+
+
+def test_the_digest_is_of_every_page_of_the_library(tmp_path, monkeypatch):
+    monkeypatch.setattr(benchmark, "LIBRARY", tmp_path)
+    (tmp_path / "book").mkdir()
+    (tmp_path / "book" / "page.py").write_text("1")
+    before = benchmark.library_digest()
+    (tmp_path / "notes.txt").write_text("1")
+    assert benchmark.library_digest() == before
+    (tmp_path / "book" / "page.py").write_text("2")
+    assert benchmark.library_digest() != before
+
+
+def test_a_measure_that_fails_is_kept_as_failed_and_the_others_go_on(book, capsys):
+    book.change("two", failing)
+    assert book.run() == (1, ["one", "three"])
+    kept = book.measures()["two"]
+    assert (kept["status"], kept["error"], kept["rows"]) == ("failed", "ArithmeticError: planted", [])
+    printed = capsys.readouterr().out
+    assert "[2/3] two: failed: ArithmeticError: planted\n" in printed and "two      " in printed
+    assert "two failed on" in (book.folder / "benchmark.md").read_text()
+    assert book.run() == (1, []), "what failed is tried again"
+
+
+def test_a_failure_leaves_the_older_rows_and_a_success_forgets_it(book, capsys):
+    book.run()
+    before, good = book.measures()["two"], benchmark.MEASURES[1]
+    book.change("two", failing)
+    assert book.run("two") == (1, [])
+    failed = book.measures()["two"]
+    assert failed.pop("failed_since")["error"] == "ArithmeticError: planted" and failed == before
+    assert "failed: ArithmeticError: planted" in capsys.readouterr().out
+    book.change("two", good)
+    assert book.run() == (0, ["two"]) and "failed_since" not in book.measures()["two"]
+
+
+@pytest.mark.parametrize("rows", [[("a", "b")], 7, [("a", "b", "\udce9")]])
+def test_rows_that_no_record_can_hold_are_a_failure_and_keep_no_other_out(book, rows):
+    book.change("two", lambda device, rounds: rows)
+    assert book.run() == (1, ["one", "three"])
+    assert {name for name, entry in book.measures().items() if entry["status"] == "recorded"} == {"one", "three"}
+
+
+def test_quick_runs_one_round_and_writes_nothing(book, capsys):
+    book.run()
+    before = {path: path.read_bytes() for path in book.folder.parent.rglob("*") if path.is_file()}
+    capsys.readouterr()
+    assert book.run("--quick") == (0, ["one", "two", "three"])
+    printed = capsys.readouterr().out
+    assert "one / DDP     1.00×" in printed and printed.endswith("nothing was recorded\n")
+    assert {path: path.read_bytes() for path in book.folder.parent.rglob("*") if path.is_file()} == before
+
+
+def test_a_record_elsewhere_leaves_the_book_as_it_is(book, tmp_path):
+    assert book.run("--output", str(tmp_path / "x" / "mine.json"))[0] == 0
+    assert KIND.read(tmp_path / "x" / "mine.json")["measures"].keys() == {"one", "two", "three"}
+    assert not book.folder.exists() and (tmp_path / "README.md").read_text() == README
+
+
+def test_a_wrong_name_is_refused_with_those_that_there_are(book, capsys):
+    assert book.run("one", "four") == (2, [])
+    assert capsys.readouterr() == ("", "expected measures among one, two, three; found 'four'\n")
+
+
+def test_threads_and_signals_are_as_they_were(book):
+    threads, handler = torch.get_num_threads(), signal.getsignal(signal.SIGTERM)
+    seen = []
+    book.change("two", lambda device, rounds: seen.append(torch.get_num_threads()) or 1 / 0)
+    book.run()
+    assert seen == [1] and torch.get_num_threads() == threads and signal.getsignal(signal.SIGTERM) == handler
+
+
+SLOW = """
+import sys, time
+from pathlib import Path
+from memlab import benchmark
+
+def quick(device, rounds):
+    return [("quick", "1", "")]
+
+def asleep(device, rounds):
+    Path("asleep").touch()
+    time.sleep(600)
+
+benchmark.MEASURES = (quick, asleep)
+benchmark.device = lambda: ("CPU", False)
+sys.exit(benchmark.main(["--output", "out.json"]))
+"""
+
+
+@pytest.mark.skipif(os.name != "posix", reason="Windows has no such signals")
+def test_stopped_in_the_middle_it_keeps_what_had_ended(tmp_path):
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    with subprocess.Popen(
+        [sys.executable, "-c", SLOW],
+        cwd=tmp_path,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A shell or nohup that runs these tests in the background may have told them and their children to ignore it.
+        preexec_fn=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL),
+    ) as process:
+        deadline = time.monotonic() + 120
+        while not (tmp_path / "asleep").exists() and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        printed, errors = process.communicate(timeout=30)
+    assert (process.returncode, errors) == (143, "")
+    assert [*KIND.read(tmp_path / "out.json")["measures"]] == ["quick"]
+    assert "stopped; what had ended is kept" in printed and "not measured: asleep" in printed
+
+
+# ---- damaged records
+
+ENTRY = {"status": "recorded", "date": "d", "commit": "c", "source": "s", "torch": "t", "driver": "", "seconds": 1}
+GOOD = {**KIND.empty("CPU", False), "measures": {"one": {**ENTRY, "rounds": 1, "rows": [["a", "b", "c"]]}}}
+
+
+def edited(**fields):
+    return json.dumps({**GOOD, "measures": {"one": {**GOOD["measures"]["one"], **fields}}})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        json.dumps(GOOD)[:-20],
+        json.dumps({**GOOD, "format": "memlab-record"}),
+        json.dumps({**GOOD, "measures": []}),
+        json.dumps({**GOOD, "device": "A GPU"}),
+        edited(rounds="many"),
+        edited(rows=[["a"]]),
+        edited(rows=[["a", "b", 3]]),
+        edited(rows=None),
+        edited(status="fine"),
+    ],
+)
+def test_a_damaged_record_or_another_devices_is_told_in_a_sentence_and_nothing_runs(book, capsys, text):
+    book.path.parent.mkdir(parents=True)
+    book.path.write_text(text)
+    assert book.run() == (2, [])
+    out, error = capsys.readouterr()
+    assert out == "" and error.count("\n") == 1 and error.startswith(f"{book.path}: expected a record ")
+    assert "move it away" in error and book.path.read_text() == text
+
+
+def test_the_pages_are_not_made_of_a_damaged_record(book, capsys):
+    book.path.parent.mkdir(parents=True)
+    book.path.write_text("{")
+    assert benchmarks.main(["--folder", str(book.folder)]) == 2
+    assert "expected a record as python -m memlab.benchmark writes it" in capsys.readouterr().err
+    assert not (book.folder / "benchmark.md").exists()
+
+
+# ---- the pages
+
+
+def test_the_committed_pages_are_what_the_command_makes_of_the_committed_records():
+    again = "python -m memlab.book.benchmarks makes it anew"
+    assert (ROOT / "chapters" / benchmarks.PAGE).read_text(encoding="utf-8") == benchmarks.page(), again
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert text == benchmarks.readme(text), again
+
+
+@pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.stem)
+def test_a_committed_record_is_of_measures_that_there_are(path):
+    names = {measure.__name__ for measure in measures.MEASURES}
+    assert KIND.read(path)["measures"].keys() <= names, "remove from it what is gone"
+
+
+def test_without_a_record_both_say_so(book):
+    book.folder.mkdir()
+    assert benchmarks.main(["--folder", str(book.folder)]) == 0
+    assert NONE in (book.folder / "benchmark.md").read_text()
+    assert (book.folder.parent / "README.md").read_text() == f"# A book\n{BEGIN}\n\n{NONE}\n\n{END}\nlast\n"
+
+
+def test_readme_shows_production_and_every_miss_and_the_page_shows_all(book):
+    rows = [
+        ("ours / DDP, step", "1.01×", "≤ 1.05×"),
+        ("… peak", "1.20× (1,234 B)", ""),
+        ("… held", "0.90×", ""),
+        ("ours / by hand", "1.00×", "≤ 1.02×"),
+        ("ours / by foot", "1.03×", "≤ 1.02×"),
+        ("ours / FSDP2", "as good", "as much"),
+    ]
+    book.change("two", lambda device, rounds: rows)
+    book.change("three", failing)
+    book.run("two", "three")
+    page, text = book.pages()
+    assert [line for line in text.splitlines() if line.startswith("| ours")] == [
+        "| ours / DDP, step | 1.01× | ≤ 1.05× | yes |",
+        "| ours / DDP, step … peak | 1.20× (1,234 B) |  | — |",
+        "| ours / by foot | 1.03× | ≤ 1.02× | no |",
+        "| ours / FSDP2 | as good | as much | — |",
+    ]
+    assert "4 targets, of which 2 are reached, 1 are missed, and 1 are texts" in text
+    assert f"torch {torch.__version__}" in text
+    assert all(f"| {measure} | {figure} | {must} |" in page for measure, figure, must in rows)
+    assert "## CPU" in page and "three failed on" in page
+
+
+def test_a_readme_without_its_markers_is_refused(book):
+    for text in ("", BEGIN, f"{END}{BEGIN}", README + README):
+        with pytest.raises(ValueError, match="once each; restore it from git"):
+            benchmarks.readme(text, book.folder)
+
+
+@pytest.mark.parametrize(
+    ("figure", "must", "says"),
+    [
+        ("0.98 – 1.02 – 1.10× (fastest / fastest 1.30×)", "≤ 1.05×", "yes"),
+        ("0.98 – 1.06 – 1.10× (fastest / fastest 0.99×)", "≤ 1.05×", "no"),
+        ("0.9 – 1.0 – 1.2× (fastest / fastest 1.0×); parameters bitwise, equal through 3 overflows", "≤ 1.05×", "yes"),
+        ("1.00 – 1.00 – 1.10×", "< 1×", "no"),
+        ("5.0 – 5.0 – 6.0×", "≥ 5×", "yes"),
+        ("4.0 – 4.9 – 9.0×", "≥ 5×", "no"),
+        ("-0.10 – 0.30 – 2.10 %", "≤ 1 %", "yes"),
+        ("0.55 – 1.78 – 2.02 %: step() 12 – 13 – 15 µs, thread 0 – 0 – 0 µs a step", "≤ 1 %", "no"),
+        ("1.2%; 26 batches, the largest of 8,192 tokens", "≤ 2 %", "yes"),
+        ("0.150 – 0.190 – 0.300 s", "≤ 0.2 s", "yes"),
+        ("12.8 – 14.4 – 34.9", "≤ 15", "yes"),
+        ("850.3 MiB", "≤ 2 GiB", "yes"),
+        ("2.1 GiB", "≤ 2 GiB", "no"),
+        ("1.000× (143,843,644 B)", "≤ 1.05×", "yes"),
+        ("1.95×, 2.00×, 2.01×", "at most 2×", "no"),
+        ("1.95×, 2.00×, 2.00×", "at most 2×", "yes"),
+        ("5.6e-16 at most", "≤ 1e-12", "yes"),
+        ("5.6e-10 at most (with k = 3)", "≤ 1e-13", "no"),
+        ("DataParallel 6e-16, ZeRO-1 6e-10", "≤ 1e-12", "no"),
+        ("2 ranks 6e-16; 2 ranks, sequence parallel 7e-16", "≤ 1e-12", "yes"),
+        ("2 stages, GPipe 2e-13; data 2 × stages 2 3e-13", "≤ 1e-12", "yes"),
+        ("1e-16; the same bits again", "≤ 1e-12, the same", "yes"),
+        ("1e-16; other bits again", "≤ 1e-12, the same", "no"),
+        ("async 0.253×, sync 0.241×; bitwise", "≤ 0.35×, bitwise", "yes"),
+        ("async 0.253×, sync 0.241×; differs", "≤ 0.35×, bitwise", "no"),
+        ("+0 B of 1,234,567 B; gradients bitwise", "at most +0 B, bitwise", "yes"),
+        ("+512 B of 1,234,567 B; gradients bitwise", "at most +0 B, bitwise", "no"),
+        ("+0 B; over a budget by 0 B", "0 B", "yes"),
+        ("+0 B; over a budget by 8 B", "0 B", "no"),
+        ("parameters 0 B, activations -4 B, sent 0 B", "0 B", "no"),
+        ("in flight 0, bytes after an action 0, peak 0", "0", "yes"),
+        ("0 of 20", "0", "yes"),
+        ("2 of 20", "0", "no"),
+        ("100 of 100", "all", "yes"),
+        ("99 of 100", "all", "no"),
+        ("5 of 5", "5 of 5", "yes"),
+        ("4 of 5", "5 of 5", "no"),
+        ("998 of 1,000", "≥ 99 %", "yes"),
+        ("98 of 100", "≥ 99 %", "no"),
+        ("needs a GPU", "≤ 0.67×", "—"),
+        ("not recorded yet", "≥ 99 %", "—"),
+        ("1,234 B, +0 B from an unmetered run", "≤ 64 B or 0.1 %", "—"),
+        ("85.0% of the saving (peak) at 20.0% of the FLOPs", "≥ 65 % at ≤ 40 %", "—"),
+        ("16% less at least, 60% at most", "≥ 15 % less", "—"),
+        ("ours 1,234 B, PyTorch's 1,200 B", "as much", "—"),
+        ("3.0 MiB", "≤ 1×", "—"),
+        ("nan×", "≤ 1×", "—"),
+        ("1.00×", "", "—"),
+    ],
+)
+def test_a_figure_is_held_to_its_demand_where_both_can_be_read(figure, must, says):
+    assert reached(figure, must) == says
