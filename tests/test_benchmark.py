@@ -183,11 +183,14 @@ def test_a_wrong_name_is_refused_with_those_that_there_are(book, capsys):
 
 
 def test_threads_and_signals_are_as_they_were(book):
-    threads, handler = torch.get_num_threads(), signal.getsignal(signal.SIGTERM)
-    seen = []
+    threads, handler, seen = torch.get_num_threads(), signal.getsignal(signal.SIGTERM), []
     book.change("two", lambda device, rounds: seen.append(torch.get_num_threads()) or 1 / 0)
-    book.run()
-    assert seen == [1] and torch.get_num_threads() == threads and signal.getsignal(signal.SIGTERM) == handler
+    torch.set_num_threads(2)
+    try:
+        book.run()
+        assert seen == [1] and torch.get_num_threads() == 2 and signal.getsignal(signal.SIGTERM) == handler
+    finally:
+        torch.set_num_threads(threads)
 
 
 SLOW = """
