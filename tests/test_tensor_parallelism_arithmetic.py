@@ -288,7 +288,7 @@ def test_a_blocks_flops_are_its_matrix_products():
     assert block_flops(b, s, h) == sum(2 * m * k * n for m, k, n in products)
 
 
-@pytest.mark.parametrize(("ranks", "width"), itertools.product((1, 2, 8), (256, 4096)))
+@pytest.mark.parametrize(("ranks", "width"), list(itertools.product((1, 2, 8), (256, 4096))))
 def test_sending_over_computing_is_the_page_s_formula_whatever_the_batch(ranks, width):
     for batch, speed in itertools.product((1, 64), LINKS.values()):
         took = block_seconds(batch, 512, width, ranks, 300e12, speed)
