@@ -465,6 +465,7 @@ def test_streams_are_numbered_and_private_pools_found_by_address():
         {"action": "oom", "device_free": 7, "size": 1024, "stream": 94_000_000_000},
         {"action": "alloc", "addr": 2**42, "size": 5, "stream": 0, "pool_id": (0, 3)},
         {"action": "user_defined", "addr": 0, "size": 0, "stream": 0},
+        {"action": "annotate", "addr": 2**42, "size": 5, "stream": 0, "user_metadata": "weights"},
     ]
     blocks = [block_row(2**41, 512, 5, True), block_row(2**41 + 512, 2 * MiB - 512, 0, False)]
     blocks[0]["state"] = "active_awaiting_free"  # as PyTorch's docstring has it

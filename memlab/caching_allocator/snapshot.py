@@ -11,7 +11,7 @@ a GPU.
     snapshot.save("h100.json"); Snapshot.load("h100.json")
 
 What is kept names no file and no person: stack traces are dropped, and streams, which are pointers, are numbered.
-Source: the docstring of `torch.cuda.memory._snapshot`, PyTorch 2.11 to 2.13.
+Source: the docstring of `torch.cuda.memory._snapshot`, PyTorch 2.11 to 2.15.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["Block", "DeviceRecord", "Event", "Segment", "Snapshot", "read_snapsh
 FILE = Kind("a snapshot", "memlab-snapshot", version=1)
 ACTIONS = ("alloc", "free_requested", "free_completed", "segment_alloc", "segment_free", "segment_map")
 ACTIONS += ("segment_unmap", "oom", "snapshot")
-PASSED_OVER = ("user_defined",)  # a program's own remarks between the events
+PASSED_OVER = ("user_defined", "annotate")  # a program's own remarks between the events, and on an allocation
 STATES = ("active_allocated", "active_pending_free", "inactive")
 POOLS = ("small", "large")
 MOST_DEVICES = 64
