@@ -12,7 +12,7 @@ there, but not in one piece, and the allocator's settings can help; with less, n
 The bytes "tried to allocate" are those of a *segment*: 20 MiB for a tensor of 2. PyTorch emptied its cache before it
 gave up, so `torch.cuda.empty_cache()` after the error gives back nothing that would have helped.
 
-Source: c10/cuda/CUDACachingAllocator.cpp, PyTorch 2.11 to 2.13; ROCm has "HIP" for "CUDA", Intel's GPUs "XPU" and fewer
+Source: c10/cuda/CUDACachingAllocator.cpp, PyTorch 2.11 to 2.15; ROCm has "HIP" for "CUDA", Intel's GPUs "XPU" and fewer
 figures. Each is rounded to two decimals of its unit, and the sums are no better.
 """
 

@@ -13,7 +13,7 @@ Both take `torch.cuda.memory.CUDAPluggableAllocator(path, "name of malloc", "nam
     void* malloc(ssize_t bytes, int device, cudaStream_t stream)                 nullptr: out of memory
     void free(void* address, size_t bytes, int device, cudaStream_t stream)
 
-Source: torch/cuda/memory.py, PyTorch 2.11 to 2.13 (whose docstring leaves out the device of free).
+Source: torch/cuda/memory.py, PyTorch 2.11 to 2.15 (whose docstring leaves out the device of free).
 """
 
 from __future__ import annotations

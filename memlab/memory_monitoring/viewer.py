@@ -13,7 +13,7 @@ A frame in a snapshot has a name, a file and a line number. A Timeline keeps no 
 itself, and in the file's place stands the module. Around it stand what kind of storage it is, and in which phase it was
 born: a flame graph adds bytes up by phase, kind, module, line and reason.
 
-Source: the docstring of `torch.cuda.memory._snapshot`, PyTorch 2.11 to 2.13.
+Source: the docstring of `torch.cuda.memory._snapshot`, PyTorch 2.11 to 2.15.
 """
 
 from __future__ import annotations
