@@ -536,14 +536,15 @@ def test_a_compiled_model_is_compiled_once_and_swapped(tmp_path, inside):
     model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.BatchNorm1d(64), nn.Linear(64, 1))
     x = values(256, 64)
     expected = step(model, (x,))
-    if inside:  # hooks of modules and of saved tensors are then run, not traced
+    if inside:
         model.compile(backend=graphs)
     else:
         model = torch.compile(model, backend=graphs)
     for _ in range(3):
         assert alike(step(model, (x,), swap), expected)
         assert swap.moved_bytes == 2 * 256 * 64 * 4
-    assert graphs.frame_count == (not inside)
+    # A module with hooks, told to compile itself: torch 2.15 compiles it nevertheless, 2.11 and 2.13 do not.
+    assert graphs.frame_count == 1 or (inside and graphs.frame_count == 0)
 
 
 def test_on_a_cpu_swapping_to_the_cpu_moves_nothing_and_changes_nothing():
