@@ -171,6 +171,7 @@ def test_torch_keeps_room_for_everything_that_a_step_receives_and_memlab_nothing
             assert 0 <= apart <= 64, schedule  # a loss or two
 
 
+@as_recorded
 def test_memlab_peaks_lower_with_each_schedule(ranks):
     for found, *_ in ranks:
         for schedule in MEMLAB:
