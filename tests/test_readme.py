@@ -1,10 +1,14 @@
-"""README's picture is the chapter's own."""
+"""README's picture is the chapter's own, and the versions it names are the project's."""
 
 import json
+import re
+from datetime import date
 
 import pytest
+from packaging.version import Version
 
 from memlab.book.readme import CHAPTER, PICTURE, ROOT, TITLE, saved_picture
+from tests.nbval_policy import RECORDED_WITH
 
 
 def test_the_picture_and_its_description_are_those_that_the_chapter_saved():
@@ -20,3 +24,12 @@ def test_a_chapter_that_was_not_executed_is_told_so(tmp_path, outputs):
     (tmp_path / "01_x.ipynb").write_text(json.dumps({"cells": cells}))
     with pytest.raises(ValueError, match="expected a picture 'A title' with a description in 01_x.ipynb"):
         saved_picture(tmp_path / "01_x.ipynb", "A title")
+
+
+def test_the_oldest_torch_that_was_tried_is_the_oldest_that_is_accepted():
+    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    told = re.search(r"tried with torch (\S+), the oldest .*? with (\S+), the newest .*? on (\d{4}-\d\d-\d\d)", readme)
+    oldest, newest, recorded = map(Version, (told[1], told[2], RECORDED_WITH["torch"]))
+    accepted = re.search(r'"torch>=(.+?)"', (ROOT / "pyproject.toml").read_text(encoding="utf-8"))[1]
+    assert oldest.base_version == Version(accepted).base_version and oldest <= recorded <= newest
+    assert date.fromisoformat(told[3]) <= date.today()
