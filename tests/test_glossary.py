@@ -12,7 +12,9 @@ ENTRIES = dict(re.findall(r"^## (.+)\n\n(.+)$", (BOOK / "glossary.md").read_text
 EVERYDAY = {"allocated", "heap", "imagined", "meter", "peak", "segment", "temporary", "view"}
 ABBREVIATIONS = {"1F1B", "BF16", "FP16", "FP8", "GPipe", "OOM", "SDPA", "ZeRO"}
 NO_PROSE = re.compile(
-    r"(?s:```.*?```)|`[^`\n]*`|\[[^\]\n]*\]\((?!glossary)[^)\n]*\)|(?<=\]\()[^)\n]*|\$[^$\n]*\$|<[^>\n]*>|^\|.*$", re.M
+    r"(?s:```.*?```)|`[^`\n]*`|\[[^\]\n]*\]\((?!glossary)[^)\n]*\)|(?<=\]\()[^)\n]*|\$[^$\n]*\$|<[^>\n]*>|^\|.*$"
+    r"|^\*\*In one sentence:.*$",  # which the map quotes
+    re.M,
 )
 
 
