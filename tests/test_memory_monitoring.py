@@ -271,7 +271,7 @@ def test_a_meters_timeline_says_the_same_as_the_monitor():
 def test_the_second_source_of_a_level_has_its_name_behind_it():
     readings = Readings([Figures("cuda:0", allocated=1, reserved=2), Figures("cuda:1", allocated=3)], print)
     assert readings.read() == {"allocated": 1, "reserved": 2, "allocated of cuda:1": 3}
-    assert readings.end("allocated of cuda:1") == 3
+    assert readings.end_of("allocated of cuda:1")() == 3
 
 
 def test_a_step_asks_only_the_source_that_is_watched():

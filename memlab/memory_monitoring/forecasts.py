@@ -70,7 +70,8 @@ class Forecast(NamedTuple):
 class Forecaster:
     """Forecasts of one history after every step, cheaply: growth is sought again only every so many steps.
 
-    That is after each 32nd part of the steps, and after LOOK_AGAIN at most. history: being appended to elsewhere.
+    That is after each 32nd part of the steps, and after LOOK_AGAIN at most: at step `due_at`. history: being appended
+    to elsewhere.
     patience: see this page's top. Raises TypeError for a budget that is no int, ValueError for one below 1 and for a
     negative patience.
     """
@@ -80,18 +81,13 @@ class Forecaster:
         if not patience >= 0:
             raise ValueError(f"expected a patience of 0 or more, found {patience!r}; {PATIENCE:g} is usual")
         self.history, self.budget_bytes, self.patience = history, budget_bytes, patience
-        self._growth, self._again_at = growth(history), history.steps + 1
-
-    @property
-    def due(self) -> bool:
-        """Whether the next forecast will look for growth again."""
-        return self.history.steps >= self._again_at
+        self._growth, self.due_at = growth(history), history.steps + 1
 
     def __call__(self) -> Forecast:
         """The forecast as of the last step."""
         steps = self.history.steps
-        if steps >= self._again_at:
-            self._growth, self._again_at = growth(self.history), steps + max(1, min(steps // 32, LOOK_AGAIN))
+        if steps >= self.due_at:
+            self._growth, self.due_at = growth(self.history), steps + max(1, min(steps // 32, LOOK_AGAIN))
         return _forecast(self.history, self.budget_bytes, self._growth, self.patience)
 
 

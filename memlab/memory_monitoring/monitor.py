@@ -84,7 +84,7 @@ class Monitor:
         self.samples: deque[Sample] = deque(maxlen=SAMPLES)
         self.listeners = Listeners()
         self._alarms = Alarms()
-        self._thresholds = Thresholds(self.budget_bytes or 1, warn_at)
+        self._thresholds = Thresholds(self.budget_bytes or math.inf, warn_at)
         self._outlook = Outlook(self.budget_bytes)
         self._readings = Readings(found_sources() if sources is None else sources, self._trouble)
         self._log_path, self._log, self._logged = log, None, -math.inf
@@ -173,6 +173,7 @@ class Monitor:
             raise ValueError(f"expected {wanted}, found {', '.join(figures) or 'none'}; choose other sources or watch")
         if self.watch != "heap":  # of which nobody keeps a mark: leave that of the resident pages to the program
             self.exact_peaks = self.watch in self._readings.peaks(self.watch)
+        self._end = self._readings.end_of(self.watch)
         if self._log is not None:
             about = {"watch": self.watch, "exact_peaks": self.exact_peaks, "budget": self.budget_bytes}
             self._log.write("start", pid=self._pid, time=time.time(), **about)
@@ -180,14 +181,15 @@ class Monitor:
         self._look()
 
     def _step(self) -> None:
-        end, peak = self._readings.end(self.watch), None
+        end, peak = self._end(), None
         self.peaks = self._readings.peaks(self.watch) if self.exact_peaks else {}
         lines = self._line_watch
         if end is not None and not (lines is not None and lines.running and self.watch in IN_MAIN_MEMORY):
             of_step, sampled = self._sampled
             peak = max(end, self.peaks.get(self.watch, sampled if of_step == self.steps else 0))
-            self.history.append(end, peak)
-            self._check(peak)
+            self._outlook.history.append(end, peak)
+            if peak >= self._thresholds.quiet_below:
+                self._check(peak)
         self.steps += 1
         if self._log is not None:
             self._log.step(self.steps, time.perf_counter() - self._start, end, peak)

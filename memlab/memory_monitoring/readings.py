@@ -40,15 +40,21 @@ class Readings:
         """Bytes now, by level."""
         return self._asked("read", self.sources)
 
-    def end(self, level: str) -> int | None:
-        """Bytes of one level at a step's end, of its source only."""
+    def end_of(self, level: str) -> Callable[[], int | None]:
+        """A function that returns one level's bytes at a step's end, or None. It asks the level's source only."""
         source = self._owner[level]
         quick = getattr(source, "quick", None)
-        if quick is not None and not self._silent_until[id(source)]:
-            found = self._try(source, lambda: quick(level))
-            if found is not None:
-                return int(found)
-        return self._asked("read", (source,)).get(level)
+
+        def read() -> int | None:
+            return self._asked("read", (source,)).get(level)
+
+        def end() -> int | None:
+            try:
+                return quick(level)
+            except Exception:
+                return read()  # which tells of what fails there, too
+
+        return read if quick is None or quick(level) is None else end
 
     def peaks(self, level: str | None = None) -> dict[str, int]:
         """The most bytes since it was asked last, by level, where something keeps track.

@@ -31,7 +31,8 @@ class Source(Protocol):
     """What `Monitor` asks of a source. `name` tells two sources apart ("process", "cuda:0", "gpu 0").
 
     A source belongs to one monitor at a time. Where it has a `close` method, that is called in the end. Where it has
-    `quick`, it is called with a level for a step's end; it returns that level's bytes, or None: then `read` is called.
+    `quick`, it is called with a level for a step's end; it returns that level's bytes, an int, or None if it is never
+    quicker than `read`.
     """
 
     name: str

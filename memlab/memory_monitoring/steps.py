@@ -21,6 +21,8 @@ class StepHistory:
     `recent_ends` and `recent_peaks` are those of the last RECENT steps, or up to twice as many, step by step.
     """
 
+    __slots__ = ("ends", "peaks", "recent_ends", "recent_peaks", "steps", "steps_in_block")
+
     def __init__(self):
         self.ends, self.peaks = array("q"), array("q")
         self.recent_ends, self.recent_peaks = array("q"), array("q")

@@ -23,14 +23,14 @@ class Thresholds:
     It is told again only after use has stayed below it, by 5 % of the budget, for 16 looks in a row; the next time for
     32, and so on: so use that goes up and down all the time is not told all the time.
 
-    warn_at: a number in (0, 1], or several. Raises ValueError for others.
+    budget_bytes: math.inf for none. warn_at: a number in (0, 1], or several. Raises ValueError for others.
 
     >>> thresholds = Thresholds(100, (0.5, 0.9))
     >>> [thresholds.see(nbytes) for nbytes in (40, 50, 60, 95, 40, 95)]
     [None, 0.5, None, 0.9, None, None]
     """
 
-    def __init__(self, budget_bytes: int, warn_at: float | Iterable[float]):
+    def __init__(self, budget_bytes: float, warn_at: float | Iterable[float]):
         self.budget_bytes = budget_bytes
         self.parts = sorted(set(warn_at)) if isinstance(warn_at, Iterable) else [warn_at]
         for part in self.parts:
@@ -44,15 +44,15 @@ class Thresholds:
     def arm(self) -> None:
         """Tell each again when use reaches it."""
         self._below: dict[float, int | None] = dict.fromkeys(self.parts)  # looks in a row; None: it may be told
-        self._armed = True  # all of them may be told
+        self.quiet_below = self._lowest  # all of them may be told, and at fewer bytes none is reached
 
     def see(self, nbytes: int) -> float | None:
         """So much is in use. Returns the highest part that use has reached and that is to be told, or None."""
         found = None
-        if nbytes < self._lowest and self._armed:
+        if nbytes < self.quiet_below:
             return None
         with self._lock:
-            self._armed = False
+            self.quiet_below = 0
             for part in self.parts:
                 below = self._below[part]
                 if nbytes >= part * self.budget_bytes:
@@ -101,7 +101,7 @@ class Outlook:
 
     def call(self) -> Forecast | None:
         """The forecast, if it is to be told; to be asked after each step, and on most of them nothing is done."""
-        if self._forecaster is None or not self._forecaster.due:
+        if self._forecaster is None or self.history.steps < self._forecaster.due_at:
             return None
         said = self._forecaster()
         return self._of_the_run(said) if self._calls.see(said) else None
