@@ -82,8 +82,13 @@ def claims_of(chapter: Path, progress: Callable[[int, int], None]) -> dict[str, 
 
 def record(recorder: Recorder, chapter: Path, label: str) -> None:
     """Run one chapter; whatever it comes to is in the record afterwards."""
-    work = lambda progress: {"claims": claims_of(chapter, progress)}  # noqa: E731
-    recorder.run(chapter.stem, label, work, {"claims": {}}, lambda: records.source_of(chapter))
+    recorder.run(
+        chapter.stem,
+        label,
+        lambda progress: {"claims": claims_of(chapter, progress)},
+        {"claims": {}},
+        lambda: records.source_of(chapter),
+    )
 
 
 def count(claims: dict[str, dict]) -> str:

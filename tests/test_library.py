@@ -5,9 +5,10 @@ import importlib
 import pytest
 
 from memlab.book import library
-from memlab.book.library import ROOT, first_sentence, main, page, public_names
+from memlab.book.library import first_sentence, main, page, public_names
 from memlab.book.map import CHAPTERS
 
+ROOT = library.CHAPTERS.parent
 PACKAGES = [name for name in ("ranks", *CHAPTERS) if (ROOT / "memlab" / name).is_dir()]
 
 
@@ -62,9 +63,15 @@ def test_a_constants_text_stands_below_it(tmp_path):
     assert public_names(write(tmp_path, files) / "memlab" / "x")[0].says == "How many."
 
 
-def test_the_command_says_what_is_wrong_and_writes_nothing(tmp_path, monkeypatch, capsys):
-    write(tmp_path, {"memlab/ranks/__init__.py": "'''Ranks.'''", "chapters/x": ""})
-    monkeypatch.setattr(library, "page", lambda: page(tmp_path))
-    monkeypatch.setattr(library, "ROOT", tmp_path)
-    assert main([]) == 2 and "expected __all__ in ranks/__init__.py" in capsys.readouterr().err
+def test_the_command_says_what_is_wrong_and_writes_nothing(tmp_path, capsys):
+    write(tmp_path, {"memlab/ranks/__init__.py": "'Ranks.'", "chapters/x": ""})
+    assert main(["--folder", str(tmp_path / "chapters")]) == 2
+    assert "expected __all__ in ranks/__init__.py" in capsys.readouterr().err
     assert not (tmp_path / "chapters" / library.PAGE).exists()
+
+
+def test_the_command_writes_the_page_beside_the_chapters(tmp_path, capsys):
+    files = {"memlab/ranks/__init__.py": "'Ranks.'\n__all__ = ['f']\ndef f():\n  'Does.'", "chapters/x": ""}
+    write(tmp_path, files)
+    assert main(["--folder", str(tmp_path / "chapters")]) == 0
+    assert "| [`f`](../memlab/ranks/__init__.py) | Does. |" in (tmp_path / "chapters" / library.PAGE).read_text()

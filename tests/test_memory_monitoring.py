@@ -274,6 +274,29 @@ def test_the_second_source_of_a_level_has_its_name_behind_it():
     assert readings.end_of("allocated of cuda:1")() == 3
 
 
+def test_a_steps_end_is_asked_for_quickly_where_that_is_possible_and_read_where_it_fails():
+    source = Figures(heap=5)
+    answers = {"heap": 7}
+    source.quick = answers.get
+    readings = Readings([source], print)
+    readings.read()
+    end, asked = readings.end_of("heap"), source.asked
+    assert end() == 7 and source.asked == asked
+    source.quick = None
+    answers["heap"] = 8
+    assert end() == 8 and readings.end_of("heap")() == 5 and source.asked == asked + 1
+
+
+def test_what_fails_quickly_is_read():
+    answers = [7]
+
+    source = Figures(heap=5)
+    source.quick = lambda level: answers.pop()  # which fails the second time
+    readings = Readings([source], print)
+    readings.read()
+    assert readings.end_of("heap")() == 5
+
+
 def test_a_step_asks_only_the_source_that_is_watched():
     watched, other = Figures(allocated=5), Figures(driver=7)
     with Monitor(every=1000, sources=[other, watched]) as monitor:

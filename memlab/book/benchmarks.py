@@ -6,7 +6,6 @@ device, in the form of `memlab.book.documents`; an entry has the rounds and the 
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
 from collections import Counter
@@ -16,10 +15,10 @@ from typing import NamedTuple
 
 from memlab.book import documents
 from memlab.book.documents import Kind
+from memlab.book.pages import CHAPTERS, write_by_command
 from memlab.book.reached import NO, UNSURE, YES, reached
 from memlab.book.tables import Table
 
-CHAPTERS = Path(__file__).parents[2] / "chapters"
 PAGE, NONE = "benchmark.md", "*not recorded yet*"
 BEGIN, END = "<!-- benchmark: made by python -m memlab.book.benchmarks -->", "<!-- end of benchmark -->"
 HEAD = """# The benchmark
@@ -155,14 +154,7 @@ def write(folder: str | Path = CHAPTERS) -> tuple[Path, Path]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write both. The exit status is 2 for a damaged record, or a README that has no place for the table."""
-    parser = argparse.ArgumentParser(prog="python -m memlab.book.benchmarks", description=__doc__.splitlines()[0])
-    parser.add_argument("--folder", type=Path, default=CHAPTERS, help="where the chapters are; README is beside it")
-    try:
-        print("written: {} and {}".format(*write(parser.parse_args(arguments).folder)))
-    except (OSError, ValueError) as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
+    return write_by_command("memlab.book.benchmarks", __doc__.splitlines()[0], write, arguments)
 
 
 if __name__ == "__main__":

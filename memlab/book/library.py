@@ -6,7 +6,6 @@ in a docstring's first sentence.
 
 from __future__ import annotations
 
-import argparse
 import ast
 import re
 import sys
@@ -15,7 +14,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from memlab.book import documents
-from memlab.book.map import CHAPTERS, headers
+from memlab.book.map import CHAPTERS as NAMES
+from memlab.book.map import headers
+from memlab.book.pages import CHAPTERS, write_by_command
 from memlab.book.tables import Table
 
 PAGE = "library.md"
@@ -26,7 +27,6 @@ docstring: shapes, units, what it raises, and the source.
 
 This page is made by `python -m memlab.book.library`, from the library's docstrings.
 """
-ROOT = Path(__file__).parents[2]
 
 
 class Public(NamedTuple):
@@ -93,12 +93,12 @@ def first_sentence(text: str) -> str:
     return re.split(r"(?<=[.!?])\s+(?=[A-Z`\"*(]|\w+(?:, \w+)*:\s)", paragraph, maxsplit=1)[0]
 
 
-def page(root: str | Path = ROOT) -> str:
+def page(folder: str | Path = CHAPTERS) -> str:
     """The text of library.md. Raises ValueError as `public_names` does."""
-    root = Path(root)
-    links = {header.path.stem[3:]: header.link for header in headers(root / "chapters").values()}
+    root = Path(folder).resolve().parent
+    links = {header.path.stem[3:]: header.link for header in headers(folder).values()}
     sections = []
-    for name in ("ranks", *CHAPTERS):
+    for name in ("ranks", *NAMES):
         package = root / "memlab" / name
         if not package.is_dir():
             continue
@@ -112,19 +112,16 @@ def page(root: str | Path = ROOT) -> str:
     return "\n".join([HEAD, *sections])
 
 
+def write(folder: str | Path = CHAPTERS) -> Path:
+    """Write library.md into the chapters' folder, and say where it is."""
+    path = Path(folder, PAGE)
+    documents.write_whole(path, page(folder))
+    return path
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the page into the chapters' folder. The exit status is 2 where a public name has no docstring."""
-    argparse.ArgumentParser(prog="python -m memlab.book.library", description=__doc__.splitlines()[0]).parse_args(
-        arguments
-    )
-    try:
-        text = page()
-    except (OSError, ValueError) as error:
-        print(error, file=sys.stderr)
-        return 2
-    documents.write_whole(ROOT / "chapters" / PAGE, text)
-    print(f"written: {ROOT / 'chapters' / PAGE}")
-    return 0
+    return write_by_command("memlab.book.library", __doc__.splitlines()[0], lambda folder: [write(folder)], arguments)
 
 
 if __name__ == "__main__":

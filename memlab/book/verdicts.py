@@ -6,7 +6,6 @@ the records in chapters/results.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections import Counter
@@ -16,6 +15,7 @@ from pathlib import Path
 from memlab.book import documents, records
 from memlab.book.claims import KINDS, MIME, Claim
 from memlab.book.map import headers
+from memlab.book.pages import CHAPTERS, write_by_command
 from memlab.book.tables import Table
 
 PAGE = "claims.md"
@@ -28,7 +28,6 @@ figure, and the *verdict* is the book's; it stands only while the two agree. The
 
 This page is made by `python -m memlab.book.verdicts`, from the chapters' saved outputs and the records in `results`.
 """
-CHAPTERS = Path(__file__).parents[2] / "chapters"
 
 
 def saved_claims(chapter: str | Path) -> list[Claim]:
@@ -98,14 +97,7 @@ def write(folder: str | Path = CHAPTERS) -> Path:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the page of the chapters in a folder. The exit status is 2 for a damaged record or a malformed claim."""
-    parser = argparse.ArgumentParser(prog="python -m memlab.book.verdicts", description=__doc__.splitlines()[0])
-    parser.add_argument("--folder", type=Path, default=CHAPTERS, help="where the chapters are")
-    try:
-        print(f"written: {write(parser.parse_args(arguments).folder)}")
-    except (OSError, ValueError) as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
+    return write_by_command("memlab.book.verdicts", __doc__.splitlines()[0], lambda folder: [write(folder)], arguments)
 
 
 if __name__ == "__main__":
