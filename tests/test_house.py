@@ -413,7 +413,7 @@ def test_readme_has_two_commands_of_one_line_each_with_its_environment():
     assert len(commands) == 2
     assert all("python3 -m venv --system-site-packages .venv" in command for command in commands)
     assert commands[0].endswith(" chapters")
-    assert commands[1].endswith(".venv/bin/python -m pytest")
+    assert commands[1].endswith(".venv/bin/python -m pytest -n 2 --dist loadfile")
 
 
 def test_the_example_in_readme_runs():

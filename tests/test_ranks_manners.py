@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from pathlib import Path
@@ -41,6 +42,13 @@ try:
 finally:
     print("and ends")
 """
+
+
+@pytest.fixture
+def folder():
+    """Short enough for the server's socket: a path to one has at most 107 bytes, and pytest's folders are deep."""
+    with tempfile.TemporaryDirectory(prefix="ranks-") as name:
+        yield Path(name)
 
 
 def environment(folder: Path, **more: str) -> dict[str, str]:
@@ -80,23 +88,23 @@ def leftovers(processes: list[psutil.Process], folder: Path) -> tuple[list, list
     return alive, files
 
 
-def test_ctrl_c_ends_a_launch_with_all_that_it_started_and_does_not_run_the_program_again(tmp_path):
-    program, processes = staying(tmp_path)
+def test_ctrl_c_ends_a_launch_with_all_that_it_started_and_does_not_run_the_program_again(folder):
+    program, processes = staying(folder)
     os.killpg(program.pid, signal.SIGINT)  # as a terminal does: to all that the program has started
     out, err = program.communicate(timeout=60)
     assert out == "the program runs\nand ends\n" and err.count("KeyboardInterrupt") == 1
-    assert leftovers(processes, tmp_path) == ([], [])
+    assert leftovers(processes, folder) == ([], [])
 
 
-def test_ranks_end_by_themselves_when_their_launcher_is_killed(tmp_path):
-    program, processes = staying(tmp_path)
+def test_ranks_end_by_themselves_when_their_launcher_is_killed(folder):
+    program, processes = staying(folder)
     program.kill()
     program.communicate(timeout=60)
-    assert leftovers(processes, tmp_path) == ([], [])
+    assert leftovers(processes, folder) == ([], [])
 
 
-def test_an_interrupt_at_any_moment_of_a_launch_leaves_nothing(tmp_path):
-    (tmp_path / "tmp").mkdir()
+def test_an_interrupt_at_any_moment_of_a_launch_leaves_nothing(folder):
+    (folder / "tmp").mkdir()
     code = """
         import os, psutil, signal, threading, time
         from memlab.ranks import run_ranks
@@ -112,9 +120,9 @@ def test_an_interrupt_at_any_moment_of_a_launch_leaves_nothing(tmp_path):
             timer.join()
     """
     command = [sys.executable, "-c", textwrap.dedent(code)]
-    done = subprocess.run(command, env=environment(tmp_path), capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(command, env=environment(folder), capture_output=True, text=True, timeout=100, check=False)
     assert (done.stdout, done.returncode) == ("interrupted 0\n" * 7, 0), done.stderr
-    assert list((tmp_path / "tmp").rglob("memlab*")) == []
+    assert list((folder / "tmp").rglob("memlab*")) == []
 
 
 # ---- in a notebook
@@ -253,8 +261,8 @@ def under_torchrun(folder: Path, *arguments: str) -> subprocess.CompletedProcess
     )
 
 
-def test_the_same_file_runs_under_torchrun_and_every_rank_has_all_results(tmp_path):
-    done = under_torchrun(tmp_path, "2")
+def test_the_same_file_runs_under_torchrun_and_every_rank_has_all_results(folder):
+    done = under_torchrun(folder, "2")
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == [
         "a line of rank 0",
@@ -270,8 +278,8 @@ def test_under_torchrun_another_number_of_ranks_is_told_with_the_command(monkeyp
         torchrun.run_this_rank(print, 3, (), 1.0)
 
 
-def test_a_rank_of_torchruns_raises_its_own_error(tmp_path):
-    done = under_torchrun(tmp_path, "2", "fail")
+def test_a_rank_of_torchruns_raises_its_own_error(folder):
+    done = under_torchrun(folder, "2", "fail")
     assert done.returncode != 0 and "ValueError: under torchrun" in done.stderr
     assert "results" not in done.stdout
 
@@ -290,11 +298,11 @@ print(sorted({open(f"/proc/self/task/{task}/comm").read().strip() for task in os
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="a thread's name is read in /proc")
-def test_no_thread_of_the_group_outlives_it_under_torchrun(tmp_path):
-    (tmp_path / "ended.py").write_text(ENDED)
+def test_no_thread_of_the_group_outlives_it_under_torchrun(folder):
+    (folder / "ended.py").write_text(ENDED)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
     done = subprocess.run(
-        [*command, tmp_path / "ended.py"], env=environment(tmp_path), capture_output=True, text=True, timeout=120
+        [*command, folder / "ended.py"], env=environment(folder), capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
     assert "gloo" not in done.stdout and "python" in done.stdout
