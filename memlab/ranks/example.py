@@ -62,8 +62,7 @@ def run_example(
     """Call train(rank, *settings, steps) on every rank as the command line says; print what came of it, on rank 0.
 
     settings: from what was parsed and the number of ranks to the example's title and its settings; its ValueError is
-    the parser's. Returns 0; bad numbers end the program with
-    the parser's error.
+    the parser's. Returns 0; bad numbers end the program with the parser's error.
     """
     given = parser.parse_args(arguments)
     if given.steps < 1:

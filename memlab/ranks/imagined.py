@@ -41,7 +41,7 @@ def imagined_ranks(world: int, rank: int = 0) -> Iterator[DeviceMesh]:
     that is not in 0 … world − 1.
     """
     if world < 1 or not 0 <= rank < world:
-        raise ValueError(f"expected 0 ≤ rank < world, found rank {rank} of {world}")
+        raise ValueError(f"expected 0 ≤ rank < world, found rank {rank} of {world}; imagined_ranks(64) is rank 0 of 64")
     from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
 
     with _group("fake", FakeStore(), rank, world, "cpu") as mesh:

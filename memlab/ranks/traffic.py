@@ -180,13 +180,16 @@ def ring_bytes(name: str, tensor_bytes: int, ranks: int) -> int:
     """Bytes that each rank sends in an all_reduce, all_gather, reduce_scatter or all_to_all, rounded up to whole bytes.
 
     tensor_bytes: of the whole tensor, which for all_gather and reduce_scatter is `ranks` pieces.
+    Raises ValueError for another collective, and for ranks below 1.
 
     >>> ring_bytes("all_reduce", 1000, 4), ring_bytes("all_gather", 1000, 4)
     (1500, 750)
     """
     rounds = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
     if name not in rounds:
-        raise ValueError(f"expected one of {', '.join(rounds)}, found {name!r}")
+        raise ValueError(f"expected one of {', '.join(rounds)}, which go in rings, found {name!r}")
+    if ranks < 1:
+        raise ValueError(f"expected at least one rank, found {ranks}")
     return -(-rounds[name] * tensor_bytes * (ranks - 1) // ranks)
 
 
