@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from memlab.memory_timeline import CATEGORIES, Event, Line, Storage, Timeline
-from memlab.memory_timeline.timeline import PHASES
+from memlab.memory_timeline.events import PHASES
 from tests.memory_timeline_helpers import (
     Run,
     metered_run,
@@ -21,7 +21,7 @@ QUESTIONS = ("devices", "device", "workspace", "levels", "storages", "events", "
 
 
 def same(a: Timeline, b: Timeline) -> bool:
-    return all(getattr(a, name) == getattr(b, name) for name in QUESTIONS) and a._everything == b._everything
+    return all(getattr(a, name) == getattr(b, name) for name in QUESTIONS) and a.of_all_devices == b.of_all_devices
 
 
 @pytest.fixture(scope="module")

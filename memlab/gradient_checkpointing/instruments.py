@@ -187,7 +187,7 @@ class Notes(NamedTuple):
 
 def levels_of(timeline: Timeline) -> tuple[list[int], int]:
     """Bytes after each event without what was always there, and the bytes of that."""
-    storages, events = timeline._everything  # marks count the events of all devices
+    storages, events = timeline.of_all_devices  # marks count the events of all devices
     resident = {s.id: s.nbytes for s in storages if s.category in RESIDENT and s.device == timeline.device}
     mine = {s.id for s in storages if s.device == timeline.device} - resident.keys()
     deltas = (event.delta if event.storage in mine else 0 for event in events)

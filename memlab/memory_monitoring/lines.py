@@ -107,7 +107,7 @@ def piling_up(timeline: Timeline, marks: Sequence[int]) -> list[Pile]:
     """
     if len(marks) < 2 * BIRTHDAYS + 1:
         raise ValueError(f"expected marks at {2 * BIRTHDAYS + 1} steps' ends or more, found {len(marks)}")
-    storages, events = timeline._everything  # marks count the events of all devices
+    storages, events = timeline.of_all_devices  # marks count the events of all devices
     of = {storage.id: storage for storage in storages}
     steps, half = len(marks) - 1, (len(marks) - 1) // 2
     birth: dict[int, int] = {}

@@ -6,17 +6,19 @@
         optimizer.step()
     meter.timeline.peak_bytes
 
-Read the pages in this order: `timeline` (the record) and `documents` (how it is saved), `meter` (how it is taken),
-`lines` (whose line it was), `ownership` (what existed before, and what a storage became), `accumulation` (the
-observer's own footprint, and how it is undone), `workspace` (what kernels allocate for themselves, from the
-allocator's log), and `imagine` (hardware that isn't there) with `gpu_ops` and `gpu_autocast` (where it works unlike a
-CPU) and `budget` (when it is full).
+Read the pages in this order: `events` and `timeline` (the record), `documents` and `timeline_file` (how it is saved),
+`meter` (how it is taken) and `history` (what its notes come to), `lines` (whose line it was), `ownership` (what existed
+before, and what a storage became), `resizing` (sizes that change without an op), `accumulation` (the observer's own
+footprint, and how it is undone), `workspace` (what kernels allocate for themselves, from the allocator's log), and
+`imagine` (hardware that isn't there) with `fake_tensors` (what its tensors lack), `gpu_ops` and `gpu_autocast` (where
+it works unlike a CPU) and `budget` (when it is full).
 """
 
 from memlab.memory_timeline.budget import OutOfMemory
+from memlab.memory_timeline.events import CATEGORIES, Event, Line, Span, Storage
 from memlab.memory_timeline.imagine import CARDS, imagine, in_main_memory, main_memory, on_imagined_card
 from memlab.memory_timeline.meter import Meter
-from memlab.memory_timeline.timeline import CATEGORIES, Event, Line, Span, Storage, Timeline
+from memlab.memory_timeline.timeline import Timeline
 
 __all__ = [
     "CARDS",

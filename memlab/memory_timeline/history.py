@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from memlab.memory_timeline.events import Event, Storage
 from memlab.memory_timeline.lines import Lines
-from memlab.memory_timeline.timeline import Event, Storage, Timeline
+from memlab.memory_timeline.timeline import Timeline
 
 HELD = "; a variable still holds it"
 BEFORE, FORWARD, BACKWARD, RECOMPUTE, OPTIMIZER = "before", "forward", "backward", "recompute", "optimizer"

@@ -13,7 +13,7 @@ from types import CodeType, FrameType
 import torch
 from torch.autograd import graph as _graph
 
-from memlab.memory_timeline.timeline import NOWHERE, Line
+from memlab.memory_timeline.events import NOWHERE, Line
 
 # Whose code a frame runs. 0 is the reader's own, where the climb ends; the others add up along the way.
 READER, TORCH, OPTIMIZER, AUTOGRAD, METER = 0, 1, 2, 4, 8

@@ -12,71 +12,11 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
-from dataclasses import fields as dataclass_fields
+from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
-from memlab.memory_timeline.documents import Kind, typed
-
-CATEGORIES = ("parameter", "buffer", "input", "gradient", "optimizer_state", "activation", "temporary", "workspace")
-"""What a storage is for, as a plot stacks them from the bottom up."""
-PHASES = ("before", "forward", "backward", "recompute", "optimizer")
-FILE = Kind("a timeline", "memlab-timeline", version=1)
-
-
-class Line(NamedTuple):
-    """A place in the reader's code: the function and the source text. No path, no number: those change by machine."""
-
-    function: str
-    source: str
-
-    def __str__(self) -> str:
-        return f"{self.function}: {self.source}" if self.function != "<module>" else self.source
-
-
-NOWHERE = Line("", "")
-
-
-@dataclass(frozen=True, slots=True)
-class Storage:
-    """One storage: the block of bytes that one or many tensors view. Counted once, whoever shares it.
-
-    `nbytes` is its size at the moment asked about (see `Timeline.alive`), at birth in `Timeline.storages`.
-    `op`, `phase`, `line` and `module` say where it was born; for bytes born in backward, line and module are those of
-    the forward op whose gradient they are. `reason` says in words why it is there.
-    """
-
-    id: int
-    nbytes: int
-    category: str
-    shape: tuple[int, ...]
-    dtype: str
-    device: str
-    op: str
-    phase: str
-    line: Line
-    module: str
-    name: str
-    reason: str
-
-
-class Event(NamedTuple):
-    """One change: `delta` bytes (positive when born or grown, negative when freed) of storage number `storage`."""
-
-    storage: int
-    delta: int
-    op: str
-    phase: str
-    line: Line
-
-
-class Span(NamedTuple):
-    """A run of events in one phase: from event `start` to event `stop`, both included."""
-
-    phase: str
-    start: int
-    stop: int
+from memlab.memory_timeline import timeline_file
+from memlab.memory_timeline.events import CATEGORIES, Event, Span, Storage
 
 
 class Timeline:
@@ -86,7 +26,8 @@ class Timeline:
     `workspace=True` they include what kernels allocate for themselves.
 
     Bytes on different devices are never added up: a timeline answers for `device` (the one that holds the most at its
-    fullest moment, unless asked for another with `on`); `devices` lists all of them.
+    fullest moment, unless asked for another with `on`); `devices` lists all of them. `of_all_devices` is the record
+    itself, storages and events, among which a meter's `event_count` is a place.
 
     On CUDA, `levels` has what the caching allocator counted meanwhile: for each of "requested", "allocated" and
     "reserved" the bytes "before", at the "peak" and "after". Elsewhere it is empty.
@@ -101,18 +42,18 @@ class Timeline:
         workspace: bool = False,
         levels: dict[str, dict[str, int]] | None = None,
     ):
-        self._everything = list(storages), list(events)
+        self.of_all_devices = list(storages), list(events)
         self.workspace = workspace
         self.levels = levels or {}
-        of = {storage.id: storage.device for storage in self._everything[0]}
+        of = {storage.id: storage.device for storage in self.of_all_devices[0]}
         self.devices = tuple(sorted(set(of.values()))) or ("cpu",)
         if device is None:
             device = max(
-                self.devices, key=lambda name: _peak(e.delta for e in self._everything[1] if of[e.storage] == name)
+                self.devices, key=lambda name: _peak(e.delta for e in self.of_all_devices[1] if of[e.storage] == name)
             )
         self.device = device
-        self.storages = {storage.id: storage for storage in self._everything[0] if storage.device == device}
-        mine = [event for event in self._everything[1] if event.storage in self.storages]
+        self.storages = {storage.id: storage for storage in self.of_all_devices[0] if storage.device == device}
+        mine = [event for event in self.of_all_devices[1] if event.storage in self.storages]
         first = next((i for i, event in enumerate(mine) if event.phase != "before"), len(mine))
         self._before, self.events = mine[:first], mine[first:]
 
@@ -120,7 +61,7 @@ class Timeline:
         """The same record, asked about another device: "cpu", "cuda:0" … Raises ValueError for one it never saw."""
         if device not in self.devices:
             raise ValueError(f"expected one of the devices seen, {', '.join(self.devices)}; found {device!r}")
-        storages, events = self._everything
+        storages, events = self.of_all_devices
         return Timeline(storages, events, device=device, workspace=self.workspace, levels=self.levels)
 
     # ---- the curve
@@ -183,11 +124,16 @@ class Timeline:
         return sorted(living, key=lambda storage: (-storage.nbytes, storage.id))
 
     def lifetime(self, storage: int) -> tuple[int, int | None]:
-        """The events at which a storage was born (0: before the first op) and freed (None: it outlived the meter)."""
-        if storage not in self.storages:
-            raise KeyError(f"expected the id of a storage on {self.device}, found {storage!r}; alive(event) lists ids")
-        born, freed = self._lifetimes[storage]
-        return born, freed
+        """The events at which a storage was born (0: before the first op) and freed (None: it outlived the meter).
+
+        Raises KeyError for a storage that is not on this device, or never had a byte.
+        """
+        if storage not in self._lifetimes:
+            raise KeyError(
+                f"expected the id of a storage on {self.device} that had bytes, found {storage!r}; alive(event) lists "
+                "ids"
+            )
+        return self._lifetimes[storage]
 
     @functools.cached_property
     def _lifetimes(self) -> dict[int, tuple[int, int | None]]:
@@ -223,85 +169,17 @@ class Timeline:
         counts = f"{len(self.events)} events, {len(self.storages)} storages"
         return f"Timeline({counts}, peak {self.peak_bytes:,} B, {self.device})"
 
-    # ---- on disk: plain JSON, parsed and checked, never unpickled
+    # ---- on disk
 
     def save(self, path: str | Path) -> None:
         """Write everything, all devices, as JSON. The file appears whole or not at all."""
-        storages, events = self._everything
-        lines: dict[Line, int] = {}
-        number = lambda line: lines.setdefault(line, len(lines))  # noqa: E731
-        document = {
-            "workspace": self.workspace,
-            "device": self.device,
-            "levels": self.levels,
-            "storages": [asdict(s) | {"shape": list(s.shape), "line": number(s.line)} for s in storages],
-            "events": [[e.storage, e.delta, e.op, e.phase, number(e.line)] for e in events],
-            "lines": [],
-        }
-        document["lines"] = [list(line) for line in lines]
-        FILE.save(document, path)
+        timeline_file.save(self, path)
 
     @classmethod
     def load(cls, path: str | Path) -> Timeline:
         """Read a saved timeline. Raises ValueError, in one sentence, for anything this version did not write."""
-        return FILE.load(path, cls._from)
-
-    @classmethod
-    def _from(cls, document: dict) -> Timeline:
-        lines = [Line(*typed((str, str), row)) for row in _rows(document["lines"])]
-        storages = [_storage(row, lines) for row in _rows(document["storages"])]
-        events = []
-        for row in _rows(document["events"]):
-            storage, delta, op, phase, line = typed((int, int, str, str, int), row)
-            events.append(Event(storage, delta, op, phase, lines[_at_least_0(line)]))
-        device, workspace, levels = typed((str, bool, dict), [document[k] for k in ("device", "workspace", "levels")])
-        for level in typed((dict,) * len(levels), list(levels.values())):
-            for figure in typed((int,) * len(level), list(level.values())):
-                _at_least_0(figure)
-        _check(storages, events)
-        timeline = cls(storages, events, device=device, workspace=workspace, levels=levels)
-        if device not in timeline.devices:
-            raise ValueError(f"no storage is on {device!r}")
-        return timeline
+        return cls(**timeline_file.load(path))
 
 
 def _peak(deltas: Iterable[int]) -> int:
     return max(itertools.accumulate(deltas), default=0)
-
-
-def _rows(table: list) -> list:
-    return typed((list,), [table])[0]
-
-
-def _at_least_0(number: int) -> int:
-    if number < 0:
-        raise ValueError(f"expected a number from 0 on, found {number}")
-    return number
-
-
-def _storage(row: dict, lines: list[Line]) -> Storage:
-    kinds = {"id": int, "nbytes": int, "shape": list, "line": int}
-    fields = {field.name: kinds.get(field.name, str) for field in dataclass_fields(Storage)}
-    if type(row) is not dict or row.keys() != fields.keys():
-        raise TypeError(f"expected a storage with {', '.join(fields)}, found {str(row)[:60]}")
-    typed(tuple(fields.values()), [row[name] for name in fields])
-    shape = typed((int,) * len(row["shape"]), row["shape"])
-    for number in (row["nbytes"], row["line"], *shape):
-        _at_least_0(number)
-    return Storage(**row | {"shape": tuple(shape), "line": lines[row["line"]]})
-
-
-def _check(storages: list[Storage], events: list[Event]) -> None:
-    known = {s.id for s in storages}
-    if len(known) != len(storages):
-        raise ValueError("two storages with one id")
-    for storage in storages:
-        if storage.category not in CATEGORIES or storage.phase not in PHASES:
-            raise ValueError(f"unknown category or phase {storage.category!r}, {storage.phase!r}")
-    held = dict.fromkeys(known, 0)
-    for event in events:
-        if event.phase not in PHASES:
-            raise ValueError(f"unknown phase {event.phase!r}")
-        held[event.storage] += event.delta
-        if held[event.storage] < 0:
-            raise ValueError(f"storage {event.storage} holds fewer than 0 bytes")
