@@ -15,7 +15,7 @@ import inspect
 import sys
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from types import FrameType
 
@@ -39,6 +39,7 @@ from memlab.memory_timeline.ownership import (
     owned_inputs,
     storages_of,
 )
+from memlab.memory_timeline.resizing import watch_resizing
 from memlab.memory_timeline.timeline import Timeline
 from memlab.memory_timeline.workspace import CPULog, CUDACounters, CUDALevels
 
@@ -83,7 +84,9 @@ class Meter(TorchDispatchMode):
     workspace: also record what kernels allocate for themselves, from the allocator's own log; slower.
 
     The timeline can be read during the block and after it, also when the block raised. A Meter records once.
-    Raises TypeError or ValueError for what is not a model, a batch, or has no bytes (device "meta").
+    Raises TypeError or ValueError for what is not a model, a batch, or has no bytes (device "meta"). Entering it raises
+    RuntimeError the second time, and with `workspace` inside a profiler's block; ValueError with `workspace` on
+    imagined hardware.
     """
 
     @classmethod
@@ -177,8 +180,7 @@ class Meter(TorchDispatchMode):
             for parameter in root.parameters():
                 if parameter.requires_grad and parameter.is_leaf and not is_lazy(parameter):
                     stack.callback(parameter.register_post_accumulate_grad_hook(self._accumulated).remove)
-        self._watch_resizing(stack)
-        for context in (levels, self._log):
+        for context in (watch_resizing(self._resized), levels, self._log):
             if context is not None:
                 stack.enter_context(context)
 
@@ -473,38 +475,15 @@ class Meter(TorchDispatchMode):
             while self._modules_inside.pop() != name:
                 pass
 
-    # ---- sizes that change without an op
+    # ---- sizes that change without an op (see resizing.py)
 
-    def _watch_resizing(self, stack: ExitStack) -> None:
-        """`UntypedStorage.resize_`, with which FSDP frees and refills parameters, passes by every dispatch mode."""
-        resize = UntypedStorage.resize_  # another meter's, or the one that is inherited
-
-        def resize_(storage, *args):
-            number = self._live.get(storage._cdata) if resize_.watching else None
-            if number is None:
-                return resize(storage, *args)
-            phase, line = self._place(sys._getframe().f_back)
-            op = len(self._ops)
-            self._ops.flat += ("resize_", phase, line, "", -1, -1)
-            result = resize(storage, *args) if self._log is None else self._log.run(op, resize, (storage, *args), {})
-            self._note_storage(storage, None, op, phase, line)
-            return result
-
-        with _RESIZING:
-            resize_.watching, resize_.below = True, vars(UntypedStorage).get("resize_")
-            UntypedStorage.resize_ = resize_
-        stack.callback(_stop_watching_resizing, resize_)
-
-
-_RESIZING = threading.Lock()
-
-
-def _stop_watching_resizing(resize_) -> None:
-    """Take the patch off, and those under it that have waited for it: meters of two threads end in any order."""
-    with _RESIZING:
-        resize_.watching = False
-        while (top := vars(UntypedStorage).get("resize_")) is not None and not getattr(top, "watching", True):
-            if top.below is None:
-                del UntypedStorage.resize_
-            else:
-                UntypedStorage.resize_ = top.below
+    def _resized(self, storage: UntypedStorage, resize: Callable[[], UntypedStorage], caller: FrameType):
+        """Note a storage's other size under an op of its own, if it is one of those that are known."""
+        if storage._cdata not in self._live:
+            return resize()
+        phase, line = self._place(caller)
+        op = len(self._ops)
+        self._ops.flat += ("resize_", phase, line, "", -1, -1)
+        result = resize() if self._log is None else self._log.run(op, resize, (), {})
+        self._note_storage(storage, None, op, phase, line)
+        return result
