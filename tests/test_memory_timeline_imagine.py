@@ -485,8 +485,9 @@ def test_transformers_imported_too_late_is_told(monkeypatch):
     pytest.importorskip("transformers")
     masks = "transformers.masking_utils"
     monkeypatch.delitem(sys.modules, masks, raising=False)
-    with pytest.warns(UserWarning, match="Import it before `with imagine"), imagine("H100-80GB"):
+    with pytest.warns(UserWarning, match="Import it before `with imagine") as told, imagine("H100-80GB"):
         monkeypatch.setitem(sys.modules, masks, object())
+    assert told[0].filename == __file__
 
 
 # ---- what is not possible says what to do

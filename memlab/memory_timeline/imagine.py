@@ -25,7 +25,6 @@ import difflib
 import os
 import sys
 import threading
-import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import NamedTuple
@@ -38,14 +37,12 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
-from torch.nn import Module, Parameter
-from torch.optim import optimizer as optim
-from torch.utils import _foreach_utils as foreach
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from memlab.memory_timeline.budget import Budget
-from memlab.memory_timeline.gpu_ops import as_cuda_returns, choose_as_cuda_does, imagining, replaced
+from memlab.memory_timeline.fake_tensors import usable_fake_tensors
+from memlab.memory_timeline.gpu_ops import as_cuda_returns, choose_as_cuda_does, imagining
 from memlab.memory_timeline.meter import DEVICE_OF, Meter
 from memlab.units import format_bytes, parse_bytes
 
@@ -74,7 +71,6 @@ _HERE = os.path.dirname(__file__) + os.sep
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _READ_VALUES = tuple(os.path.join(_TORCH, *parts) for parts in (("optim", ""), ("nn", "init.py"), ("amp", "")))
 _ONE_AT_A_TIME = threading.Lock()  # what is replaced is the process's, so two machines would undo each other
-MASKS, PACKING = "transformers.masking_utils", "find_packed_sequence_indices"
 
 
 def imagine(card: str, budget_bytes: int | str | None = None) -> ImaginedHardware:
@@ -128,7 +124,11 @@ def in_main_memory(tensor: Tensor) -> bool:
 
 
 class ImaginedHardware:
-    """What `imagine` returns: a context manager that can be entered again, one block at a time."""
+    """What `imagine` returns: a context manager that can be entered again, one block at a time.
+
+    Entering it raises RuntimeError inside a Meter's block or autocast's, which would see nothing, and while another
+    machine is imagined.
+    """
 
     def __init__(self, card: str, budget_bytes: int | None):
         if budget_bytes == 0:
@@ -148,13 +148,7 @@ class ImaginedHardware:
             raise RuntimeError("expected one imagined machine at a time, found another that is still on")
         with ExitStack() as stack:
             stack.callback(_ONE_AT_A_TIME.release)
-            for supported in (optim._foreach_supported_types, foreach._foreach_supported_types):
-                if FakeTensor not in supported:
-                    supported.append(FakeTensor)
-                    stack.callback(supported.remove, FakeTensor)
-            stack.enter_context(replaced(Module, "_apply", _apply))
-            stack.enter_context(replaced(FakeTensor, "__deepcopy__", _deepcopy))
-            stack.enter_context(_unpacked())
+            stack.enter_context(usable_fake_tensors())
             if self.card in CARDS:
                 choose_as_cuda_does(stack, CARDS[self.card].architecture)
             stack.enter_context(_Imagination(self.card))
@@ -168,7 +162,10 @@ class ImaginedHardware:
         self._undo.close()
 
     def imagined(self, batch):
-        """Imagined tensors of the same shapes and dtypes. batch: a real tensor, or tuples, lists, dicts of them."""
+        """Imagined tensors of the same shapes and dtypes. batch: a real tensor, or tuples, lists, dicts of them.
+
+        Raises RuntimeError outside the block.
+        """
         mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
         if not isinstance(mode, _Imagination):
             raise RuntimeError("expected to be inside `with imagine(...) as gpu`, found no imagined hardware")
@@ -238,47 +235,3 @@ def _asked_by_torch() -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-def _deepcopy(tensor: FakeTensor, memo: dict) -> FakeTensor:
-    """`copy.deepcopy` of a fake tensor, as of a real one: other bytes, the same gradient."""
-    if id(tensor) not in memo:
-        with torch.no_grad():
-            copied = tensor.clone()
-        copied = Parameter(copied, tensor.requires_grad) if isinstance(tensor, Parameter) else copied
-        memo[id(tensor)] = copied.requires_grad_(tensor.requires_grad)
-        if tensor.grad is not None:
-            copied.grad = _deepcopy(tensor.grad, memo)
-    return memo[id(tensor)]
-
-
-def _apply(module: Module, fn, recurse: bool = True) -> Module:
-    """What `module.to(dtype)`, `.half()` and the like do to fake parameters, which PyTorch's own `_apply` refuses."""
-    for each in module.modules() if recurse else [module]:
-        for parameter in each._parameters.values():
-            if parameter is not None:
-                with torch.no_grad():
-                    parameter.data = fn(parameter.data)
-                    if parameter.grad is not None:
-                        parameter.grad.data = fn(parameter.grad.data)
-        for name, buffer in each._buffers.items():
-            if buffer is not None:
-                each._buffers[name] = fn(buffer)
-    return module
-
-
-@contextlib.contextmanager
-def _unpacked():
-    """Transformers asks a batch's values whether it is packed, and where there are none it assumes so: no is said."""
-    masks = sys.modules.get(MASKS)
-    if masks is not None and hasattr(masks, PACKING):
-        with replaced(masks, PACKING, lambda position_ids: None):
-            yield
-    else:
-        yield
-        if masks is None and MASKS in sys.modules:
-            warnings.warn(
-                "Transformers was imported inside this block, too late for it to learn that its batch is not packed: "
-                "its attention may have been masked, and not fused. Import it before `with imagine(...)`.",
-                stacklevel=4,
-            )

@@ -1,0 +1,77 @@
+"""What PyTorch's fake tensors cannot do by themselves, and real ones can: put in place while hardware is imagined."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import Module, Parameter
+from torch.optim import optimizer as optim
+from torch.utils import _foreach_utils as foreach
+
+from memlab.memory_timeline.gpu_ops import replaced
+
+MASKS, PACKING = "transformers.masking_utils", "find_packed_sequence_indices"
+
+
+@contextlib.contextmanager
+def usable_fake_tensors() -> Iterator[None]:
+    """In the block fake tensors are copied by deepcopy, converted by modules, and stepped by foreach optimizers."""
+    with ExitStack() as stack:
+        for supported in (optim._foreach_supported_types, foreach._foreach_supported_types):
+            if FakeTensor not in supported:
+                supported.append(FakeTensor)
+                stack.callback(supported.remove, FakeTensor)
+        stack.enter_context(replaced(Module, "_apply", _apply))
+        stack.enter_context(replaced(FakeTensor, "__deepcopy__", _deepcopy))
+        stack.enter_context(_unpacked())
+        yield
+
+
+def _deepcopy(tensor: FakeTensor, memo: dict) -> FakeTensor:
+    """`copy.deepcopy` of a fake tensor, as of a real one: other bytes, the same gradient."""
+    if id(tensor) not in memo:
+        with torch.no_grad():
+            copied = tensor.clone()
+        copied = Parameter(copied, tensor.requires_grad) if isinstance(tensor, Parameter) else copied
+        memo[id(tensor)] = copied.requires_grad_(tensor.requires_grad)
+        if tensor.grad is not None:
+            copied.grad = _deepcopy(tensor.grad, memo)
+    return memo[id(tensor)]
+
+
+def _apply(module: Module, fn, recurse: bool = True) -> Module:
+    """What `module.to(dtype)`, `.half()` and the like do to fake parameters, which PyTorch's own `_apply` refuses."""
+    for each in module.modules() if recurse else [module]:
+        for parameter in each._parameters.values():
+            if parameter is not None:
+                with torch.no_grad():
+                    parameter.data = fn(parameter.data)
+                    if parameter.grad is not None:
+                        parameter.grad.data = fn(parameter.grad.data)
+        for name, buffer in each._buffers.items():
+            if buffer is not None:
+                each._buffers[name] = fn(buffer)
+    return module
+
+
+@contextlib.contextmanager
+def _unpacked():
+    """Transformers asks a batch's values whether it is packed, and where there are none it assumes so: no is said."""
+    masks = sys.modules.get(MASKS)
+    if masks is not None and hasattr(masks, PACKING):
+        with replaced(masks, PACKING, lambda position_ids: None):
+            yield
+    else:
+        yield
+        if masks is None and MASKS in sys.modules:
+            warnings.warn(
+                "Transformers was imported inside this block, too late for it to learn that its batch is not packed: "
+                "its attention may have been masked, and not fused. Import it before `with imagine(...)`.",
+                stacklevel=9,
+            )
