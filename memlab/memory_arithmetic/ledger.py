@@ -145,11 +145,11 @@ class Ledger:
         return elements(piece.size, self.symbols) * piece.itemsize
 
     def make(self, piece: Piece, count: int = 1) -> None:
-        """Hold `count` tensors more of this kind."""
+        """Hold `count` tensors more of this kind. Raises ValueError for another piece under a name that is taken."""
         if count <= 0:
             return
         if self.pieces.setdefault(piece.name, piece) != piece:
-            raise ValueError(f"two pieces named {piece.name!r}: {self.pieces[piece.name]} and {piece}")
+            raise ValueError(f"expected one piece named {piece.name!r}, found {self.pieces[piece.name]} and {piece}")
         self.held[piece.name] = self.held.get(piece.name, 0) + count
         self.nbytes += count * self.bytes_of(piece)
 

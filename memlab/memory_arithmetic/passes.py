@@ -73,9 +73,7 @@ def backward_of_blocks(ledger: Ledger, c: Setting, model: Transformer, family) -
     """The last block, and the first; what lies between them is let go at once."""
     layers = model.layers
     blocks = [(FIRST, family.block(c, first=True, last=layers == 1), 1)]
-    if (
-        model.family == "llama" and layers > 2
-    ):  # the first lets the rotary tables go, so it may be less full than this one
+    if model.family == "llama" and layers > 2:  # the first lets the rotary tables go: it may be less full than this one
         blocks.insert(0, (FIRST, family.block(c), 2))
     if layers > 1:
         blocks.insert(0, (LAST, family.block(c, last=True), layers))
