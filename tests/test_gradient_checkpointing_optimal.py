@@ -19,7 +19,7 @@ from memlab.gradient_checkpointing.bench import measure_chain
 from memlab.gradient_checkpointing.chain import Chain, Signature, Stage
 from memlab.gradient_checkpointing.optimal import plan_segments, tradeoff
 from memlab.gradient_checkpointing.plan import Model, Plan
-from memlab.memory_hierarchy.roofline import OpCounter
+from memlab.memory_hierarchy.counting import OpCounter
 from memlab.memory_timeline import Meter
 
 SOMEWHERE = Signature((1,), torch.float32, torch.device("cpu"))

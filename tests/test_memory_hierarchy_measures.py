@@ -20,17 +20,9 @@ from memlab.memory_hierarchy.bandwidth import (
     measure_bandwidth,
     transfer_bandwidth,
 )
+from memlab.memory_hierarchy.counting import FLOPS, Op, OpCounter, touched_bytes
 from memlab.memory_hierarchy.levels import PUBLISHED, Level, fit_levels, levels
-from memlab.memory_hierarchy.roofline import (
-    FLOPS,
-    Op,
-    OpCounter,
-    bound_by,
-    least_seconds,
-    measure_peak_flops,
-    roof,
-    touched_bytes,
-)
+from memlab.memory_hierarchy.roofline import bound_by, least_seconds, measure_peak_flops, roof
 from memlab.memory_timeline import CARDS, imagine
 from memlab.units import GiB, KiB, MiB, parse_bytes
 

@@ -35,7 +35,7 @@ from memlab.gradient_checkpointing.instruments import (
 )
 from memlab.memory_arithmetic.shapes import one_of
 from memlab.memory_hierarchy.bandwidth import best_seconds
-from memlab.memory_hierarchy.roofline import OpCounter
+from memlab.memory_hierarchy.counting import OpCounter
 from memlab.memory_timeline.meter import Meter
 from memlab.memory_timeline.ownership import storages_of
 

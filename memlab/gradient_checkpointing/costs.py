@@ -23,7 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from memlab.memory_hierarchy.roofline import FLOPS, flops
+from memlab.memory_hierarchy.counting import FLOPS, flops
 
 aten = torch.ops.aten
 

@@ -21,7 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from memlab.gradient_checkpointing.batch_norm import statistics_stand_still
 from memlab.gradient_checkpointing.chain import Stage
 from memlab.gradient_checkpointing.hooks import _Done
-from memlab.memory_hierarchy.roofline import OpCounter
+from memlab.memory_hierarchy.counting import OpCounter
 from memlab.memory_timeline.ownership import storages_of
 from memlab.memory_timeline.timeline import Timeline
 

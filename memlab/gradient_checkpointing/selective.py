@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from memlab.gradient_checkpointing.costs import VIEW, makes, nbytes, tensors_in
 from memlab.gradient_checkpointing.hooks import checkpoint_within, remember
 from memlab.gradient_checkpointing.state import random_state, set_random_state
-from memlab.memory_hierarchy.roofline import flops
+from memlab.memory_hierarchy.counting import flops
 
 aten = torch.ops.aten
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memlab.book.checks.answers import Wrong, a_function, exercise
-from memlab.memory_hierarchy.roofline import FLOPS
+from memlab.memory_hierarchy.counting import FLOPS
 from memlab.memory_timeline import Meter, Timeline
 
 _FEW, _MANY = 256, 1024  # tokens

@@ -1,0 +1,208 @@
+"""What each op of a step computes and moves: FLOPs and bytes, counted while it runs, for real or imagined.
+
+FLOPs are PyTorch's own formulas (torch.utils.flop_counter) for products of matrices, convolutions and attention, where
+a multiply and an add are two, and a causal mask saves none. Any other op that computes is given one for each element
+of what it reads or of what it writes, whichever are more: a lower bound, exp and division being more than one. Ops
+that only move data, and those on whole numbers, have none.
+
+Bytes are what an op must read and write once, if all that it reads twice comes from a cache, and nothing stays in the
+cache from one op to the next. Views move nothing. A kernel that reads its input twice moves more.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable
+from contextlib import ExitStack
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+aten = torch.ops.aten
+
+FLOPS = {
+    **flop_registry,
+    # The same ops in place, and attention's CPU kernel, for which the registry has no entry of their own.
+    aten.addmm_: flop_registry[aten.addmm],
+    aten.baddbmm_: flop_registry[aten.baddbmm],
+    aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[aten._scaled_dot_product_flash_attention],
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
+        aten._scaled_dot_product_flash_attention_backward
+    ],
+}
+# By what their names start with, less "_foreach_": ops that make room and touch none of it, ...
+UNTOUCHED = ("empty", "new_empty")
+# ... ops that move data and compute nothing, ...
+MOVES = """
+    clone copy_. copy. _to_copy cat. stack repeat flip roll constant_pad masked_fill where index_select index. gather
+    embedding. select_backward slice_backward tril triu zero ones full fill new_zeros new_ones new_full arange
+    scalar_tensor lift_fresh _local_scalar
+"""
+MOVES = tuple(MOVES.split())
+# ... ops that overwrite their first argument without reading it, ...
+OVERWRITE = ("copy_.", "copy.", "zero_.", "fill_.", "normal_.", "uniform_.", "bernoulli_.", "random_.")
+# ... and ops that read no more of their first argument than they return.
+GATHER = ("index_select.", "index.", "gather.", "embedding.")
+
+
+class Op(NamedTuple):
+    """All calls of one op on tensors of the same shapes, in one phase of a step: "forward", "backward", "optimizer".
+
+    shapes: of the tensors that it was given. flops, nbytes: of all its calls together.
+    """
+
+    name: str
+    phase: str
+    shapes: tuple[tuple[int, ...], ...]
+    calls: int
+    flops: int
+    nbytes: int
+
+    @property
+    def intensity(self) -> float:
+        """FLOPs per byte; 0 for an op that only moves data, infinite for one without bytes."""
+        return self.flops / self.nbytes if self.nbytes else math.inf
+
+
+class OpCounter:
+    """Counts FLOPs and bytes of every op in its `with` block.
+
+        with OpCounter() as counter:
+            model(x, y).backward()
+            optimizer.step()
+        counter.ops
+
+    Views and ops that move no byte are left out. A block that is entered again begins anew. Counting waits for no
+    result and looks at no value, so it works on a GPU and inside `imagine(...)` too.
+    """
+
+    def __init__(self):
+        self._counts: dict[tuple, list[int]] | None = None
+
+    def __enter__(self) -> OpCounter:
+        self._counts, self._stepping = {}, False
+        with ExitStack() as stack:
+            stack.callback(register_optimizer_step_pre_hook(functools.partial(self._steps, True)).remove)
+            stack.callback(register_optimizer_step_post_hook(functools.partial(self._steps, False)).remove)
+            stack.enter_context(_Dispatch(self._count))
+            self._undo = stack.pop_all()
+        return self
+
+    def __exit__(self, *error) -> None:
+        self._undo.close()
+
+    @property
+    def ops(self) -> list[Op]:
+        """What was counted, in the order of the first calls. Raises RuntimeError before the block was entered."""
+        if self._counts is None:
+            raise RuntimeError("expected an OpCounter that has run: `with counter: ...` first, then counter.ops")
+        return [Op(*key, *counts) for key, counts in self._counts.items()]
+
+    def _steps(self, stepping: bool, *_) -> None:
+        self._stepping = stepping
+
+    def _count(self, func, args: tuple, kwargs: dict, result) -> None:
+        read, written = traffic(func, args, kwargs, result)
+        if nbytes := sum(map(touched_bytes, [*read, *written])):
+            phase = "forward" if torch._C._current_graph_task_id() == -1 else "backward"
+            phase = "optimizer" if self._stepping else phase
+            shapes = tuple(tuple(t.shape) for t in _tensors((args, kwargs)))
+            key = (func.overloadpacket.__name__, phase, shapes)
+            before = self._counts.get(key, (0, 0, 0))
+            found = (1, flops(func, args, kwargs, result), nbytes)
+            self._counts[key] = tuple(map(sum, zip(before, found, strict=True)))
+
+
+class _Dispatch(TorchDispatchMode):
+    """Calls `count` after every op."""
+
+    def __init__(self, count):
+        super().__init__()
+        self._count = count
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:  # spares importing the compiler at the first op
+        return False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if not isinstance(func, torch._ops.OpOverload) or func.namespace == "prim":
+            return func(*args, **kwargs)
+        if func.overloadpacket not in FLOPS:  # in inference mode, ops arrive that are made of others, such as linear
+            with self:
+                result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        result = func(*args, **kwargs)
+        self._count(func, args, kwargs, result)
+        return result
+
+
+def flops(func, args: tuple, kwargs: dict, result) -> int:
+    """FLOPs of one call: PyTorch's formula where there is one, else one an element, or none (see the page's head)."""
+    if formula := FLOPS.get(func.overloadpacket):
+        return formula(*args, **kwargs, out_val=result)
+    results = [result] if len(func._schema.returns) == 1 else result
+    values = [_tensors(value) for value in (*args, *kwargs.values(), *(results or ()))]
+    floats = any(t.is_floating_point() or t.is_complex() for tensors in values for t in tensors)
+    if not floats or _name(func).startswith(MOVES):
+        return 0
+    return max(sum(t.numel() for t in tensors) for tensors in values)  # a value may be a list, as in _foreach_add_
+
+
+def traffic(func, args: tuple, kwargs: dict, result) -> tuple[list[Tensor], list[Tensor]]:
+    """The tensors that an op must read, and those that it writes, each once. Both empty for a view."""
+    name, arguments = _name(func), func._schema.arguments
+    given = {argument: _tensors(value) for argument, value in zip(arguments, args, strict=False)}
+    given |= {argument: _tensors(kwargs[argument.name]) for argument in arguments if argument.name in kwargs}
+    written = [t for argument, tensors in given.items() if _writes(argument, kwargs) for t in tensors]
+    theirs = {t.untyped_storage()._cdata for tensors in given.values() for t in tensors}
+    made = [t for t in _tensors(result) if t.untyped_storage()._cdata not in theirs]
+    if name.startswith(UNTOUCHED) or (_tensors(result) and not made and not written):
+        return [], []
+    unread = {argument for argument in given if argument.is_out}
+    unread |= set(arguments[:1]) if name.startswith(OVERWRITE) else set()
+    unread |= set(arguments) if name.startswith("new_") or "_like." in name else set()
+    read = _distinct(t for argument, tensors in given.items() if argument not in unread for t in tensors)
+    if name.startswith(GATHER):
+        read[0] = min(read[0], *made, key=touched_bytes)
+    return read, _distinct([*written, *made])
+
+
+def touched_bytes(tensor: Tensor) -> int:
+    """Bytes of the elements of a tensor that lie apart in memory; an expanded dimension is one.
+
+    >>> touched_bytes(torch.zeros(3, 4)), touched_bytes(torch.zeros(3, 1).expand(3, 4))
+    (48, 12)
+    """
+    sizes = (size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride or not size)
+    return math.prod(sizes) * tensor.element_size()
+
+
+def _name(func) -> str:
+    """Such as "add_.Tensor", also for _foreach_add_.Tensor."""
+    return f"{func.overloadpacket.__name__}.{func._overloadname}".removeprefix("_foreach_")
+
+
+def _tensors(value) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def _writes(argument, kwargs: dict) -> bool:
+    """Whether the op writes into this argument; a fused optimizer into gradients only when it unscales them."""
+    return (
+        argument.alias_info is not None
+        and argument.alias_info.is_write
+        and (argument.name != "grads" or kwargs.get("grad_scale") is not None)
+    )
+
+
+def _distinct(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Each once: two that view the same elements are the same bytes."""
+    return list({(t.untyped_storage()._cdata, t.storage_offset(), t.shape, t.stride()): t for t in tensors}.values())
