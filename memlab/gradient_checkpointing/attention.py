@@ -27,7 +27,7 @@ import math
 import torch
 from torch import Tensor
 
-from memlab.memory_hierarchy.attention import TILE_KEYS, TILE_QUERIES, WIDE, _part, tiled_attention
+from memlab.memory_hierarchy.attention import TILE_KEYS, TILE_QUERIES, WIDE, carve, tiled_attention
 
 
 def checkpointed_attention(
@@ -180,16 +180,16 @@ def _gradients(
         q_tile = _finite(_tile(q_store, q, i, i_end).mul_(scale))
         dout_tile = _tile(dout_store, dout, i, i_end)
         d = _tile(out_store, out, i, i_end).mul_(dout_tile)
-        d = torch.sum(d, -1, keepdim=True, out=_part(d_store, folded, r, 1))
+        d = torch.sum(d, -1, keepdim=True, out=carve(d_store, folded, r, 1))
         # Where no key was seen lse is −∞; with ∞ in its place every weight is 0, as in the forward.
         lse_tile = _tile(lse_store, lse, i, i_end).nan_to_num_(nan=math.nan, posinf=math.inf, neginf=math.inf)
-        dq_tile = _part(dq_store, folded, r, head_dim).zero_()
+        dq_tile = carve(dq_store, folded, r, head_dim).zero_()
         visible = min(keys, i_end) if causal else keys
         for j in range(0, visible, tile_keys):
             j_end = min(j + tile_keys, visible)
             c = j_end - j
             k_tile = _finite(_tile(k_store, k, j, j_end))
-            p = torch.bmm(q_tile, k_tile.mT, out=_part(p_store, folded, r, c))
+            p = torch.bmm(q_tile, k_tile.mT, out=carve(p_store, folded, r, c))
             p.sub_(lse_tile).exp_()
             if causal and j_end > i + 1:  # the diagonal runs through this tile
                 p.view(folded, group, n, c).tril_(i - j)
@@ -197,7 +197,7 @@ def _gradients(
                 sum_v[:, j:j_end].baddbmm_(p.mT, dout_tile)
             if need_q or need_k:
                 v_tile = _tile(v_store, v, j, j_end)
-                ds = torch.bmm(dout_tile, v_tile.mT, out=_part(ds_store, folded, r, c))
+                ds = torch.bmm(dout_tile, v_tile.mT, out=carve(ds_store, folded, r, c))
                 ds.sub_(d).mul_(p)
             if need_q:
                 dq_tile.baddbmm_(ds, k_tile, alpha=scale)
@@ -213,7 +213,7 @@ def _gradients(
 def _tile(store: Tensor, x: Tensor, start: int, stop: int) -> Tensor:
     """Tokens start … stop of x, copied to a store as (batch · kv_heads, rows, width)."""
     x = x[..., start:stop, :]
-    return _part(store, *x.shape).copy_(x).view(x.shape[0] * x.shape[1], math.prod(x.shape[2:-1]), x.shape[-1])
+    return carve(store, *x.shape).copy_(x).view(x.shape[0] * x.shape[1], math.prod(x.shape[2:-1]), x.shape[-1])
 
 
 def _finite(x: Tensor) -> Tensor:

@@ -40,6 +40,7 @@ def online_softmax(scores_in_pieces: Iterable[Tensor], values_in_pieces: Iterabl
 
     scores_in_pieces: each (..., rows, keys of this piece); values_in_pieces: each (..., keys of this piece, width).
     Returns (..., rows, width) and (..., rows, 1), in the dtype of the pieces; NaN for a row whose scores are all −∞.
+    Raises ValueError without a piece, and for more pieces of the one than of the other.
 
     >>> online_softmax([torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0]])], [torch.eye(2, 3), torch.eye(3)[2:]])[0]
     tensor([[0.0900, 0.2447, 0.6652]])
@@ -108,20 +109,20 @@ def tiled_attention(
     for i in range(0, queries, tile_queries):
         i_end = min(i + tile_queries, queries)
         n, r = i_end - i, group * (i_end - i)
-        q_tile = _part(q_store, batch, kv_heads, group, n, head_dim).copy_(q[..., i:i_end, :])
+        q_tile = carve(q_store, batch, kv_heads, group, n, head_dim).copy_(q[..., i:i_end, :])
         q_tile = q_tile.view(folded, r, head_dim).mul_(head_dim**-0.5 if scale is None else scale)
-        m, larger, z, row = (_part(store, folded, r, 1) for store in (m_store, larger_store, z_store, row_store))
-        a = _part(a_store, folded, r, value_dim)
+        m, larger, z, row = (carve(store, folded, r, 1) for store in (m_store, larger_store, z_store, row_store))
+        a = carve(a_store, folded, r, value_dim)
         m.fill_(torch.finfo(m.dtype).min), z.zero_(), a.zero_()
         visible = min(keys, i_end) if causal else keys
         for j in range(0, visible, tile_keys):
             j_end = min(j + tile_keys, visible)
             c = j_end - j
-            k_tile = _part(k_store, batch, kv_heads, c, head_dim).copy_(k[:, :, j:j_end]).view(folded, c, head_dim)
-            v_tile = _part(v_store, batch, kv_heads, c, value_dim).copy_(v[:, :, j:j_end]).view(folded, c, value_dim)
-            s = torch.bmm(q_tile, k_tile.mT, out=_part(s_store, folded, r, c))
+            k_tile = carve(k_store, batch, kv_heads, c, head_dim).copy_(k[:, :, j:j_end]).view(folded, c, head_dim)
+            v_tile = carve(v_store, batch, kv_heads, c, value_dim).copy_(v[:, :, j:j_end]).view(folded, c, value_dim)
+            s = torch.bmm(q_tile, k_tile.mT, out=carve(s_store, folded, r, c))
             if causal and j_end > i + 1:  # the diagonal runs through this tile
-                future = _part(future_store, n, c).fill_(True).triu_(1 + i - j)
+                future = carve(future_store, n, c).fill_(True).triu_(1 + i - j)
                 s.view(folded, group, n, c).masked_fill_(future, -math.inf)
             torch.amax(s, -1, keepdim=True, out=row)
             torch.maximum(m, row, out=larger)
@@ -172,13 +173,16 @@ def live_bytes(
     return result + batch * w * (of_queries + of_keys) + mask
 
 
-def _part(store: Tensor, *shape: int) -> Tensor:
-    """The first part of a flat store, in this shape: contiguous, as a slice of a larger tile would not be."""
+def carve(store: Tensor, *shape: int) -> Tensor:
+    """The first part of a flat store in this shape, a view: contiguous, as a slice of a larger tile would not be.
+
+    store: (n,), of as many elements as the shape has, or more.
+    """
     return store[: math.prod(shape)].view(shape)
 
 
 def refuse(q: Tensor, k: Tensor, v: Tensor, tile_queries: int, tile_keys: int) -> None:
-    """Raise what `tiled_attention` raises for these."""
+    """Raise the RuntimeError, TypeError or ValueError that `tiled_attention` raises for these."""
     positive("tile_queries", tile_queries)
     positive("tile_keys", tile_keys)
     shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in {"q": q, "k": k, "v": v}.items())
