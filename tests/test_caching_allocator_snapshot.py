@@ -22,7 +22,9 @@ from memlab.caching_allocator.allocator import CachingAllocator
 from memlab.caching_allocator.compare import compare
 from memlab.caching_allocator.device import Device
 from memlab.caching_allocator.expandable_segments import ExpandableAllocator
-from memlab.caching_allocator.snapshot import Event, Snapshot, read_snapshot, record_snapshot
+from memlab.caching_allocator.pickles import read_snapshot
+from memlab.caching_allocator.records import Event
+from memlab.caching_allocator.snapshot import Snapshot, record_snapshot
 from memlab.caching_allocator.start import resume, segments_at_start
 from memlab.units import GiB, KiB, MiB
 

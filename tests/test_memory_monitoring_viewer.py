@@ -13,7 +13,8 @@ from torch.cuda import _memory_viz
 from memlab.book.workloads import GPT, LSTM
 from memlab.caching_allocator import FREE, CachingAllocator, ExpandableAllocator, MaxSplitAllocator, requests
 from memlab.caching_allocator.compare import compare
-from memlab.caching_allocator.snapshot import Snapshot, read_snapshot
+from memlab.caching_allocator.pickles import read_snapshot
+from memlab.caching_allocator.snapshot import Snapshot
 from memlab.memory_monitoring.viewer import as_snapshot, save_snapshot
 from memlab.memory_timeline import Meter, Timeline, imagine
 from memlab.units import MiB

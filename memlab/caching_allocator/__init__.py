@@ -2,8 +2,11 @@
 
 Read the pages in this order: `trace` (what a program asks for), `blocks` and `device` (what there is to hand out),
 `allocator` (the rules), `max_split_size` and `expandable_segments` (two ways to change them), `managers`,
-`size_classes` and `static_plan` (other ways), `oom` (the message, word by word), `snapshot`, `pickles`, `start` and
-`compare` (what a real GPU did), and `pluggable` (an allocator of your own under PyTorch).
+`size_classes` and `static_plan` (other ways), and `oom` (the message, word by word).
+
+What a real GPU did: `records` and `snapshot` (what is recorded), `pickles` and `dumps` (PyTorch's own files), `start`
+(what was there before), `recorded_device`, `settings` and `compare` (the model's decisions beside the real ones). And
+`pluggable` (an allocator of your own under PyTorch).
 """
 
 from memlab.caching_allocator.allocator import CachingAllocator, OutOfMemory

@@ -19,19 +19,16 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import accumulate, groupby, takewhile
 
 from memlab.caching_allocator.allocator import CachingAllocator, OutOfMemory
-from memlab.caching_allocator.device import Device
-from memlab.caching_allocator.expandable_segments import ExpandableAllocator
-from memlab.caching_allocator.max_split_size import MaxSplitAllocator
-from memlab.caching_allocator.snapshot import DeviceRecord, Event, Snapshot
+from memlab.caching_allocator.recorded_device import GIVES, TAKES, RecordedDevice
+from memlab.caching_allocator.records import DeviceRecord, Event
+from memlab.caching_allocator.settings import model_for, notes_on, oversize_bytes
+from memlab.caching_allocator.snapshot import Snapshot
 from memlab.caching_allocator.start import resume, segments_at_start
 from memlab.units import format_bytes
 
-TAKES, GIVES = ("segment_alloc", "segment_map"), ("segment_free", "segment_unmap")
-NOWHERE = 2**60  # where segments lie that only the model asked for
 MOST_DIFFERENCES = 20
 
 
@@ -99,60 +96,9 @@ def compare(
     if device not in numbers:
         raise ValueError(f"expected the number of a GPU with recorded events, one of {numbers}; found {device}")
     record = snapshot.devices[device]
-    oversize = _oversize_bytes(snapshot)
-    replay = _Replay(allocator or _model_for(snapshot, record, oversize), record, oversize)
-    replay.comparison.notes += _notes(snapshot, record)
+    replay = _Replay(allocator or model_for(snapshot, record), record, oversize_bytes(snapshot))
+    replay.comparison.notes += notes_on(snapshot, record)
     return replay.run()
-
-
-class _RecordedDevice(Device):
-    """A GPU that says what the recorded one said: this address for a segment of this size, and when it was full.
-
-    `script` are the segment events of the question at hand that are still to come. It was full when the next thing
-    that happened there was a release, and after the last when the request was refused.
-    """
-
-    def __init__(self):
-        super().__init__()
-        self.script: deque[Event] = deque()
-        self.refuses = False
-        self.was_full: Callable[[], None] = lambda: None
-        self.peak_bytes, self._invented = 0, NOWHERE
-
-    def take(self, nbytes: int) -> int | None:
-        address = self._address("segment_alloc", nbytes)
-        return address if self.map(nbytes) else None
-
-    def give_back(self, address: int, nbytes: int) -> None:
-        self.unmap(nbytes)
-
-    def map(self, nbytes: int) -> bool:
-        if self.script[0].action in GIVES if self.script else self.refuses:
-            self.was_full()
-            return False
-        if self.script:
-            self.script.popleft()
-        self.used_bytes += nbytes
-        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
-        return True
-
-    def unmap(self, nbytes: int) -> None:
-        self.used_bytes -= nbytes
-        if self.script and self.script[0].action in GIVES:
-            self.script.popleft()
-
-    def reserve(self, nbytes: int) -> int:
-        return self._address("segment_map", None)
-
-    def release(self, address: int, nbytes: int) -> None:
-        pass
-
-    def _address(self, action: str, nbytes: int | None) -> int:
-        for event in self.script:
-            if event.action == action and nbytes in (None, event.size):
-                return event.address
-        self._invented += 2**44
-        return self._invented
 
 
 class _Replay:
@@ -160,7 +106,7 @@ class _Replay:
 
     def __init__(self, make: Callable[..., CachingAllocator], record: DeviceRecord, oversize: int | None):
         self.make, self.record, self.oversize = make, record, oversize
-        self.device = _RecordedDevice()
+        self.device = RecordedDevice()
         self.device.was_full = self.empty_others
         self.models: dict[tuple[int, int], CachingAllocator] = {}
         self.asking = 0, 0
@@ -296,40 +242,3 @@ def _told(did: list[tuple[str, int, int]], refused: bool) -> str:
     if refused:
         parts.append("refused")
     return ", then ".join(parts) or "needed no segment"
-
-
-# ---- which model, and what it leaves out
-
-
-def _oversize_bytes(snapshot: Snapshot) -> int | None:
-    found = snapshot.settings.get("max_split_size", -1)
-    return found if type(found) is int and 0 < found < 2**62 else None
-
-
-def _model_for(snapshot: Snapshot, record: DeviceRecord, oversize: int | None) -> Callable[..., CachingAllocator]:
-    if _is_expandable(snapshot, record):
-        return partial(ExpandableAllocator, snapshot.capacity_bytes)
-    return CachingAllocator if oversize is None else partial(MaxSplitAllocator, oversize)
-
-
-def _is_expandable(snapshot: Snapshot, record: DeviceRecord) -> bool:
-    grown = any(event.action in ("segment_map", "segment_unmap") for event in record.events)
-    return grown or snapshot.settings.get("expandable_segments") is True or any(s.expandable for s in record.segments)
-
-
-def _notes(snapshot: Snapshot, record: DeviceRecord) -> list[str]:
-    settings, notes = snapshot.settings, []
-    divisions = settings.get("roundup_power2_divisions")
-    if isinstance(divisions, dict) and any(number > 1 for number in divisions.values()):
-        notes.append("recorded with roundup_power2_divisions, which the model does not have: other sizes are expected")
-    if settings.get("garbage_collection_threshold", 0) not in (0, 0.0):
-        notes.append("recorded with garbage_collection_threshold, which the model does not have")
-    conf = str(settings.get("PYTORCH_ALLOC_CONF") or settings.get("PYTORCH_CUDA_ALLOC_CONF") or "")
-    for name in ("large_segment_size_mb", "max_non_split_rounding_mb"):
-        if name in conf:
-            notes.append(f"recorded with {name}, for which the model has 20 MiB: other segments are expected")
-    if _is_expandable(snapshot, record) and _oversize_bytes(snapshot):
-        notes.append("recorded with expandable segments and max_split_size; the model has the first alone")
-    if any(event.pool for event in record.events):
-        notes.append("private pools (CUDA graphs, MemPool) are replayed by a model each")
-    return notes

@@ -10,7 +10,6 @@ a GPU.
     snapshot = Snapshot.of(read_snapshot("dump.pickle"))   a file of torch.cuda.memory._dump_snapshot, parsed, not run
     snapshot.save("h100.json"); Snapshot.load("h100.json")
 
-What is kept names no file and no person: stack traces are dropped, and streams, which are pointers, are numbered.
 Source: the docstring of `torch.cuda.memory._snapshot`, PyTorch 2.11 to 2.15.
 """
 
@@ -19,78 +18,26 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
-from memlab.caching_allocator.pickles import read_snapshot
+from memlab.caching_allocator.dumps import records_of
+from memlab.caching_allocator.records import (
+    ACTIONS,
+    MOST_BYTES,
+    STATES,
+    Block,
+    DeviceRecord,
+    Event,
+    Segment,
+    check_record,
+    expect,
+    natural,
+)
 from memlab.memory_timeline.documents import Kind, typed
 
-__all__ = ["Block", "DeviceRecord", "Event", "Segment", "Snapshot", "read_snapshot", "record_snapshot"]
-
 FILE = Kind("a snapshot", "memlab-snapshot", version=1)
-ACTIONS = ("alloc", "free_requested", "free_completed", "segment_alloc", "segment_free", "segment_map")
-ACTIONS += ("segment_unmap", "oom", "snapshot")
-PASSED_OVER = ("user_defined", "annotate")  # a program's own remarks between the events, and on an allocation
-STATES = ("active_allocated", "active_pending_free", "inactive")
-POOLS = ("small", "large")
-MOST_DEVICES = 64
-MOST_STREAMS = 1000  # and pools: each has a model of its own
 MOST_SETTINGS, MOST_CHARACTERS = 100, 1000
-MOST_BYTES = 2**48  # of any size in a snapshot; addresses have 64 bits
-
-
-class Event(NamedTuple):
-    """One line of the allocator's history. `size` is what was requested, of a segment what was taken or given back.
-
-    stream: 0 is CUDA's default, others are numbered as they come. pool: 0 is the usual one, others are private (CUDA
-    graphs, MemPool). address: of an oom, instead, the bytes that the GPU had free.
-    """
-
-    action: str
-    address: int
-    size: int
-    stream: int = 0
-    pool: int = 0
-
-
-class Block(NamedTuple):
-    """A block of a segment: its bytes, how many of them were requested, and "inactive" when it is free."""
-
-    size: int
-    requested: int
-    state: str
-
-
-class Segment(NamedTuple):
-    """A segment at the snapshot's end, with its blocks by address; kind is "small" or "large"."""
-
-    address: int
-    size: int
-    stream: int
-    pool: int
-    kind: str
-    expandable: bool
-    blocks: tuple[Block, ...]
-
-
-class DeviceRecord(NamedTuple):
-    """What one GPU's allocator did (`events`), held at the end (`segments`), and held `before`, where that is known."""
-
-    events: tuple[Event, ...]
-    segments: tuple[Segment, ...]
-    before: tuple[Segment, ...] | None = None
-
-    @property
-    def reserved_bytes(self) -> int:
-        """Of all segments at the end of the recording."""
-        return sum(segment.size for segment in self.segments)
-
-    @property
-    def allocated_bytes(self) -> int:
-        """Of all blocks in use at the end of the recording."""
-        blocks = (block for segment in self.segments for block in segment.blocks)
-        return sum(block.size for block in blocks if block.state == "active_allocated")
 
 
 @dataclass(frozen=True)
@@ -123,17 +70,9 @@ class Snapshot:
         Raises ValueError for a dump that lacks something, or has something of another type, and says where.
         """
         try:
-            streams, pools = {0: 0}, {(0, 0): 0}
-            segments = _segments_of(dump, streams, pools)
-            held = {} if before is None else _segments_of(before, streams, pools)
-            traces = [_a(list, trace, "device_traces") for trace in _a(list, dump["device_traces"], "device_traces")]
-            devices = []
-            for number in range(max([len(traces), *(n + 1 for n in segments | held)], default=0)):
-                mine, mine_before = segments.get(number, ()), held.get(number, ())
-                events = _events_of(traces[number] if number < len(traces) else [], mine, streams, pools)
-                devices.append(DeviceRecord(tuple(events), mine, None if before is None else mine_before))
+            devices = records_of(dump, before)
             settings = {k: v for k, v in dump.get("allocator_settings", {}).items() if _is_setting(v)}
-            snapshot = cls(tuple(devices), settings, torch, device, capacity_bytes)
+            snapshot = cls(devices, settings, torch, device, capacity_bytes)
             _check(snapshot)
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             told = f"no {error}" if type(error) is KeyError else error
@@ -169,9 +108,9 @@ class Snapshot:
     def _from(cls, document: dict) -> Snapshot:
         actions = typed((str,) * len(document["actions"]), document["actions"])
         devices = []
-        for record in _a(list, document["devices"], "devices"):
-            rows = [typed((int, int, int, int, int), row) for row in _a(list, record["events"], "events")]
-            events = [Event(actions[_natural(action)], *more) for action, *more in rows]
+        for record in expect(list, document["devices"], "devices"):
+            rows = [typed((int, int, int, int, int), row) for row in expect(list, record["events"], "events")]
+            events = [Event(actions[natural(action)], *more) for action, *more in rows]
             before = None if record["before"] is None else _segments_from(record["before"])
             devices.append(DeviceRecord(tuple(events), _segments_from(record["segments"]), before))
         known = [document[name] for name in ("settings", "torch", "device", "capacity_bytes")]
@@ -220,52 +159,6 @@ def record_snapshot(step: Callable[[], object], *, max_entries: int = 1_000_000)
     )
 
 
-# ---- PyTorch's rows into ours
-
-
-def _segments_of(dump: dict, streams: dict[int, int], pools: dict[tuple, int]) -> dict[int, tuple[Segment, ...]]:
-    """The segments of each GPU, by address."""
-    found: dict[int, list[Segment]] = {}
-    for row in _a(list, dump["segments"], "segments"):
-        found.setdefault(_natural(row.get("device", 0), MOST_DEVICES), []).append(_segment_of(row, streams, pools))
-    return {number: tuple(sorted(segments)) for number, segments in found.items()}
-
-
-def _segment_of(row: dict, streams: dict[int, int], pools: dict[tuple, int]) -> Segment:
-    blocks = [
-        Block(block["size"], block.get("requested_size", block["size"]), block["state"].replace("awaiting", "pending"))
-        for block in _a(list, row["blocks"], "blocks")
-    ]
-    return Segment(
-        _a(int, row["address"], "address"),
-        row["total_size"],
-        _numbered(streams, row["stream"]),
-        _numbered(pools, tuple(row.get("segment_pool_id", (0, 0)))),
-        row["segment_type"],
-        row.get("is_expandable", False),
-        tuple(blocks),
-    )
-
-
-def _events_of(trace: list[dict], segments: tuple[Segment, ...], streams: dict[int, int], pools: dict[tuple, int]):
-    private = [segment for segment in segments if segment.pool]  # where the events do not say it themselves
-    for row in trace:
-        action = row["action"]
-        if action in PASSED_OVER:
-            continue
-        address = row["device_free" if action == "oom" else "addr"]
-        pool = 0
-        if "pool_id" in row:
-            pool = _numbered(pools, tuple(row["pool_id"]))
-        elif action != "oom":
-            pool = next((s.pool for s in private if s.address <= address < s.address + s.size), 0)
-        yield Event(action, address, row["size"], _numbered(streams, row["stream"]), pool)
-
-
-def _numbered(numbers: dict, name: object) -> int:
-    return numbers.setdefault(name, len(numbers))
-
-
 # ---- segments in a file
 
 
@@ -275,10 +168,10 @@ def _rows_of(segments: tuple[Segment, ...]) -> list[list]:
 
 def _segments_from(rows: list[list]) -> tuple[Segment, ...]:
     segments = []
-    for row in _a(list, rows, "segments"):
+    for row in expect(list, rows, "segments"):
         *fields, blocks = typed((int, int, int, int, str, bool, list), row)
         blocks = [typed((int, int, int), block) for block in blocks]
-        blocks = [Block(size, requested, STATES[_natural(state)]) for size, requested, state in blocks]
+        blocks = [Block(size, requested, STATES[natural(state)]) for size, requested, state in blocks]
         segments.append(Segment(*fields, tuple(blocks)))
     return tuple(segments)
 
@@ -289,45 +182,12 @@ def _segments_from(rows: list[list]) -> tuple[Segment, ...]:
 def _check(snapshot: Snapshot) -> None:
     typed((str, str), [snapshot.torch, snapshot.device])
     if snapshot.capacity_bytes is not None:
-        _natural(snapshot.capacity_bytes, MOST_BYTES)
-    for name, value in _a(dict, snapshot.settings, "settings").items():
+        natural(snapshot.capacity_bytes, MOST_BYTES)
+    for name, value in expect(dict, snapshot.settings, "settings").items():
         if not _is_setting(value):
             raise TypeError(f"setting {name!r} as {str(value)[:60]}")
     for record in snapshot.devices:
-        for event in record.events:
-            if event.action not in ACTIONS:
-                raise ValueError(f"an unknown action {str(event.action)[:60]!r}")
-            _natural(event.address, 2**64)
-            _natural(event.size, MOST_BYTES)
-            _natural(event.stream, MOST_STREAMS), _natural(event.pool, MOST_STREAMS)
-        for segments in (record.segments, record.before or ()):
-            _check_segments(segments)
-
-
-def _check_segments(segments: tuple[Segment, ...]) -> None:
-    end = 0
-    for segment in segments:
-        _natural(segment.address, 2**64), _natural(segment.stream), _natural(segment.pool)
-        _a(bool, segment.expandable, "is_expandable")
-        if segment.kind not in POOLS or any(block.state not in STATES for block in segment.blocks):
-            raise ValueError(f"segment {segment.address:#x} or its blocks of an unknown kind or state")
-        for block in segment.blocks:
-            _natural(block.size, MOST_BYTES), _natural(block.requested, MOST_BYTES)
-        if segment.address < end or segment.size != sum(block.size for block in segment.blocks):
-            raise ValueError(f"segment {segment.address:#x} in another one, or with blocks of another total")
-        end = segment.address + segment.size
-
-
-def _a(kind: type, value: object, what: str):
-    if type(value) is not kind:
-        raise TypeError(f"{what} as {type(value).__name__}, expected {kind.__name__}")
-    return value
-
-
-def _natural(number: int, most: int = 2**31) -> int:
-    if type(number) is not int or not 0 <= number < most:
-        raise ValueError(f"expected a whole number from 0 to below {most}, found {str(number)[:60]}")
-    return number
+        check_record(record)
 
 
 def _is_setting(value: object) -> bool:

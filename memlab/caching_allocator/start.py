@@ -27,8 +27,8 @@ from memlab.caching_allocator.allocator import (
 from memlab.caching_allocator.blocks import IN_USE, UNMAPPED, Block, Pool, cut
 from memlab.caching_allocator.device import whole_pages
 from memlab.caching_allocator.expandable_segments import UNLIMITED_BYTES
-from memlab.caching_allocator.snapshot import Block as BlockRecord
-from memlab.caching_allocator.snapshot import DeviceRecord, Segment
+from memlab.caching_allocator.records import Block as BlockRecord
+from memlab.caching_allocator.records import DeviceRecord, Segment
 
 
 def segments_at_start(record: DeviceRecord, oversize_bytes: int | None = None) -> list[Segment]:
