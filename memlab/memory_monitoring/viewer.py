@@ -18,15 +18,13 @@ Source: the docstring of `torch.cuda.memory._snapshot`, PyTorch 2.11 to 2.15.
 
 from __future__ import annotations
 
-import os
 import pickle
 from pathlib import Path
 
 from memlab.caching_allocator import CachingAllocator, ExpandableAllocator, MaxSplitAllocator, OutOfMemory
 from memlab.caching_allocator.blocks import Block
 from memlab.memory_timeline import Storage, Timeline
-
-__all__ = ["as_snapshot", "save_snapshot"]
+from memlab.memory_timeline.documents import draft_of
 
 
 def as_snapshot(timeline: Timeline, allocator: CachingAllocator | None = None) -> dict:
@@ -72,13 +70,9 @@ def save_snapshot(timeline: Timeline, path: str | Path, allocator: CachingAlloca
 
     Raises ValueError as `as_snapshot` does, OSError where nothing can be written.
     """
-    raw, path = pickle.dumps(as_snapshot(timeline, allocator), protocol=4), Path(path)
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    try:
-        partial.write_bytes(raw)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    raw = pickle.dumps(as_snapshot(timeline, allocator), protocol=4)
+    with draft_of(path) as draft:
+        draft.write_bytes(raw)
 
 
 class _History:

@@ -6,10 +6,11 @@ exact type that was written. Whatever is wrong with a file ends in one ValueErro
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -30,15 +31,8 @@ class Kind(NamedTuple):
         """
         document = {"format": self.format, "version": self.version, **content}
         text = json.dumps(document, separators=(",", ":"), allow_nan=False)
-        path = Path(path)
-        scratch = path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")
-        try:
-            with open(scratch, "x", encoding="utf-8") as file:
-                file.write(text + "\n")
-            os.replace(scratch, path)
-        except BaseException:
-            scratch.unlink(missing_ok=True)
-            raise
+        with draft_of(path) as draft, open(draft, "x", encoding="utf-8") as file:
+            file.write(text + "\n")
 
     def load(self, path: str | Path, build: Callable[[dict], Record]) -> Record:
         """What `build` makes of a saved file's document. Raises ValueError, in one sentence, for any other file.
@@ -62,6 +56,20 @@ class Kind(NamedTuple):
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             what = self.what.partition(" ")[2]
             raise ValueError(f"{path}: expected a complete {what}, found one that is damaged ({error!r})") from None
+
+
+@contextlib.contextmanager
+def draft_of(path: str | Path) -> Iterator[Path]:
+    """A name for a file beside `path`, which takes its place when the block has ended well; else nothing is left.
+
+    The name is no other draft's, so two who write to one path at a time both write whole files, and the last one stays.
+    """
+    draft = Path(path).with_name(f"{Path(path).name}.{secrets.token_hex(4)}.part")
+    try:
+        yield draft
+        os.replace(draft, path)
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 def typed(kinds: tuple[type, ...], row: list) -> list:
