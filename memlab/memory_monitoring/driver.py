@@ -103,7 +103,8 @@ class NVML:
 class CUDA:
     """A GPU by `torch.cuda.mem_get_info`, where this process uses it already: it would make a context there otherwise.
 
-    gpu: PyTorch's index. Raises NoAnswer where the way is not open. Shares are not told.
+    gpu: PyTorch's index. Raises NoAnswer where the way is not open, ValueError for a GPU that is not there. Shares are
+    not told.
     """
 
     uuid = ""
@@ -121,7 +122,7 @@ class CUDA:
         self._gpu = gpu
 
     def usage(self) -> Usage:
-        """Bytes in use, what the driver keeps for itself left out of both."""
+        """Bytes in use, what the driver keeps for itself left out of both. Raises Gone where CUDA answers no more."""
         try:
             free, total = torch.cuda.mem_get_info(self._gpu)
         except RuntimeError as error:
@@ -139,7 +140,7 @@ class NvidiaSMI:
         self.uuid = visible_uuid(gpu, self.gpus()) if isinstance(gpu, int) else gpu
 
     def usage(self) -> Usage:
-        """Bytes in use, as its table shows them."""
+        """Bytes in use, as its table shows them. Raises Gone for a GPU it no longer lists, NoAnswer without figures."""
         rows = [row[1:] for row in _smi("--query-gpu=uuid,memory.used,memory.free") if row[0] == self.uuid]
         if not rows:
             raise Gone(f"nvidia-smi no longer lists {self.uuid}")

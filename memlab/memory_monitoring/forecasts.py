@@ -70,10 +70,10 @@ class Forecast(NamedTuple):
 class Forecaster:
     """Forecasts of one history after every step, cheaply: growth is sought again only every so many steps.
 
-    That is after each 32nd part of the steps, and after LOOK_AGAIN at most: at step `due_at`. history: being appended
-    to elsewhere.
-    patience: see this page's top. Raises TypeError for a budget that is no int, ValueError for one below 1 and for a
-    negative patience.
+    That is after each 32nd part of the steps, and after LOOK_AGAIN at most: at step `due_at`.
+
+    history: being appended to elsewhere. patience: see this page's top.
+    Raises TypeError for a budget that is no int, ValueError for one below 1 and for a negative patience.
     """
 
     def __init__(self, history: StepHistory, budget_bytes: int, patience: float = PATIENCE):

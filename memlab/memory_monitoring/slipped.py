@@ -20,7 +20,10 @@ def modes_now() -> list[TorchDispatchMode]:
 
 
 class Slipped(TorchDispatchMode):
-    """Entered above the first of the modes `around` it that still stand, and below all others."""
+    """Entered above the first of the modes `around` it that still stand, and below all others.
+
+    Entering it raises RuntimeError below a mode that PyTorch keeps at the bottom, such as that of fake tensors.
+    """
 
     around: Sequence[TorchDispatchMode] = ()
 
