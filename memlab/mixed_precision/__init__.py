@@ -1,8 +1,10 @@
 """Mixed precision: train in 16 bits to the same answer.
 
-formats: what a number is, bit by bit, and what a format loses. loss_scaler: keeps small gradients from FP16's floor.
-nonfinite: names the first op that made a nan or inf. master_weights: FP32 copies that small updates add up in.
-stochastic_rounding: the same without copies. Sources: Micikevicius et al. 2018; Kalamkar et al. 2019.
+Read the pages in this order: `formats` (what a number is, bit by bit, and what a format loses), `loss_scaler` (keeps
+small gradients from FP16's floor), `looking` and `nonfinite` (which op made the first nan or inf), `master_weights`
+(FP32 copies that small updates add up in) and `stochastic_rounding` (the same without copies).
+
+Sources: Micikevicius et al. 2018; Kalamkar et al. 2019.
 """
 
 from memlab.mixed_precision.formats import FORMATS, Bits, Format, bits, fates, round_to

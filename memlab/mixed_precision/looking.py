@@ -49,7 +49,10 @@ def numbers_of(tensor: Tensor) -> Tensor:
 
 
 def floats_in(values: object) -> Iterator[Tensor | float]:
-    """The floating-point tensors and scalars among an op's arguments or results, lists opened."""
+    """The floating-point tensors and scalars among an op's arguments or results, lists opened.
+
+    Raises NotImplementedError for a nested tensor.
+    """
     if isinstance(values, Tensor):
         if values.is_nested:
             raise NotImplementedError(

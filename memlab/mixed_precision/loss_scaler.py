@@ -87,7 +87,10 @@ class LossScaler:
         self._latest = WeakKeyDictionary()  # optimizer → found_inf of its latest step; None: unscaled and not stepped
 
     def scale(self, outputs):
-        """S · loss. outputs: a floating-point tensor, or lists, tuples, dicts or an iterator of them: the same back."""
+        """S · loss. outputs: a floating-point tensor, or lists, tuples, dicts or an iterator of them: the same back.
+
+        Raises TypeError for anything else.
+        """
         if not self._enabled:
             return outputs
         if isinstance(outputs, Tensor):
@@ -182,7 +185,10 @@ class LossScaler:
             self._bad_loss = torch.zeros_like(self._bad_loss)
 
     def skipped(self, optimizer) -> bool:
-        """Whether its latest step was skipped, by step() or by you, who unscaled and didn't step. Waits for the GPU."""
+        """Whether its latest step was skipped, by step() or by you, who unscaled and didn't step. Waits for the GPU.
+
+        Raises RuntimeError for an optimizer that was never given to step() or unscale_().
+        """
         if self._enabled and optimizer not in self._latest:
             raise RuntimeError("expected an optimizer that was given to scaler.step(), found one that never was")
         return self._enabled and ((found_inf := self._latest[optimizer]) is None or bool(found_inf.item()))

@@ -87,8 +87,9 @@ def first_nonfinite(fn: Callable, *args, **kwargs) -> NonFinite | None:
     The run is a real one: gradients are added to, an optimizer in it steps, random numbers are drawn. So to replay a
     step that failed, first put weights, gradients and seed back as they were before it. The looking itself changes
     nothing and draws no numbers; it reads every result, waits for the GPU at every op, and takes several times as
-    long as the step. What fn raises passes through. Raises
-    NotImplementedError for tensors that hide their numbers (nested, mkldnn).
+    long as the step.
+
+    What fn raises passes through. Raises NotImplementedError for tensors that hide their numbers (nested, mkldnn).
     """
     watch = _Watch({f"argument {name}": value for name, value in [*enumerate(args), *kwargs.items()]})
     with watch:
