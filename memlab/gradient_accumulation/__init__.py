@@ -1,8 +1,9 @@
 """Gradient accumulation: big batches in small memory, and batches cut by tokens instead of by examples.
 
-accumulate: the gradients of a large batch from micro-batches, exactly. batch_norm: running statistics that move once a
-step. token_batches: a budget of tokens instead of a number of examples. packing: several documents in a row.
-batch_size: the largest batch that fits, predicted, then proved.
+Read the pages in this order: `reductions` (is a loss a sum or a mean?) and `accumulate` (the gradients of a large batch
+from micro-batches, exactly), `batch_norm` (running statistics that move once a step), `token_batches` (a budget of
+tokens instead of a number of examples), `packing` (several documents in a row) and `batch_size` (the largest batch that
+fits, predicted, then proved).
 """
 
 from memlab.gradient_accumulation.accumulate import accumulate, examples, groups, labels

@@ -173,7 +173,10 @@ def no_sync_of(model) -> Callable:
 
 
 def listed(micro_batches: Iterable) -> list:
-    """The micro-batches as a list. Raises if there are none, or if they lie on different devices."""
+    """The micro-batches as a list.
+
+    Raises TypeError for a single one, ValueError if there are none, or if they lie on different devices.
+    """
     if isinstance(micro_batches, (Tensor, Mapping, str)):
         kind = type(micro_batches).__name__
         raise TypeError(f"expected micro-batches, in a list; found one {kind}; x.split(rows) makes micro-batches of x")

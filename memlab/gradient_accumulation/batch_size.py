@@ -218,7 +218,10 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 def largest_predicted(predict: Callable[[int], int], budget_bytes: int, least: int, most: int) -> int:
-    """The largest size from `least` to `most` whose predicted bytes fit, by bisection; least - 1 if none does."""
+    """The largest size from `least` to `most` whose predicted bytes fit, by bisection; least - 1 if none does.
+
+    Raises TypeError for a prediction that is no number.
+    """
     fits, fails = least - 1, most + 1
     while fails - fits > 1:
         size = (fits + fails) // 2

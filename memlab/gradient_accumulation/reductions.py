@@ -43,7 +43,10 @@ def reduction_of(loss: Tensor) -> str | None:
 
 
 def refuse(loss: Any, part, reduction: str) -> None:
-    """Raise unless the loss is a scalar with a gradient, and not the other reduction than the one asked for."""
+    """Raise TypeError for a loss that is no scalar with a gradient, ValueError for the other reduction than asked for.
+
+    part: how many examples or labels the loss is of; a mean over none is refused, too.
+    """
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
         kind = f"{loss.dtype} of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         without = ", without a gradient" if isinstance(loss, Tensor) and not loss.requires_grad else ""
