@@ -116,10 +116,11 @@ class Chain:
         return len(self.stages)
 
     def check(self, layers: Sequence[Callable], x: Tensor) -> None:
-        """Raises ValueError when it was measured for other stages, another input, or in another setting.
+        """Raise ValueError when it was measured for other stages, another input, or in another setting.
 
         Compared are the number of stages and the `Signature`. Of a stage that is a function no flags can be seen: what
         it calls must be as it was. Nor are modules or values compared: other weights have the same bytes.
+        Raises TypeError for an x that is no tensor.
         """
         if len(layers) != len(self):
             raise ValueError(f"expected the {len(self)} stages that were measured, found {len(layers)}; measure again")
