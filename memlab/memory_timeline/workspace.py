@@ -30,7 +30,10 @@ class Block:
 
 
 class CPULog:
-    """Runs ops between markers in torch's profiler, then rewrites the history's changes from the allocator's log."""
+    """Runs ops between markers in torch's profiler, then rewrites the history's changes from the allocator's log.
+
+    Raises RuntimeError where it is entered within another profiler.
+    """
 
     def __init__(self, history: History):
         self._history = history

@@ -32,6 +32,8 @@ class Record:
 def choose(records: Sequence[Record], budget_bytes: int) -> set[int]:
     """Which to send: by idle seconds × bytes, the largest first, each that still fits.
 
+    (`schedule.chosen` takes a policy's order up to the first that does not fit: a plan, where this is a knapsack.)
+
     >>> long, large, small = Record(10, 0.0, 9.0), Record(80, 1.0, 8.0), Record(20, 2.0, 7.0)
     >>> choose([long, large, small], 100)
     {1, 2}

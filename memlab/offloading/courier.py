@@ -25,8 +25,8 @@ from memlab.offloading.slab import pinned_bytes
 class Courier:
     """Two threads, each with a stream of its own on a GPU. A context manager; the threads end with it.
 
-    On a GPU they begin when the computation has come to
-    where they were asked (an event), and end when the copy has; so whoever waits for them need not think of streams.
+    On a GPU they begin when the computation has come to where they were asked (an event), and end when the copy has; so
+    whoever waits for them need not think of streams.
     """
 
     def __init__(self, device: torch.device, imagined: bool):

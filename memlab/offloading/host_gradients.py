@@ -58,7 +58,11 @@ class HostGradients:
 
     @torch.no_grad()
     def take(self, p: Tensor) -> None:
-        """Move a gradient to the host, and add it to what is there. Raises TypeError for a sparse one."""
+        """Move a gradient to the host, and add it to what is there.
+
+        Raises TypeError for a sparse one; RuntimeError if there is none, or if those before it are clipped
+        and not stepped.
+        """
         if p.grad is None:
             raise RuntimeError(
                 "expected a gradient, found that another optimizer with gradients=True has taken it; close() that one"
@@ -92,7 +96,10 @@ class HostGradients:
     def clip_norm(
         self, params: Iterable[Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool
     ) -> Tensor:
-        """The norm of these parameters' gradients, in FP32; what makes it at most max_norm is left to the step."""
+        """The norm of these parameters' gradients, () in FP32; what makes it at most max_norm is left to the step.
+
+        Raises RuntimeError with `error_if_nonfinite`, if it is inf or nan.
+        """
         norm = functools.partial(torch.linalg.vector_norm, ord=norm_type, dtype=torch.float32)
         with main_memory():
             norms = [norm(self.loaded(p)) for p in params if p in self.held and p.numel()]

@@ -12,8 +12,8 @@ bytes makes it prefer what is large to what is early. Of layers that are alike b
 costs time more often than it saves any. It pays where lifetimes do not nest, as in a step with several losses, whose
 first come first and are needed at once, and now and then where a transfer has a price of its own, latency.
 
-Peng et al. 2020 (Capuchin) take what the transfers leave of
-the idle time; Huang et al. 2020 (SwapAdvisor) search for a schedule; vDNN (Rhu et al. 2016) is first come.
+Peng et al. 2020 (Capuchin) take what the transfers leave of the idle time; Huang et al. 2020 (SwapAdvisor) search for a
+schedule; vDNN (Rhu et al. 2016) is first come.
 """
 
 from __future__ import annotations
@@ -43,7 +43,10 @@ def ordered(tensors: Sequence[Held], policy: str) -> list[int]:
 
 
 def chosen(tensors: Sequence[Held], policy: str, send_bytes: float) -> list[int]:
-    """The first of a policy's order, as many as `send_bytes` allow."""
+    """The first of a policy's order, as many as `send_bytes` allow: the order ends at the first that does not fit.
+
+    (`choice.choose`, which a swap asks while it runs, skips that one and goes on with those that still fit.)
+    """
     order = ordered(tensors, policy)
     sums = itertools.accumulate(tensors[i].nbytes for i in order)
     return [i for i, nbytes in zip(order, sums, strict=True) if nbytes <= send_bytes]
@@ -63,7 +66,7 @@ def plan_sends(
 def best_sends(
     tensors: Sequence[Held], limit_bytes: int, bytes_per_second: float, **options
 ) -> tuple[list[int], Run] | None:
-    """The same over every set that there is, of 14 tensors that may leave at most (16,384 sets). Raises ValueError."""
+    """The same over every set that there is, 16,384 of 14 tensors. Raises ValueError if more than 14 may leave."""
     may = ordered(tensors, "first come")
     if len(may) > 14:
         raise ValueError(f"expected at most 14 tensors that may leave, found {len(may)}; plan_sends() takes any number")

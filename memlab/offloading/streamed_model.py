@@ -20,7 +20,10 @@ from memlab.offloading.residency import Residency, StreamedLayer
 
 
 def parts_of(model: nn.Module, layers: Iterable[nn.Module]) -> list[tuple[nn.Module, list[nn.Parameter]]]:
-    """Each layer with the parameters that can be streamed: of plain tensors, whose memory is theirs alone."""
+    """Each layer with the parameters that can be streamed: of plain tensors, whose memory is theirs alone.
+
+    Raises ValueError for a layer that is not in the model or contains another, and if there is nothing to stream.
+    """
     layers, modules = list(dict.fromkeys(layers)), set(model.modules())
     for layer in layers:
         if layer not in modules:
@@ -128,10 +131,11 @@ def as_at_home(layer: StreamedLayer, module: nn.Module, state_dict: dict, prefix
 
 
 def before_loading(layer: StreamedLayer, residency: Residency, _module, _state_dict, _prefix, metadata, *_) -> None:
-    """Weights are loaded into the layer on the device …"""
+    """Weights are loaded into the layer on the device … Raises RuntimeError for `assign=True`."""
     if metadata.get("assign_to_params_buffers"):
         raise RuntimeError(
-            "expected load_state_dict without assign=True, which would end the streaming of these weights"
+            "expected load_state_dict without assign=True, which would end the streaming of these weights; "
+            "leave it out, or load before the block"
         )
     residency.need(layer, "loading")
 
@@ -143,7 +147,7 @@ def after_loading(layer: StreamedLayer, courier: Courier, *_) -> None:
 
 
 def refuse_conversion(*_, **__) -> None:
-    """In place of a module's `to`, `half` and the like, and of a copy of it, whose weights would be empty."""
+    """Raise RuntimeError: in place of `to`, `half` and the like, and of a copy, whose weights would be empty."""
     raise RuntimeError(
         "expected a model that stays as it is while its weights are streamed; convert or copy it before the block"
     )

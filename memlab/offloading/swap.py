@@ -88,7 +88,10 @@ def swap_activations(
 
 
 class Swap:
-    """What `swap_activations` returns: a context manager that can be entered for each forward, one after the other."""
+    """What `swap_activations` returns: a context manager that can be entered for each forward, one after the other.
+
+    Raises RuntimeError where it is entered within itself.
+    """
 
     def __init__(self, folder: Path | None, prefetch: int | str, min_bytes: int, budget_bytes: float, ram_bytes: int):
         self.folder, self.prefetch, self.min_bytes = folder, prefetch, min_bytes

@@ -6,9 +6,9 @@
     backward              − what was saved, − that gradient, + the gradient of the input, to be sent
 
 What is sent is held until the rank's next computation is through (or until that begins, if it is the backward of what
-was sent: its gradient says that it has arrived). So a schedule decides the peak by two things: how
-many micro-batches are in flight, and how many messages lie there, come too soon or not yet gone. While a computation
-runs, a rank holds more than before and after; how much, one micro-batch shows (`StageCost`).
+was sent: its gradient says that it has arrived). So a schedule decides the peak by two things: how many micro-batches
+are in flight, and how many messages lie there, come too soon or not yet gone. While a computation runs, a rank holds
+more than before and after; how much, one micro-batch shows (`StageCost`).
 
 At storages level, as the meter counts. If neighbouring stages are on one rank, a tensor that both save counts twice.
 """
