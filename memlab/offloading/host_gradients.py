@@ -19,9 +19,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from memlab.memory_timeline import in_main_memory, main_memory
-from memlab.offloading.host_link import Link, Links
+from memlab.offloading.host_link import HostLink, HostLinks
 from memlab.offloading.slab import pinned_bytes
-from memlab.offloading.state_file import Region, StateFile
+from memlab.offloading.state_file import StateFile, StateRegion
 
 
 class HostGradients:
@@ -31,7 +31,7 @@ class HostGradients:
     of them may be on their way down at once, beside the last one. clipping: a factor that the step owes them, or None.
     """
 
-    def __init__(self, links: Links, file: StateFile | None, in_flight_bytes: int | None):
+    def __init__(self, links: HostLinks, file: StateFile | None, in_flight_bytes: int | None):
         self.held = WeakTensorKeyDictionary()
         self.clipping: Tensor | None = None
         self._links, self._file = links, file
@@ -87,7 +87,7 @@ class HostGradients:
     def loaded(self, p: Tensor) -> Tensor:
         """A parameter's gradient in memory; a copy, if it is in the file."""
         gradient = self.held[p]
-        if isinstance(gradient, Region):
+        if isinstance(gradient, StateRegion):
             memory = torch.empty(gradient.nbytes, dtype=torch.uint8, device="cpu")
             self._file.read(gradient, memory)
             gradient = gradient.tensors(memory)["gradient"]
@@ -131,7 +131,7 @@ class HostGradients:
         self._file.write(home, tensors)
         self.held[p] = home
 
-    def _let_fall(self, link: Link, p: Tensor, gradient: Tensor) -> None:
+    def _let_fall(self, link: HostLink, p: Tensor, gradient: Tensor) -> None:
         """Begin to copy a gradient down; backward goes on."""
         first = p not in self.held
         if first and p in self._homes:

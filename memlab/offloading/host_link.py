@@ -18,22 +18,22 @@ LINKED = ("cuda",)
 """Device types with streams and pinned memory."""
 
 
-class Links:
+class HostLinks:
     """A link to each device that can have one, made when it is first asked for."""
 
     def __init__(self):
-        self._links: dict[torch.device, Link] = {}
+        self._links: dict[torch.device, HostLink] = {}
 
-    def to(self, tensor: Tensor) -> Link | None:
+    def to(self, tensor: Tensor) -> HostLink | None:
         """The link to the device that a tensor is on, if that device has streams."""
         if tensor.device.type not in LINKED:
             return None
         if tensor.device not in self._links:
-            self._links[tensor.device] = Link(tensor.device)
+            self._links[tensor.device] = HostLink(tensor.device)
         return self._links[tensor.device]
 
 
-class Link:
+class HostLink:
     """Copies down from a device and up to it, each way in its own stream, through two buffers that take turns."""
 
     def __init__(self, device: torch.device):

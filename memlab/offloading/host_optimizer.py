@@ -26,9 +26,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from memlab.memory_timeline import in_main_memory, main_memory
 from memlab.mixed_precision.master_weights import HALVES, MasterWeights
 from memlab.offloading.host_gradients import HostGradients
-from memlab.offloading.host_link import Links
+from memlab.offloading.host_link import HostLinks
 from memlab.offloading.slab import rounded
-from memlab.offloading.state_file import Passage, Region, StateFile
+from memlab.offloading.state_file import Passage, StateFile, StateRegion
 from memlab.units import MiB, parse_bytes
 
 Chunk = list[tuple[dict, Tensor]]
@@ -81,7 +81,7 @@ class OffloadedOptimizer(MasterWeights):
         limit = None if chunk_bytes is None else parse_bytes(chunk_bytes)
         self._file = None if to == "cpu" else StateFile(to)
         self._places = WeakTensorKeyDictionary()  # parameter → the region of its states
-        self._links = Links()
+        self._links = HostLinks()
         self._host = HostGradients(self._links, self._file, limit)
         self._passage: Passage | None = None
         self._coming: deque[tuple[list[Tensor], list[Tensor], torch.cuda.Event]] = deque()
@@ -157,10 +157,13 @@ class OffloadedOptimizer(MasterWeights):
             largest = max(sum(r.nbytes for r in self._regions(chunk) if r is not None) for chunk in chunks)
             self._passage = stack.enter_context(Passage(self._file, largest))
 
-    def _regions(self, chunk: Chunk) -> list[Region | None]:
+    def _regions(self, chunk: Chunk) -> list[StateRegion | None]:
         """Where in the file the chunk's states are, then where its gradients are."""
         gradients = (self._host.held.get(p) for _, p in chunk)
-        return [*(self._places.get(p) for _, p in chunk), *(g if isinstance(g, Region) else None for g in gradients)]
+        return [
+            *(self._places.get(p) for _, p in chunk),
+            *(g if isinstance(g, StateRegion) else None for g in gradients),
+        ]
 
     def _send_for(self, chunk: Chunk) -> None:
         """Begin to bring what a chunk needs."""
@@ -249,7 +252,7 @@ class OffloadedOptimizer(MasterWeights):
         states = optimizer.state[trial].values()
         return [state.itemsize for state in states if torch.is_tensor(state) and state.shape == trial.shape]
 
-    def _filed(self, p: Tensor) -> tuple[Region, dict[str, Tensor]]:
+    def _filed(self, p: Tensor) -> tuple[StateRegion, dict[str, Tensor]]:
         """Take a parameter's states out of `state`, but for single numbers. Returns them, after their place."""
         states = self.state[p]
         large = {name: s for name, s in states.items() if torch.is_tensor(s) and s.numel() > 1}

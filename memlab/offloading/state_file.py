@@ -24,10 +24,10 @@ from memlab.offloading.layout import Shape, laid_out
 from memlab.offloading.unnamed import UnnamedFile
 
 
-class Region(NamedTuple):
+class StateRegion(NamedTuple):
     """A stretch of the file with some tensors, by name."""
 
-    offset: int
+    start: int
     nbytes: int
     shapes: dict[str, Shape]
 
@@ -51,7 +51,7 @@ class StateFile:
         """Make sure that so many bytes more will find room."""
         self._file.reserve(self._end + nbytes)
 
-    def region(self, tensors: Mapping[str, Tensor], within: Region | None = None) -> Region:
+    def region(self, tensors: Mapping[str, Tensor], within: StateRegion | None = None) -> StateRegion:
         """A place for these tensors: `within`, if it is theirs, or one at the end of the file."""
         laid, nbytes = laid_out(tensors.values())
         shapes = dict(zip(tensors, laid, strict=True))
@@ -59,21 +59,21 @@ class StateFile:
             return within
         self.reserve(nbytes)
         self._end += nbytes
-        return Region(self._end - nbytes, nbytes, shapes)
+        return StateRegion(self._end - nbytes, nbytes, shapes)
 
-    def write(self, region: Region, tensors: Mapping[str, Tensor]) -> None:
+    def write(self, region: StateRegion, tensors: Mapping[str, Tensor]) -> None:
         """Put these tensors at their places in the region."""
         self.torn, before = True, self.torn
         for name, shape in region.shapes.items():
             tensor = tensors[name].detach()
             if tensor.stride() != shape.stride:
                 tensor = torch.empty_strided(shape.size, shape.stride, dtype=shape.dtype, device="cpu").copy_(tensor)
-            self._file.write(region.offset + shape.offset_bytes, tensor)
+            self._file.write(region.start + shape.offset_bytes, tensor)
         self.torn = before
 
-    def read(self, region: Region, memory: Tensor) -> None:
+    def read(self, region: StateRegion, memory: Tensor) -> None:
         """Read the region's bytes. memory: (region.nbytes,) of uint8."""
-        self._file.read(region.offset, memory)
+        self._file.read(region.start, memory)
 
     def mapped(self) -> Tensor:
         """The whole file as a tensor, (bytes,) of uint8, read where it is looked at; what you write to it is yours."""
@@ -108,7 +108,7 @@ class Passage:
         if kind is None:
             self._settle(0)
 
-    def ahead(self, regions: Iterable[Region | None]) -> None:
+    def ahead(self, regions: Iterable[StateRegion | None]) -> None:
         """Begin to read these regions, into the buffer whose bytes were sent back before."""
         memory, found, jobs = self._buffers[0], [], []
         self._buffers.rotate()
@@ -127,7 +127,7 @@ class Passage:
         reading.result()
         return found
 
-    def back(self, jobs: list[tuple[Region, dict[str, Tensor]]]) -> None:
+    def back(self, jobs: list[tuple[StateRegion, dict[str, Tensor]]]) -> None:
         """Begin to write. The one thread does it before it reads anything else into their buffer."""
         self._settle(1)
         self._writing.append(self._thread.submit(self._all, self._file.write, jobs))
