@@ -381,6 +381,29 @@ def test_states_of_imagined_ranks_have_the_full_models_shapes():
         assert clip_grad_norm_(model, 1.0).shape == ()
 
 
+def both_groups_save(rank: int, path: Path) -> bool:
+    """Two groups of two, replicas of one model, each of which saves it to one path."""
+    groups = [distributed.new_group([0, 1]), distributed.new_group([2, 3])]
+    model = Split(groups[rank // 2])
+    expected = plain().state_dict()
+    load_full_state_dict(model, expected, groups[rank // 2])
+    write = Cut.write
+
+    def all_are_here(*args):  # so that each group's file is being written while the other's is
+        distributed.barrier()
+        return write(*args)
+
+    Cut.write = all_are_here
+    save_full(model, path, groups[rank // 2])
+    written = torch.load(path)
+    return all(torch.equal(written[k], expected[k]) for k in expected)
+
+
+def test_two_groups_that_save_to_one_path_at_a_time_leave_one_whole_file(tmp_path):
+    assert run_ranks(both_groups_save, 4, tmp_path / "split.pt") == [True] * 4
+    assert [path.name for path in tmp_path.iterdir()] == ["split.pt"]
+
+
 def saves_another(rank: int, path: Path) -> str:
     torch.manual_seed(0)
     model = TensorParallelGPT(2 - rank, 16, 4, 8, 16)

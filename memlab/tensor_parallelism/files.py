@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import mmap
 import os
+import secrets
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -46,8 +47,9 @@ def save_full(model: nn.Module, path: str | os.PathLike, group=None) -> None:
     """Write the full model's state dict into a file, each rank its pieces.
 
     torch.load reads it, as a plain model's; tied parameters are written once. It stands at `path` when all is written,
-    in place of one that was there before; a failure leaves that as it was. Its checksums are those of empty tensors:
-    torch.load does not look at them, but unzip would complain. Not on Windows.
+    in place of one that was there before; a failure leaves that as it was. Of groups that save to one path at a time,
+    such as replicas of one model, each writes a whole file, and the last one stays: let one save. The file's checksums
+    are those of empty tensors: torch.load does not look at them, but unzip would complain. Not on Windows.
 
     Raises OSError where a rank cannot write, also for want of room; ValueError where ranks have different models.
     """
@@ -95,7 +97,7 @@ def _on_all(step: Callable[[], Any], group) -> Any:
 def _save(tree: Mapping, cuts: dict[int, Cut], path: Path, group) -> None:
     """Write dicts and lists with tensors, some of which are parts: `cuts` has the cut of each, by its id."""
     first = place_in(group)[0] == 0
-    unfinished = path.with_name(path.name + ".unfinished")
+    unfinished = _draft_of(path, group)
     try:
         _on_all(lambda: first and _write_outline(tree, cuts, unfinished), group)
         _on_all(lambda: _write_pieces(tree, cuts, unfinished, first), group)
@@ -103,6 +105,14 @@ def _save(tree: Mapping, cuts: dict[int, Cut], path: Path, group) -> None:
     finally:
         if first:
             unfinished.unlink(missing_ok=True)
+
+
+def _draft_of(path: Path, group) -> Path:
+    """A name beside `path` that the ranks of this group know, and no other that saves there."""
+    token = [secrets.token_hex(4)]
+    if place_in(group)[1] > 1 and distributed.get_backend(group) != "fake":
+        distributed.broadcast_object_list(token, group=group, group_src=0)
+    return path.with_name(f"{path.name}.{token[0]}.unfinished")
 
 
 def _write_outline(tree: Mapping, cuts: dict[int, Cut], path: Path) -> None:
