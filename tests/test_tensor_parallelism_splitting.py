@@ -332,6 +332,11 @@ def other_targets_of_the_loss(rank, model):
         vocabulary_parallel_cross_entropy(model(TOKENS), TOKENS + rank % 3)
 
 
+def other_width_of_the_logits(rank, model):
+    with check_replicas(model):
+        vocabulary_parallel_cross_entropy(torch.zeros(2, 8, 5 + rank % 3), TOKENS)
+
+
 def other_dropout(rank, model):
     model.dropout.p = 0.5
     with different_on_ranks(), check_replicas(model):
@@ -371,6 +376,8 @@ FAULTS = {
     other_copy: "parameter blocks.0.attention.qkv.weight, section 2, piece 0",
     frozen_there: r"same requires_grad of token_embedding.weight .* on rank 0, 2, 3: True; on rank 1: False",
     other_targets_of_the_loss: "same input of vocabulary_parallel_cross_entropy on all ranks",
+    other_width_of_the_logits: r"same input of logits for vocabulary_parallel_cross_entropy .* on rank 0, 3: "
+    r"\(2, 8, 5\) of .*; all parts of the logits are of one width: pad the vocabulary to a multiple of the ranks",
     other_dropout: "same input of ReplicatedLayerNorm blocks.0.norm1 on all ranks",
     other_gradient: "same gradient of blocks.0.norm2.bias on all ranks .*; every rank must run the same backward",
     no_gradient: "same gradient of blocks.0.norm2.bias .*; on rank 1: none",

@@ -38,8 +38,8 @@ def vocabulary_parallel_cross_entropy(
 ) -> Tensor:
     """Cross-entropy as F.cross_entropy's, of logits that are cut along the vocabulary.
 
-    logits: (..., vocabulary / ranks), this rank's part, on rank 0 the first; all parts of one width.  targets: (...,)
-      of int64, the same on all ranks.
+    logits: (..., vocabulary / ranks), this rank's part, on rank 0 the first.  targets: (...,) of int64.
+    All parts are of one width, and targets the same on all ranks: `check_replicas` looks, here nobody asks the others.
     reduction: "mean" over the targets that are not ignored, "sum" or "none".
     vocabulary: of a vocabulary that was padded so that ranks divide it, how many count; logits after these do not.
     in_place: the logits' memory becomes the gradient's. Only for logits that nobody reads afterwards.

@@ -48,6 +48,9 @@ _GRADIENTS = (
     "copy_to_ranks first (sequence_parallel=True of norms and row parallel layers does)"
 )
 _ORDER = "every rank must call the same layers, in one order"
+_PARTS = (
+    "all parts of the logits are of one width: pad the vocabulary to a multiple of the ranks, and give `vocabulary`"
+)
 
 
 @contextlib.contextmanager
@@ -59,14 +62,15 @@ def check_replicas(model: nn.Module) -> Iterator[None]:
 
     Compared bit by bit are parameters and buffers that are not cut, at the beginning (of a cut one, pieces that several
     ranks hold), and which parameters are trained; inputs of every parallel layer, when it is called (of a layer that
-    takes a part, their shapes), and targets of the loss; and the gradients of all such parameters at the end. The error
-    names the layer or parameter, the ranks that differ from the group's rank 0, and what to do. Ranks that call
-    different layers in forward, or bring other shapes, are told and do not hang; those of which one runs another
-    backward may.
+    takes a part, their shapes); of the loss the targets, and the shapes of the logits' parts; and the gradients of all
+    such parameters at the end. The error names the layer or parameter, the ranks that differ from the group's rank 0,
+    and what to do. Ranks that call different layers in forward, or bring other shapes, are told and do not hang; those
+    of which one runs another backward may.
 
-    Costs: every such tensor is read once more; for each call of a layer 24 bytes go from each rank to each, and a GPU
-    is waited for. So it is for a step in doubt, not for every step. On imagined ranks and alone it does nothing. Its
-    hooks go with the block, also on errors. Gradients are equal to the bit where ranks run on one kind of device.
+    Costs: every such tensor is read once more; for each call of a layer (and twice for the loss) 24 bytes go from each
+    rank to each, and a GPU is waited for. So it is for a step in doubt, not for every step. On imagined ranks and alone
+    it does nothing. Its hooks go with the block, also on errors. Gradients are equal to the bit where ranks run on one
+    kind of device.
     """
     layers = {name: module for name, module in model.named_modules() if isinstance(module, _LAYERS)}
     if not layers:
@@ -110,13 +114,14 @@ class _Hook:
 
 
 class _Targets(TorchFunctionMode):
-    """Compares the targets of the loss, which is no layer."""
+    """Compares what the loss is given, which is no layer: targets, and how wide the logits are."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func is vocabulary_parallel_cross_entropy:
-            targets = args[1]
+            logits, targets = args
             _meet(func.__name__, (targets,), True, targets.device, kwargs["group"])
+            _meet(f"logits for {func.__name__}", (logits,), False, logits.device, kwargs["group"], _PARTS)
         return func(*args, **kwargs)
 
 
@@ -127,7 +132,7 @@ def _takes_whole(layer: nn.Module) -> bool:
     return isinstance(layer, (TensorParallelGPT, VocabularyParallelEmbedding)) or not layer.sequence_parallel
 
 
-def _meet(place: str, inputs: Sequence[Tensor], whole: bool, device: torch.device, group) -> None:
+def _meet(place: str, inputs: Sequence[Tensor], whole: bool, device: torch.device, group, hint: str = _INPUTS) -> None:
     """One small collective: is every rank here, with inputs of one shape and, where they are whole, one value?"""
     _, ranks = place_in(group)
     shapes = " and ".join(f"{tuple(x.shape)} of {x.dtype}" for x in inputs)
@@ -142,7 +147,7 @@ def _meet(place: str, inputs: Sequence[Tensor], whole: bool, device: torch.devic
     distributed.all_gather_object(said, (place, shapes), group=group)
     _refuse_difference("layer, called at the same time,", {rank: place for rank, (place, _) in enumerate(said)}, _ORDER)
     found = {rank: f"{shapes}, bits {rows[rank, 2].item():x}" for rank, (_, shapes) in enumerate(said)}
-    _refuse_difference(f"input of {place}", found, _INPUTS)
+    _refuse_difference(f"input of {place}", found, hint)
 
 
 def _compare_held(model: nn.Module, place: str, hint: str, group, gradients: bool = False) -> None:
