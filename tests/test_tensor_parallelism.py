@@ -406,6 +406,8 @@ def test_one_of_many_imagined_ranks_holds_its_share_of_the_weights():
         (4, lambda: TensorParallelAttention(96, 12, kv_heads=6), "6 key-value heads cannot be split over 4 ranks"),
         (2, lambda: TensorParallelAttention(100, 12), "12 heads cannot share a width of 100"),
         (2, lambda: TensorParallelAttention(96, 12, kv_heads=5), "divide them (1, 2, 3, 4, 6, 12)"),
+        (2, lambda: TensorParallelAttention(96, 0), "expected heads of at least 1, found 0"),
+        (2, lambda: TensorParallelAttention(96, 12, kv_heads=0), "expected kv_heads of at least 1, found 0"),
         (4, lambda: TensorParallelFeedForward(96, 42), "42 hidden features cannot be split over 4 ranks"),
         (4, lambda: TensorParallelGPT(1, 32, 4, 32, 50_257), "4 ranks 50260 entries of the vocabulary"),
         (4, lambda: TensorParallelGPT(1, 32, 4, 30, 256), "30 positions of the context cannot be split over 4 ranks"),

@@ -15,7 +15,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from memlab.memory_arithmetic.shapes import divisors
+from memlab.memory_arithmetic.shapes import divisors, positive
 from memlab.ranks import place_in
 from memlab.tensor_parallelism.cuts import share
 from memlab.tensor_parallelism.linear import ColumnParallelLinear, RowParallelLinear
@@ -33,6 +33,8 @@ class TensorParallelAttention(nn.Module):
 
     x: (rows, width), rows = batch · tokens of `batch` texts, or with sequence_parallel this rank's rows
     (rows / ranks, width). Returns the same shape.
+
+    Raises ValueError for sizes that do not divide, in forward also for rows that are not of `batch` texts.
     """
 
     def __init__(
@@ -49,6 +51,8 @@ class TensorParallelAttention(nn.Module):
         super().__init__()
         _, ranks = place_in(group)
         kv_heads = heads if kv_heads is None else kv_heads
+        for name, value in (("width", width), ("heads", heads), ("kv_heads", kv_heads)):
+            positive(name, value)
         if width % heads:
             raise ValueError(
                 f"{heads} heads cannot share a width of {width}; pick heads that divide it ({divisors(width)})"

@@ -37,7 +37,10 @@ class SplitLinear(SplitLayer):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, **options) -> SplitLinear:
-        """This rank's part of a layer that exists whole. options: as of the class. One on "meta" has no values yet."""
+        """This rank's part of a layer that exists whole. options: as of the class. One on "meta" has no values yet.
+
+        Raises TypeError for what is no nn.Linear.
+        """
         if not isinstance(linear, nn.Linear):
             raise TypeError(f"expected an nn.Linear, whole, found {type(linear).__name__}")
         return cls._from_whole(linear, linear.in_features, linear.out_features, linear.bias is not None, **options)

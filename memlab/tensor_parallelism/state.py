@@ -126,7 +126,10 @@ def agree(problem: Exception | None, group=None) -> None:
 
 
 def slots_of(model: nn.Module, group) -> dict[str, Tensor]:
-    """The model's parameters and buffers by their names, each knowing its cut."""
+    """The model's parameters and buffers by their names, each knowing its cut.
+
+    Raises ValueError for a group of another size than the model was cut for.
+    """
     ranks = place_in(group)[1]
     slots = model.state_dict(keep_vars=True)
     for name, p in slots.items():
