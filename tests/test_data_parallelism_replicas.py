@@ -457,7 +457,7 @@ def refused(rank):
     def attempt(name, make, then=lambda model: None):
         try:
             then(make())
-        except (ValueError, RuntimeError) as error:
+        except (TypeError, ValueError, RuntimeError) as error:
             errors[name] = f"{type(error).__name__}: {error}"
 
     attempt("shape", lambda: DataParallel(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4 + rank))))
@@ -505,7 +505,7 @@ def test_what_cannot_be_averaged_is_refused_with_what_to_do(cases):
         assert "with parameters to train, found none" in errors["nothing"]
         assert "expected 0.weight frozen" in errors["thawed"] and "wrap again" in errors["thawed"]
         assert "found a closed one; call its .module" in errors["closed"]
-        assert "found a sparse one of (4, 2); use sparse=False" in errors["sparse"]
+        assert "TypeError: expected dense gradients, found a sparse one of (4, 2); use sparse=False" in errors["sparse"]
 
 
 # ---- bytes

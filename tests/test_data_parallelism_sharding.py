@@ -25,7 +25,7 @@ from memlab.data_parallelism import (
     load_full_optimizer_state,
     load_full_state_dict,
 )
-from memlab.data_parallelism.shard import divisors
+from memlab.data_parallelism.shard import divide_factors
 from memlab.data_parallelism.sharding import units_of
 from memlab.gradient_checkpointing import checkpoint
 from memlab.memory_timeline import Meter, imagine
@@ -934,9 +934,9 @@ def test_without_a_process_group_it_is_said_what_to_do():
 
 
 def test_halves_are_divided_before_and_after_the_sum():
-    assert divisors(torch.bfloat16, 6) == (1, 6)
+    assert divide_factors(torch.bfloat16, 6) == (1, 6)
     for ranks in range(1, 65):
-        before, after = divisors(torch.float16, ranks)
+        before, after = divide_factors(torch.float16, ranks)
         assert before * after == ranks and before <= 8
 
 

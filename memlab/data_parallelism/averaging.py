@@ -49,11 +49,14 @@ class Averaging:
 
     @torch.no_grad()
     def arrive(self, at: int, number: int) -> None:
-        """A gradient is complete. at: its bucket; number: its place there."""
+        """A gradient is complete. at: its bucket; number: its place there.
+
+        Raises TypeError for a sparse one, RuntimeError for a second of one parameter in a backward.
+        """
         bucket = self.buckets[at]
         p = bucket.params[number]
         if p.grad.is_sparse:
-            raise ValueError(f"expected dense gradients, found a sparse one of {tuple(p.shape)}; use sparse=False")
+            raise TypeError(f"expected dense gradients, found a sparse one of {tuple(p.shape)}; use sparse=False")
         if self.running and number in self.arrived[at]:
             raise RuntimeError(
                 f"expected one gradient of a parameter of shape {tuple(p.shape)} in a backward, found a second: after "

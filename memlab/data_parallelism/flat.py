@@ -21,6 +21,8 @@ from torch import Tensor
 class FlatLayout:
     """Where each tensor of a list lies in a flat buffer, and which part of it lies in which rank's piece.
 
+    Raises ValueError for less than one rank.
+
     >>> layout = FlatLayout([torch.Size([2, 3]), torch.Size([4])], ranks=4)
     >>> layout.numel, layout.piece, layout.padding
     (10, 3, 2)

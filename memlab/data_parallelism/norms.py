@@ -47,7 +47,10 @@ def norm_of_parts(
     device: torch.device,
     group=None,
 ) -> Tensor:
-    """The norm of all ranks' parts together, () of FP64, the same on every rank. As of `clip_parts_`."""
+    """The norm of all ranks' parts together, () of FP64, the same on every rank. Arguments as of `clip_parts_`.
+
+    Raises ValueError for a norm_type that is not above 0; RuntimeError with `error_if_nonfinite`, on every rank.
+    """
     if not norm_type > 0:
         raise ValueError(f"expected a norm_type above 0, or inf, found {norm_type}")
     parts = [part for part in parts if part.numel()]

@@ -57,7 +57,8 @@ class DataParallel(nn.Module):
     after which all buckets travel.
 
     Raises ValueError if the ranks' models differ, naming rank and parameter, or if nothing is to be trained; in
-    forward, RuntimeError if it was closed, or a parameter is trained that was frozen at the beginning.
+    forward, RuntimeError if it was closed, or a parameter is trained that was frozen at the beginning; in backward,
+    TypeError for a sparse gradient.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class DataParallel(nn.Module):
         return sum(bucket.nbytes for bucket in self.buckets)
 
     def forward(self, *args, **kwargs):
-        """The model's own."""
+        """The model's own. Raises RuntimeError if this was closed, or what was frozen is to be trained."""
         if not self._take_off.alive:
             raise RuntimeError("expected a DataParallel that is open, found a closed one; call its .module, or wrap it")
         for name, p in self._frozen:

@@ -24,12 +24,12 @@ from memlab.data_parallelism.flat import FlatLayout
 from memlab.ranks import all_gather, place_in, reduce_scatter
 
 
-def divisors(dtype: torch.dtype, ranks: int) -> tuple[int, int]:
+def divide_factors(dtype: torch.dtype, ranks: int) -> tuple[int, int]:
     """By what to divide gradients before their sum over ranks is taken, and by what after it, for their mean.
 
     FP16 ends at 65504, so half of the way is gone before: by the power of two next to √ranks.
 
-    >>> divisors(torch.float32, 8), divisors(torch.float16, 8)
+    >>> divide_factors(torch.float32, 8), divide_factors(torch.float16, 8)
     ((1, 8), (4, 2))
     """
     before = 1
@@ -123,7 +123,10 @@ class FlatShard:
     # ---- gradients
 
     def take(self, number: int) -> None:
-        """Move a whole parameter's gradient into the flat buffer of gradients, and free it."""
+        """Move a whole parameter's gradient into the flat buffer of gradients, and free it.
+
+        Raises TypeError for a sparse one.
+        """
         gradient, self.full[number].grad = self.full[number].grad, None
         if gradient is None:
             return
@@ -150,7 +153,7 @@ class FlatShard:
         for number in set(range(len(self.parts))) - arrived:
             self.layout.view(flat, number).fill_(-0.0)
         flat[self.layout.numel :].zero_()
-        before, _ = divisors(flat.dtype, self.layout.ranks)
+        before, _ = divide_factors(flat.dtype, self.layout.ranks)
         if before > 1:
             flat.div_(before)
         piece = torch.empty(self.layout.piece, dtype=flat.dtype, device=flat.device)
@@ -162,7 +165,7 @@ class FlatShard:
         reduction.flat = None  # before the wait, in which gloo unpacks a copy of its own: what reads it holds it
         reduction.work.wait()
         piece = reduction.piece
-        _, after = divisors(piece.dtype, self.layout.ranks)
+        _, after = divide_factors(piece.dtype, self.layout.ranks)
         if after > 1:
             piece.div_(after)
         piece = piece.to(self.piece.dtype)

@@ -40,7 +40,10 @@ class Unit:
                 shard.begin_gathering()
 
     def show(self) -> None:
-        """Wait until it is gathered, and let the modules see whole parameters."""
+        """Wait until it is gathered, and let the modules see whole parameters.
+
+        Raises RuntimeError where a module's parameter, or its memory, was replaced since `fully_shard`.
+        """
         for shard in self.shards:
             shard.wait()
         if not self.shown:

@@ -93,7 +93,7 @@ class Filling:
 
 
 def as_groups(params) -> list[dict]:
-    """Parameter groups, as torch.optim takes them. Raises TypeError for a single tensor."""
+    """Parameter groups, as torch.optim takes them. Raises TypeError for a single tensor, ValueError for none."""
     if isinstance(params, Tensor):
         raise TypeError("expected parameters or groups of them, found a tensor; write [tensor]")
     groups = list(params)

@@ -101,11 +101,6 @@ class ZeroOptimizer(Optimizer):
         super().__init__(self._inner.param_groups, self._inner.defaults)
         self.param_groups, self.state = self._inner.param_groups, self._inner.state
 
-    @property
-    def bucket_numels(self) -> list[list[int]]:
-        """The elements of each parameter of each bucket: what its bytes and its traffic are reckoned from."""
-        return [bucket.layout.numels for bucket in self._buckets]
-
     def add_param_group(self, param_group: dict) -> None:
         """Add parameters, as to any optimizer, between two steps."""
         if any(param_group is known for known in self._inner.param_groups):  # while Optimizer.__init__ runs
