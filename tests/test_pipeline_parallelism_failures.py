@@ -51,10 +51,10 @@ def last():
         yield
 
 
-def refused(pipeline, error, match, x=X, y=Y, sent=0):
+def refused(pipeline, error, match, x=X, y=Y, sent=0, **options):
     """A step that raises before this rank has sent more than so many tensors."""
     with Traffic() as traffic, pytest.raises(error, match=match):
-        pipeline.step(x, y)
+        pipeline.step(x, y, **options)
     assert [message.name for message in traffic.records].count("send") == sent
     assert all(not run.in_flight for run in pipeline.runs.values())
 
@@ -126,6 +126,11 @@ def test_autocast_that_the_plan_did_not_know_is_refused(first):
 )
 def test_a_loss_that_is_no_scalar_with_a_gradient_is_refused(last, loss, error, match):
     refused(pipeline_of(loss=loss), error, match)
+
+
+@pytest.mark.parametrize("number", [0, -5, float("nan"), float("inf"), torch.tensor(0)])
+def test_a_number_that_losses_cannot_be_divided_by_is_refused(last, number):
+    refused(pipeline_of(), ValueError, f"expected divide_by above 0 and finite.*found {number}", divide_by=number)
 
 
 def test_a_step_needs_gradients_and_backwards(first):

@@ -6,10 +6,12 @@ somewhere inside its network library, and it would be the wrong one to blame.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from memlab.pipeline_parallelism.plan import PipelinePlan, split_batch
 from memlab.pipeline_parallelism.rehearsal import Wire
@@ -74,6 +76,22 @@ def scalar_loss(loss: Tensor) -> Tensor:
             "expected a loss that depends on a parameter to train, found none; leave one that is not frozen"
         )
     return loss.reshape(())
+
+
+def divisor_of_losses(divide_by: float | Tensor | None, micro_batches: int) -> float | Tensor:
+    """What each micro-batch's loss is divided by: what was given, or the number of micro-batches for None.
+
+    Raises ValueError where it is not above 0 and finite. A tensor on a GPU is not asked: the GPU would be waited for.
+    """
+    if divide_by is None:
+        return micro_batches
+    known = not isinstance(divide_by, Tensor) or divide_by.is_cpu and not isinstance(divide_by, FakeTensor)
+    if known and not 0 < divide_by < math.inf:
+        raise ValueError(
+            f"expected divide_by above 0 and finite, such as the labels in the whole batch, found {divide_by}; "
+            "leave out a batch without labels, on all ranks"
+        )
+    return divide_by
 
 
 def _described(wires: Sequence[Wire]) -> str:

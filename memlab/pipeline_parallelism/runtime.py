@@ -20,7 +20,7 @@ from memlab.pipeline_parallelism.checking import groups_of
 from memlab.pipeline_parallelism.messages import Messages
 from memlab.pipeline_parallelism.orders import forwards_of
 from memlab.pipeline_parallelism.plan import PipelinePlan
-from memlab.pipeline_parallelism.promises import planned_micro_batches, scalar_loss
+from memlab.pipeline_parallelism.promises import divisor_of_losses, planned_micro_batches, scalar_loss
 from memlab.pipeline_parallelism.schedule import (
     BACKWARD,
     COMPUTATIONS,
@@ -123,15 +123,16 @@ class Pipeline:
 
         x: (batch, …), read on the first stage's rank; y: (batch, …), on the last's. Elsewhere they may be None.
         divide_by: None: the loss is the mean over micro-batches, whose own losses are means. Or a number: loss_fn gives
-        sums, and their sum is divided by it, such as the labels in the whole batch (chapter 07).
+        sums, and their sum is divided by it, such as the labels in the whole batch (chapter 07). Read where y is.
 
         Returns the loss on the last stage's rank, detached, 0-dim; None elsewhere. Raises ValueError for a batch or a
-        stage's output that is not as planned, TypeError for a loss that is no scalar.
+        stage's output that is not as planned, and a divide_by that is not above 0 (one on a GPU is not looked at);
+        TypeError for a loss that is no scalar; RuntimeError for a schedule without backwards, or gradients off.
         """
         if not (self._last_backward and torch.is_grad_enabled()):
             raise RuntimeError("expected a schedule with backwards, and gradients on, found none; call evaluate")
-        shares = self.plan.schedule.micro_batches if divide_by is None else divide_by
-        head = lambda out, i, ys: scalar_loss(self.loss_fn(out, ys[i])) / shares  # noqa: E731
+        shares = lambda: divisor_of_losses(divide_by, self.plan.schedule.micro_batches)  # noqa: E731
+        head = lambda out, i, ys: scalar_loss(self.loss_fn(out, ys[i])) / shares()  # noqa: E731
         losses = self._play(self._training, x, y, head)
         self.tied.sum_gradients()
         return torch.stack([loss for (loss,) in losses]).sum() if losses else None
