@@ -151,11 +151,26 @@ def test_seconds_of_a_ring_are_those_of_chapter_13():
         ({"pipeline": 7}, "1 to 6 stages"),
         ({"pipeline": 0}, "pipeline"),
         ({"schedule": "2F2B"}, "2F2B"),
+        ({"precision": "fp8"}, "expected precision to be one of 'fp32', 'bf16', 'mixed'; found 'fp8'"),
+        ({"pipeline": 2, "parts": [range(6)]}, "expected 2 parts, one for each stage, found 1"),
+        ({"pipeline": 2, "parts": [range(3), range(4, 6)]}, "layers 0 to 5 in order, each once"),
     ],
 )
 def test_sizes_that_do_not_divide_are_refused(options, words):
     with pytest.raises(ValueError, match=words):
         stage_shares(SHAPE, BATCH, TOKENS, **options)
+
+
+@pytest.mark.parametrize("options", [{"schedule": "1f1b"}, {"precision": "fp8"}, {"hardware": "tpu"}])
+def test_an_option_that_no_way_could_be_of_is_refused_and_not_answered_with_no_way(options):
+    with pytest.raises(ValueError, match=next(iter(options.values()))):
+        ways(8, SHAPE, BATCH, TOKENS, **options)
+
+
+@pytest.mark.parametrize("sizes", [(0, 1), (8, 0)])
+def test_no_ranks_and_no_texts_are_refused(sizes):
+    with pytest.raises(ValueError, match="of at least 1, found 0"):
+        ways(sizes[0], SHAPE, BATCH, TOKENS, texts_at_once=sizes[1])
 
 
 @pytest.mark.parametrize("page", [axes, layout])

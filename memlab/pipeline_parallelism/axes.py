@@ -28,9 +28,9 @@ import torch
 from memlab.data_parallelism.buckets import bucketed
 from memlab.memory_arithmetic import Transformer
 from memlab.memory_arithmetic.ledger import elements
-from memlab.memory_arithmetic.shapes import divisors, positive
+from memlab.memory_arithmetic.shapes import divisors, one_of, positive
 from memlab.pipeline_parallelism.arithmetic import in_flight
-from memlab.pipeline_parallelism.balancing import even_parts
+from memlab.pipeline_parallelism.balancing import parts_of_stages
 from memlab.ranks import ring_bytes
 from memlab.tensor_parallelism.activations import block_activations, step_activations
 from memlab.tensor_parallelism.arithmetic import ITEMSIZES, STATE_BYTES, Sent, refuse_ranks, sent_bytes, step_traffic
@@ -85,7 +85,8 @@ def stage_shares(
     schedule: "1F1B" or "GPipe". parts: of the layers + 2 layers; None: equally many. precision: "fp32", "bf16", or
     "mixed" (the same with FP32 master weights). Other options: as of `block_activations`.
 
-    Raises ValueError for sizes that do not divide, saying which would.
+    Raises ValueError for sizes that do not divide, saying which would; parts that are not all layers, one part for each
+    stage; and a schedule or a precision that is none.
 
     GiB of the running story's model, 64 texts in a step: on one rank, and on each stage of eight:
 
@@ -95,16 +96,16 @@ def stage_shares(
     >>> [round(s.nbytes / 2**30, 1) for s in stage_shares(story, 64, 1024, pipeline=8, micro_batches=64)]
     [2.5, 3.6, 3.4, 3.2, 3.0, 2.8, 3.5, 2.5]
     """
-    positive("data", data)
-    positive("pipeline", pipeline)
-    positive("micro_batches", micro_batches)
+    for name, value in (("batch", batch), ("data", data), ("pipeline", pipeline), ("micro_batches", micro_batches)):
+        positive(name, value)
+    one_of("precision", precision, tuple(ITEMSIZES))
     refuse_ranks(model, tensor, None)
     if batch % (data * micro_batches):
         raise ValueError(
             f"{batch} texts cannot be split over {data} data ranks with {micro_batches} micro-batches each; pick "
             f"numbers whose product divides it ({divisors(batch)})"
         )
-    parts = even_parts(model.layers + 2, pipeline) if parts is None else parts
+    parts = parts_of_stages(parts, model.layers + 2, pipeline)
     itemsize, rows = ITEMSIZES[precision], batch // (data * micro_batches)
     cut = {"sequence_parallel": sequence_parallel, "keep_gathered": keep_gathered, "precision": precision}
     kept = _kept(model, rows, tokens, tensor, hardware=hardware, **cut)

@@ -71,6 +71,28 @@ def even_parts(layers: int, stages: int) -> list[range]:
     return [range(*pair) for pair in itertools.pairwise(ends)]
 
 
+def parts_of_stages(parts: Sequence[Sequence[int]] | None, layers: int, stages: int) -> tuple[range, ...]:
+    """These parts, as ranges; or for None equally many layers for each stage.
+
+    Raises ValueError unless each stage has a part, none is empty, and together they are all layers in order.
+
+    >>> parts_of_stages([[0, 1, 2], [3]], 4, 2)
+    (range(0, 3), range(3, 4))
+    """
+    parts = tuple(even_parts(layers, stages) if parts is None else parts)
+    if len(parts) != stages:
+        raise ValueError(f"expected {stages} parts, one for each stage, found {len(parts)}")
+    numbers = [list(part) for part in parts]
+    if not all(numbers):
+        raise ValueError(f"expected a layer on every stage, found none on stage {numbers.index([])}: {list(parts)}")
+    if [number for part in numbers for number in part] != list(range(layers)):
+        raise ValueError(
+            f"expected parts that are layers 0 to {layers - 1} in order, each once, found {list(parts)}; "
+            "balance(costs, stages) makes such"
+        )
+    return tuple(range(part[0], part[-1] + 1) for part in numbers)
+
+
 def _refuse_stages(layers: int, stages: int) -> None:
     if not 1 <= stages <= layers:
         raise ValueError(

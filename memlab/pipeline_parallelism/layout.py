@@ -32,7 +32,9 @@ def ways(ranks: int, model: Transformer, batch: int, tokens: int, *, texts_at_on
     """All ways to write the number of ranks as data · tensor · pipeline that the model's and the batch's sizes allow.
 
     texts_at_once: of a micro-batch; with fewer there are more micro-batches, and the bubble is shorter. options: as of
-      `stage_shares`. In the order of tensor, then pipeline.
+      `stage_shares`, without parts, which are of one number of stages. In the order of tensor, then pipeline.
+
+    Raises ValueError or TypeError for an option that no way could be of.
 
     A model of 6.9 billion parameters on 16 ranks: GiB of the fullest rank, GiB sent along each axis, bubble.
 
@@ -44,6 +46,9 @@ def ways(ranks: int, model: Transformer, batch: int, tokens: int, *, texts_at_on
     8 2 1 56 {'data': 11.2, 'pipeline': 0.0, 'tensor': 16.3} 0.0
     2 4 2 16 {'data': 1.6, 'pipeline': 0.5, 'tensor': 48.8} 0.03
     """
+    for name, value in (("ranks", ranks), ("texts_at_once", texts_at_once)):
+        positive(name, value)
+    stage_shares(model, texts_at_once, tokens, **options)  # whatever one rank refuses is no matter of how to divide
     found = []
     for tensor in range(1, ranks + 1):
         for pipeline in range(1, ranks // tensor + 1):

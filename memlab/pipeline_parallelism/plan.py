@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memlab.memory_arithmetic.shapes import divisors
-from memlab.pipeline_parallelism.balancing import even_parts
+from memlab.pipeline_parallelism.balancing import parts_of_stages
 from memlab.pipeline_parallelism.checking import check_schedule
 from memlab.pipeline_parallelism.imagined_layers import Layer
 from memlab.pipeline_parallelism.rehearsal import LayerFacts, Wire, rehearse
@@ -125,7 +125,7 @@ def plan_pipeline(
             f"expected at most {len(layers)} stages for {len(layers)} layers, found a schedule with "
             f"{schedule.stages}; every stage needs a layer: take fewer stages, or cut layers into smaller ones"
         )
-    parts = _checked(even_parts(len(layers), schedule.stages) if parts is None else parts, len(layers), schedule)
+    parts = parts_of_stages(parts, len(layers), schedule.stages)
     with _disable_current_modes():  # only shapes count, whatever watches or imagines tensors now
         micro_batches = split_batch(_shapes(x), schedule.micro_batches)
     tied = tuple(tied_names(tied))
@@ -179,22 +179,6 @@ def _listed(layers) -> tuple[Layer, ...]:
                 f"expected layer {number} to be a module, or a function that makes one, found {type(layer).__name__}"
             )
     return layers
-
-
-def _checked(parts, layers: int, schedule: Schedule) -> tuple[range, ...]:
-    """The parts, if each stage has one, and they are all layers in order."""
-    parts = tuple(parts)
-    if len(parts) != schedule.stages:
-        raise ValueError(f"expected {schedule.stages} parts, one for each stage of the schedule, found {len(parts)}")
-    numbers = [list(part) for part in parts]
-    if not all(numbers):
-        raise ValueError(f"expected a layer on every stage, found none on stage {numbers.index([])}: {list(parts)}")
-    if [number for part in numbers for number in part] != list(range(layers)):
-        raise ValueError(
-            f"expected parts that are layers 0 to {layers - 1} in order, each once, found {list(parts)}; "
-            "balance(costs, stages) makes such"
-        )
-    return tuple(range(part[0], part[-1] + 1) for part in numbers)
 
 
 def _run_lengths(names: list[str]) -> str:
