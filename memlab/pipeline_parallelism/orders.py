@@ -45,7 +45,7 @@ def one_forward_one_backward(stages: int, micro_batches: int, *, in_flight: Sequ
 
     in_flight: with how many forwards each stage begins instead. Fewer keep less, and ranks wait. More keep more: with m
       this is GPipe, with 2·(stages − s) − 1 less of a slow link shows. No stage may begin with more than the
-      one before it, which feeds it.
+      one before it, which feeds it: that is a ValueError, as is another number of stages.
 
     >>> print(one_forward_one_backward(2, 3))
     1F1B: 2 stages, 3 micro-batches
@@ -70,7 +70,7 @@ def interleaved(ranks: int, chunks: int, micro_batches: int) -> Schedule:
     """1F1B with `chunks` stages on each rank, r, r + ranks, … on rank r: the bubble is `chunks` times shorter.
 
     Micro-batches go in rounds of `ranks`: a round through the rank's first stage, then the same round through its next.
-    micro_batches: a multiple of ranks.   Source: Narayanan et al. 2021 (Megatron-LM), section 2.2.
+    micro_batches: a multiple of ranks, else ValueError.   Source: Narayanan et al. 2021 (Megatron-LM), section 2.2.
 
     >>> print(interleaved(2, 2, 2))
     interleaved 1F1B: 4 stages, 2 micro-batches
