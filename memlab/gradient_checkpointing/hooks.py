@@ -93,7 +93,7 @@ class _Handle:
         self.again: tuple[Tensor, int] | None = None  # the tensor, and how often it had been written to when saved
 
 
-class _Done(Exception):
+class StopRecomputation(Exception):
     """All that backward needs has been computed again."""
 
 
@@ -176,14 +176,14 @@ class _Region:
         def pack(tensor: Tensor) -> Tensor:
             number = len(found)
             if number == len(handles):
-                raise _Done  # once more, for a function that caught the first
+                raise StopRecomputation  # once more, for a function that caught the first
             tensor = own_buffer(tensor)
             if description(tensor) != self.saved[number]:
                 raise self.difference(number, describe(description(tensor)))
             tensor = tensor.detach()
             found.append(handles[number] and (tensor, tensor._version))
             if len(found) == len(handles):
-                raise _Done
+                raise StopRecomputation
             return tensor  # for a backward inside the function
 
         leaves = list(self.others)
@@ -196,7 +196,7 @@ class _Region:
             stack.enter_context(self.again)
             own_buffer = stack.enter_context(statistics_stand_still())
             stack.enter_context(saved_tensors_hooks(pack, lambda tensor: tensor))
-            with suppress(_Done):
+            with suppress(StopRecomputation):
                 self.function(*args, **kwargs)
         if len(found) < len(handles):
             raise self.difference(len(found), "no such tensor")

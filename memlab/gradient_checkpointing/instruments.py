@@ -20,7 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from memlab.gradient_checkpointing.batch_norm import statistics_stand_still
 from memlab.gradient_checkpointing.chain import Stage
-from memlab.gradient_checkpointing.hooks import _Done
+from memlab.gradient_checkpointing.hooks import StopRecomputation
 from memlab.memory_hierarchy.counting import OpCounter
 from memlab.memory_timeline.ownership import storages_of
 from memlab.memory_timeline.timeline import Timeline
@@ -101,9 +101,9 @@ def run_again(layer: Callable, x: Tensor, saves: int) -> None:
     def pack(tensor: Tensor) -> None:
         tape.append(lasting(tensor).detach())
         if len(tape) == saves:
-            raise _Done
+            raise StopRecomputation
 
-    with suppress(_Done), statistics_stand_still() as lasting, saved_tensors_hooks(pack, lambda _: None):
+    with suppress(StopRecomputation), statistics_stand_still() as lasting, saved_tensors_hooks(pack, lambda _: None):
         layer(x)
 
 
