@@ -7,10 +7,30 @@ company, is settled in company first.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
 from torch._subclasses.fake_tensor import FakeTensor
+
+from memlab.ranks import place_in
+
+
+def told_by_all(mine: Any, group=None) -> list:
+    """What every rank of the group says, by rank: objects that pickle takes. Imagined ranks say what this one does."""
+    rank, ranks = place_in(group)
+    every = [mine] * ranks
+    if ranks > 1 and distributed.get_backend(group) != "fake":
+        distributed.all_gather_object(every, mine, group=group)
+        every[rank] = mine  # itself, and no copy: an error has its traceback
+    return every
+
+
+def raise_on_all(problem: Exception | None, group=None) -> None:
+    """Raise on every rank what the first rank that has a problem found; without one on any, nothing."""
+    for one in told_by_all(problem, group):
+        if one is not None:
+            raise one
 
 
 @torch.no_grad()
@@ -38,8 +58,7 @@ def refuse_other_models(module: nn.Module, group=None, **settings) -> None:
     mine |= {name: f"{tuple(b.shape)} of {b.dtype}" for name, b in module.named_buffers()}
     for name, p in module.named_parameters():
         mine[name] = f"{tuple(p.shape)} of {p.dtype}, {'trained' if p.requires_grad else 'frozen'}"
-    models: list[dict] = [{}] * distributed.get_world_size(group)
-    distributed.all_gather_object(models, mine, group=group)
+    models = told_by_all(mine, group)
     for rank, theirs in enumerate(models):
         for name in [*models[0], *theirs]:
             expected, found = models[0].get(name, "none"), theirs.get(name, "none")

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
+from memlab.data_parallelism.agreement import raise_on_all
 from memlab.data_parallelism.norms import clip_parts_
 from memlab.data_parallelism.shard import FlatShard
 from memlab.data_parallelism.sharding import UNIT, units_of
@@ -72,7 +73,7 @@ def load_full_state_dict(model: nn.Module, state: dict[str, Tensor]) -> None:
     rank, group = _rank(shards), shards[0].group
     slots = model.state_dict(keep_vars=True)
     shapes = {p: shape for shard in shards for p, shape in zip(shard.parts, shard.layout.shapes, strict=True)}
-    _agree(_misfit(slots, shapes, state) if rank == 0 else None, group)
+    raise_on_all(_misfit(slots, shapes, state) if rank == 0 else None, group)
     names = {p: key for key, p in slots.items()}
     for shard in shards:
         whole = [state[names[p]] for p in shard.parts] if rank == 0 else None
@@ -172,14 +173,6 @@ def _scattered(shard: FlatShard, tensors: list[Tensor | None] | None, dtype: tor
 def _numbers(optimizer: torch.optim.Optimizer) -> dict[Tensor, int]:
     """The numbers by which a state dict calls an optimizer's parameters."""
     return {p: i for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
-
-
-def _agree(problem: Exception | None, group) -> None:
-    """Raise on every rank what rank 0 found."""
-    found = [problem]
-    distributed.broadcast_object_list(found, group=group, group_src=0)
-    if found[0] is not None:
-        raise found[0]
 
 
 def _misfit(slots: dict[str, Tensor], shapes: dict[Tensor, torch.Size], state: dict[str, Tensor]) -> Exception | None:

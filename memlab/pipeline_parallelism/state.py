@@ -11,10 +11,11 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, distributed
 
+from memlab.data_parallelism.agreement import raise_on_all, told_by_all
 from memlab.memory_timeline import main_memory
 from memlab.pipeline_parallelism.runtime import Pipeline
 from memlab.pipeline_parallelism.tied import tied_names
-from memlab.ranks import ALONE, place_in, receive, send
+from memlab.ranks import ALONE, receive, send
 from memlab.tensor_parallelism import state as of_parts
 from memlab.tensor_parallelism.cuts import cut_of
 
@@ -34,7 +35,7 @@ def full_state_dict(pipeline: Pipeline, tensor_group=None) -> dict[str, Tensor]:
         own |= of_parts.full_state_dict(module, tensor_group)
     group, rank = pipeline.group, pipeline.rank
     again = {name: names[0] for names in tied_names(pipeline.plan.tied) for name in names[1:]}
-    for other, outline in enumerate(_told(_outline(own), group)):
+    for other, outline in enumerate(told_by_all(_outline(own), group)):
         for name, (shape, dtype) in outline.items():
             if name in again or not other:
                 continue
@@ -65,8 +66,8 @@ def load_full_state_dict(pipeline: Pipeline, state: Mapping[str, Tensor], tensor
     for module in pipeline.layers.values():
         slots |= of_parts.slots_of(module, tensor_group)
     mine = {name: (tuple(p.shape) if (cut := cut_of(p)) is None else cut.shape, p.dtype) for name, p in slots.items()}
-    outlines = _told(mine, group)
-    having = _told(bool(state), group)
+    outlines = told_by_all(mine, group)
+    having = told_by_all(bool(state), group)
     expected = {name: kind for outline in outlines for name, kind in outline.items()}
     if distributed.get_backend(group) == "fake":  # imagined ranks tell no names of their stages, and send nothing
         if not state:
@@ -78,8 +79,8 @@ def load_full_state_dict(pipeline: Pipeline, state: Mapping[str, Tensor], tensor
             f"expected a state on all ranks, or on the first alone, found one on rank {having.index(True)} and none on "
             "rank 0; give it to rank 0"
         )
-    problem = next((found for found in _told(problem, group) if found is not None), None)
-    of_parts.agree(problem, tensor_group)  # of whose ranks one pipeline each has heard of it
+    problem = next((found for found in told_by_all(problem, group) if found is not None), None)
+    raise_on_all(problem, tensor_group)  # of whose ranks one pipeline each has heard of it
     firsts = {name: names[0] for names in tied_names(pipeline.plan.tied) for name in names}
     state = {name: state.get(firsts.get(name, name), t) for name, t in state.items()}
     if having[0] and not all(having):
@@ -98,15 +99,6 @@ def load_full_state_dict(pipeline: Pipeline, state: Mapping[str, Tensor], tensor
 
 def _outline(state: Mapping[str, Tensor]) -> Outline:
     return {name: (tuple(t.shape), t.dtype) for name, t in state.items()}
-
-
-def _told(mine, group) -> list:
-    """What every rank of the group says; of imagined ones, what this one does."""
-    _, ranks = place_in(group)
-    every = [mine] * ranks
-    if ranks > 1 and distributed.get_backend(group) != "fake":
-        distributed.all_gather_object(every, mine, group=group)
-    return every
 
 
 def _misfit(expected: Outline, state: Mapping[str, Tensor]) -> Exception | None:

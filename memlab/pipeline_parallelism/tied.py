@@ -19,8 +19,9 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 
+from memlab.data_parallelism.agreement import told_by_all
 from memlab.ranks import begin, place_in, receive, send
 from memlab.tensor_parallelism.cuts import cut_of
 
@@ -201,10 +202,7 @@ class TiedParameters:
 
     def _check(self, own: dict[tuple[tuple[str, ...], str], tuple]) -> None:
         """Raise on every rank if tied parameters are not alike. own: what this rank knows of its copies."""
-        _, ranks = place_in(self.group)
-        every = [own] * ranks
-        if ranks > 1 and self._sets and distributed.get_backend(self.group) != "fake":
-            distributed.all_gather_object(every, own, group=self.group)
+        every = told_by_all(own, self.group) if self._sets else [own]
         known = {key: kind for found in every for key, kind in found.items()}
         for names in self._sets:
             _check_alike({name: kind for (of, name), kind in known.items() if of == names})

@@ -18,15 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from memlab.data_parallelism.agreement import refuse_other_models
+from memlab.data_parallelism.agreement import raise_on_all, refuse_other_models, told_by_all
 from memlab.ranks import place_in
 from memlab.tensor_parallelism.cuts import Cut, cut_of
 from memlab.tensor_parallelism.state import (
-    agree,
     cuts_of_states,
     load_full_optimizer_state,
     load_full_state_dict,
@@ -89,7 +88,7 @@ def _on_all(step: Callable[[], Any], group) -> Any:
         result = step()
     except Exception as error:
         problem = error
-    agree(problem, group)
+    raise_on_all(problem, group)
     return result
 
 
@@ -109,10 +108,8 @@ def _save(tree: Mapping, cuts: dict[int, Cut], path: Path, group) -> None:
 
 def _draft_of(path: Path, group) -> Path:
     """A name beside `path` that the ranks of this group know, and no other that saves there."""
-    token = [secrets.token_hex(4)]
-    if place_in(group)[1] > 1 and distributed.get_backend(group) != "fake":
-        distributed.broadcast_object_list(token, group=group, group_src=0)
-    return path.with_name(f"{path.name}.{token[0]}.unfinished")
+    token = told_by_all(secrets.token_hex(4), group)[0]
+    return path.with_name(f"{path.name}.{token}.unfinished")
 
 
 def _write_outline(tree: Mapping, cuts: dict[int, Cut], path: Path) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
+from memlab.data_parallelism.agreement import raise_on_all, told_by_all
 from memlab.memory_timeline import main_memory
 from memlab.ranks import place_in, receive, send
 from memlab.tensor_parallelism.cuts import Cut, cut_of
@@ -44,7 +45,7 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor], group=No
     slots = slots_of(model, group)
     rank, _ = place_in(group)
     state, sent = _given(state, group, lambda: {name: t.to("meta") for name, t in state.items()})
-    agree(_misfit(slots, state), group)
+    raise_on_all(_misfit(slots, state), group)
     for name, p in slots.items():
         _deliver(state[name], p, cut_of(p), sent, group)
 
@@ -75,7 +76,7 @@ def load_full_optimizer_state(optimizer: torch.optim.Optimizer, state: Mapping[s
     """
     parameters = _parameters(optimizer)
     state, sent = _given(state, group, lambda: _outline(state, parameters))
-    agree(_misfit_of_optimizer(optimizer, parameters, state), group)
+    raise_on_all(_misfit_of_optimizer(optimizer, parameters, state), group)
     states: dict[int, dict] = {}
     for number, values in sorted(state["state"].items()):
         for name, value in values.items():
@@ -108,18 +109,6 @@ def cuts_of_states(optimizer: torch.optim.Optimizer) -> dict[int, Cut]:
                 )
             cuts[id(value)] = cut
     return cuts
-
-
-def agree(problem: Exception | None, group=None) -> None:
-    """Raise on every rank what the first rank that has a problem found; without one on any, nothing."""
-    rank, ranks = place_in(group)
-    found = [problem] * ranks
-    if ranks > 1 and distributed.get_backend(group) != "fake":  # imagined ranks do what this one does
-        distributed.all_gather_object(found, problem, group=group)
-        found[rank] = problem  # itself, and not a copy without its traceback
-    for one in found:
-        if one is not None:
-            raise one
 
 
 # ---- the steps of all of these
@@ -183,8 +172,7 @@ def _given(state: Mapping, group, outline) -> tuple[Mapping, bool]:
     rank, ranks = place_in(group)
     if ranks == 1 or distributed.get_backend(group) == "fake":
         return state, False
-    having: list = [None] * ranks
-    distributed.all_gather_object(having, bool(state), group=group)
+    having = told_by_all(bool(state), group)
     if all(having) or not having[0]:
         return state, False
     told = [outline() if rank == 0 else None]
