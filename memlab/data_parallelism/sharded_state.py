@@ -17,7 +17,7 @@ from memlab.data_parallelism.agreement import raise_on_all
 from memlab.data_parallelism.norms import clip_parts_
 from memlab.data_parallelism.shard import FlatShard
 from memlab.data_parallelism.sharding import UNIT, units_of
-from memlab.data_parallelism.states import Cut, gathered, gathered_states, in_main_memory, is_cut
+from memlab.data_parallelism.states import HeldParts, gathered, gathered_states, in_main_memory, is_cut
 
 
 @torch.no_grad()
@@ -94,9 +94,9 @@ def full_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> 
     Raises ValueError for a state that is neither, such as a factored one.
     """
     shards, packed, numbers = _shards(model), optimizer.state_dict(), _numbers(optimizer)
-    cuts = [Cut(s.layout, s.parts, [numbers.get(p) for p in s.parts], s.rank, s.group) for s in shards]
+    held = [HeldParts(s.layout, s.parts, [numbers.get(p) for p in s.parts], s.rank, s.group) for s in shards]
     keep = _rank(shards) == 0
-    states = gathered_states(packed["state"], cuts, keep)
+    states = gathered_states(packed["state"], held, keep)
     return packed | {"state": states} if keep else {}
 
 

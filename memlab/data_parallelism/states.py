@@ -22,7 +22,7 @@ SINGLE = ("step", "mu_product", "eta", "mu")
 """States of torch.optim that are one number each, also where the parameter is one number itself."""
 
 
-class Cut(NamedTuple):
+class HeldParts(NamedTuple):
     """Parameters in one layout, of which an optimizer has this rank's parts: the numbers by which it calls them."""
 
     layout: FlatLayout
@@ -33,13 +33,13 @@ class Cut(NamedTuple):
 
 
 @torch.no_grad()
-def gathered_states(states: dict[int, dict], cuts: Sequence[Cut], keep: bool) -> dict[int, dict]:
+def gathered_states(states: dict[int, dict], held: Sequence[HeldParts], keep: bool) -> dict[int, dict]:
     """Whole states, in main memory, of an optimizer that has these of this rank's parts, by the parameters' numbers.
 
-    Every rank calls it; with keep=False a rank sends its parts and gets {}. One state of one cut at a time is whole
+    Every rank calls it; with keep=False a rank sends its parts and gets {}. One state of one layout at a time is whole
     where the collectives run. Raises ValueError for states that are neither elementwise nor single numbers.
     """
-    numels = {n: part.numel() for cut in cuts for n, part in zip(cut.numbers, cut.parts, strict=True)}
+    numels = {n: part.numel() for one in held for n, part in zip(one.numbers, one.parts, strict=True)}
     whole: dict[int, dict] = {}
     for number, state in sorted(states.items()):
         ours = number in numels
@@ -50,15 +50,15 @@ def gathered_states(states: dict[int, dict], cuts: Sequence[Cut], keep: bool) ->
                     f"expected states of one number an element, found {name!r} of shape {tuple(value.shape)} for a "
                     f"part of {numels[number]}: such an optimizer looks at whole parameters, and is wrong on parts"
                 )
-    for cut in cuts:
-        found = [{name: v for name, v in states.get(n, {}).items() if is_cut(v)} for n in cut.numbers]
+    for one in held:
+        found = [{name: v for name, v in states.get(n, {}).items() if is_cut(v)} for n in one.numbers]
         for name, some in {name: value for state in found for name, value in state.items()}.items():
-            piece = torch.zeros(cut.layout.piece, dtype=some.dtype, device=cut.parts[0].device)
-            for state, place in zip(found, cut.layout.part_views(piece, cut.rank), strict=True):
+            piece = torch.zeros(one.layout.piece, dtype=some.dtype, device=one.parts[0].device)
+            for state, place in zip(found, one.layout.part_views(piece, one.rank), strict=True):
                 if name in state:
                     place.copy_(state[name])
-            tensors = gathered(cut.layout, piece, cut.group, keep)
-            for number, state, tensor in zip(cut.numbers, found, tensors, strict=False):
+            tensors = gathered(one.layout, piece, one.group, keep)
+            for number, state, tensor in zip(one.numbers, found, tensors, strict=False):
                 if name in state:
                     whole[number][name] = tensor
     return whole if keep else {}

@@ -23,7 +23,7 @@ from torch.optim import Adafactor, Optimizer
 
 from memlab.data_parallelism.buckets import bucketed
 from memlab.data_parallelism.norms import clip_parts_
-from memlab.data_parallelism.states import Cut, cut_state, gathered_states
+from memlab.data_parallelism.states import HeldParts, cut_state, gathered_states
 from memlab.data_parallelism.zero_buckets import WeightBucket, as_groups, check_params
 from memlab.data_parallelism.zero_gradients import ReducedGradients
 from memlab.mixed_precision.master_weights import refuse_class
@@ -226,8 +226,8 @@ class ZeroOptimizer(Optimizer):
         to: the rank of the group that gets it; the others get {}. None: all do, N times the bytes on one machine.
         """
         packed, keep = self._inner.state_dict(), to in (None, self._rank)
-        cuts = [Cut(each.layout, each.parts, each.numbers, self._rank, self._group) for each in self._buckets]
-        states = gathered_states(packed["state"], cuts, keep)
+        held = [HeldParts(each.layout, each.parts, each.numbers, self._rank, self._group) for each in self._buckets]
+        states = gathered_states(packed["state"], held, keep)
         return packed | {"state": states} if keep else {}
 
     def load_state_dict(self, state_dict: dict) -> None:
