@@ -17,7 +17,7 @@ from memlab.data_parallelism.agreement import raise_on_all
 from memlab.data_parallelism.norms import clip_parts_
 from memlab.data_parallelism.shard import FlatShard
 from memlab.data_parallelism.sharding import UNIT, units_of
-from memlab.data_parallelism.states import HeldParts, gathered, gathered_states, in_main_memory, is_cut
+from memlab.data_parallelism.states import HeldParts, copied_to_main_memory, gathered, gathered_states, is_cut
 
 
 @torch.no_grad()
@@ -59,7 +59,9 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
         whole.update(zip(shard.parts, gathered(shard.layout, shard.piece, shard.group, shard.rank == 0), strict=False))
     if _rank(shards) != 0:
         return {}
-    return {key: whole[p] if p in whole else in_main_memory(p) for key, p in model.state_dict(keep_vars=True).items()}
+    return {
+        key: whole[p] if p in whole else copied_to_main_memory(p) for key, p in model.state_dict(keep_vars=True).items()
+    }
 
 
 @torch.no_grad()

@@ -72,7 +72,7 @@ def gathered(layout: FlatLayout, piece: Tensor, group, keep: bool) -> list[Tenso
     whole = torch.empty(layout.padded, dtype=piece.dtype, device=piece.device)
     if layout.padded:
         all_gather(whole, piece, group)
-    return [in_main_memory(view) for view in layout.views(whole)] if keep else []
+    return [copied_to_main_memory(view) for view in layout.views(whole)] if keep else []
 
 
 def is_cut(value: Any) -> bool:
@@ -80,7 +80,7 @@ def is_cut(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0
 
 
-def in_main_memory(tensor: Tensor) -> Tensor:
+def copied_to_main_memory(tensor: Tensor) -> Tensor:
     """A copy in main memory."""
     with main_memory():
         return tensor.detach().to("cpu", copy=True)
@@ -120,4 +120,4 @@ def cut_state(state_dict: dict, buckets: Sequence[WeightBucket], rank: int) -> d
 
 
 def _kept(value: Any) -> Any:
-    return in_main_memory(value) if isinstance(value, Tensor) else value
+    return copied_to_main_memory(value) if isinstance(value, Tensor) else value
