@@ -25,12 +25,12 @@ from memlab.gradient_checkpointing.instruments import (
     dropping,
     flops_of,
     levels_of,
-    nbytes,
     replica,
     run_again,
     saving,
     source,
     stage_input,
+    storage_bytes,
     storage_id,
 )
 from memlab.memory_arithmetic.shapes import one_of
@@ -77,7 +77,7 @@ def measure_chain(layers: Sequence[Callable], x: Tensor, *, cost: str = "flops")
             inputs = _inputs(layers, x)
             result = inputs.pop()
             callers = torch.ones_like(result)
-            result_bytes = nbytes(result) + nbytes(callers)
+            result_bytes = storage_bytes(result) + storage_bytes(callers)
             bench, gradient, notes = _Bench(meter, undo, storage_id(callers)), [callers], []
             del result
             for i in reversed(range(len(layers))):
@@ -163,7 +163,7 @@ class _Bench:
     def _step(self, i: int, layer: Callable, x: Tensor, gradient: list[Tensor], *, last: bool, own: bool) -> Step:
         """Forward and backward. own: on a copy of the input that nobody else holds."""
         sent, saved, looks = [], [], []
-        gradient_bytes = sum(nbytes(g) for g in gradient if storage_id(g) != self.callers)
+        gradient_bytes = sum(storage_bytes(g) for g in gradient if storage_id(g) != self.callers)
         begin, place = self.mark(), [storage_id(x)]
         with OpCounter() as counter, statistics_stand_still() as lasting, saving(saved, looks, self.mark, lasting):
             out = layer(stage_input(x, sent, place, own) if i else x)

@@ -76,7 +76,7 @@ def op_costs(function: Callable, /, *args, **kwargs) -> list[OpCost]:
         OpCost(
             op.overloadpacket.__name__,
             tuple(results[0].shape),
-            nbytes(results),
+            element_bytes(results),
             count,
             any(tensor.untyped_storage()._cdata in saved for tensor in results),
         )
@@ -120,6 +120,6 @@ def tensors_in(value) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
-def nbytes(result) -> int:
+def element_bytes(result) -> int:
     """Of the elements of all tensors in it."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(result))

@@ -112,7 +112,7 @@ def storage_id(tensor: Tensor) -> int:
     return next(iter(storages_of(tensor)))._cdata
 
 
-def nbytes(tensor: Tensor) -> int:
+def storage_bytes(tensor: Tensor) -> int:
     """Of its storages."""
     return sum(storage.nbytes() for storage in storages_of(tensor))
 

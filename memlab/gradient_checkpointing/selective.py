@@ -24,7 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from memlab.gradient_checkpointing.costs import VIEW, makes, nbytes, tensors_in
+from memlab.gradient_checkpointing.costs import VIEW, element_bytes, makes, tensors_in
 from memlab.gradient_checkpointing.hooks import checkpoint_within, remember
 from memlab.gradient_checkpointing.state import random_state, set_random_state
 from memlab.memory_hierarchy.counting import flops
@@ -82,7 +82,7 @@ def _policy(keep) -> Callable[[Any, tuple, dict, Any], bool]:
     if isinstance(keep, ops):
         keep = (keep,)
     if isinstance(keep, (int, float)) and not isinstance(keep, bool) and not math.isnan(keep):
-        return lambda op, args, kwargs, result: flops(op, args, kwargs, result) >= keep * nbytes(result)
+        return lambda op, args, kwargs, result: flops(op, args, kwargs, result) >= keep * element_bytes(result)
     if callable(keep):
         return lambda op, args, kwargs, result: keep(op, *args, **kwargs)
     if isinstance(keep, Collection) and not isinstance(keep, str) and all(isinstance(op, ops) for op in keep):
