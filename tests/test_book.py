@@ -9,7 +9,7 @@ from memlab import benchmark
 from memlab.book.allocator import allocated_peak
 from memlab.book.figures import MOST_POINTS, bars, compare, plot
 from memlab.book.source import show_source
-from memlab.book.style import COLOURS, HATCHES, Picture, canvas, caption, is_sentence
+from memlab.book.style import Picture, canvas, caption, is_sentence
 from memlab.book.tables import Table, by_category, holders, storages
 from memlab.book.workloads import GPT, text_batch
 from memlab.memory_timeline import CATEGORIES, Event, Line, Meter, Storage, Timeline
@@ -115,20 +115,6 @@ def test_bars_are_as_long_as_their_bytes_and_an_unknown_category_is_refused():
     assert "a: 4.0 GiB" in picture.alt and "2.0 GiB" in picture.alt
     with pytest.raises(ValueError, match="weights"):
         bars({"a": {"weights": 1}})
-
-
-def grey(category):
-    """The grey in which a category is printed, from 0 (black) to 255, and its hatching."""
-    red, green, blue = (int(COLOURS[category][i : i + 2], 16) for i in (1, 3, 5))
-    return 0.299 * red + 0.587 * green + 0.114 * blue, HATCHES.get(category)
-
-
-def test_every_category_has_a_colour_of_its_own_and_in_black_and_white_a_grey_or_a_hatching():
-    assert set(COLOURS) == set(CATEGORIES) and len(set(COLOURS.values())) == len(COLOURS)
-    looks = [grey(category) for category in COLOURS]
-    for number, (one, hatch) in enumerate(looks):
-        for other, other_hatch in looks[:number]:
-            assert hatch != other_hatch or abs(one - other) > 25
 
 
 @pytest.mark.parametrize("alt", ["", "a plot", "<Figure size 640x480 with 1 Axes>"])

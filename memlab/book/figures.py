@@ -188,10 +188,11 @@ def bars(
                     )
             left = [a + b for a, b in zip(left, widths, strict=True)]
     for y, width in enumerate(left):
-        axes.text(
-            width,
-            y,
-            f"  {width:.1f}",
+        axes.annotate(
+            f"{width:.1f}",
+            (width, y),
+            xytext=(6, 0),
+            textcoords="offset points",
             va="center",
             fontsize=SMALL_SIZE,
             fontweight="bold",

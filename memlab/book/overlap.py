@@ -277,7 +277,7 @@ def draw_too_much(runs: Mapping[str, Sequence[Run]], title: str = "", parts: Seq
     words, (unit, scale) = [], byte_unit(max(run.peak_bytes for row in runs.values() for run in row))
     for number, (name, row) in enumerate(runs.items()):
         at = knee(row)
-        look = {"color": LINE_COLOURS[number % 7], "linestyle": LINE_STYLES[number % 4], "linewidth": 1.4}
+        look = {"color": LINE_COLOURS[number % 7], "linestyle": LINE_STYLES[number % 8], "linewidth": 1.4}
         mark = {"color": look["color"], "markeredgecolor": "black", "markersize": 7, "marker": "osD^vPX"[number % 7]}
         upper.plot(parts, [run.step_seconds for run in row], label=name, **look)
         lower.plot(parts, [run.peak_bytes / scale for run in row], **look)

@@ -139,7 +139,7 @@ def _lines(axes: Axes, lines, tops, held: str, scale: float, per_second: float, 
         times = [when * per_second for when, _ in line] + [whole]
         numbers = [number / scale for _, number in line]
         numbers.append(numbers[-1])
-        look = {"color": LINE_COLOURS[rank % 7], "linestyle": LINE_STYLES[rank % 4], "linewidth": 1.3}
+        look = {"color": LINE_COLOURS[rank % 7], "linestyle": LINE_STYLES[rank % 8], "linewidth": 1.3}
         axes.step(times, numbers, where="post", **look)
         most = max(numbers)
         level = tops[rank][0] / scale if held == "bytes" else most

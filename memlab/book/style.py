@@ -1,7 +1,7 @@
 """One look for every figure of the book: colours, hatching, type, units, and a sentence for those who cannot see it.
 
 Colours are Okabe and Ito's, which colour-blind readers can tell apart. Where two of them have the same grey, one is
-hatched, so that areas part in black and white as well; and every area is outlined and named.
+hatched, so that areas part in black and white as well; and every area is outlined and named. Lines differ in dashes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ COLOURS = {
 """Categories in the order in which they are stacked, from the bottom."""
 HATCHES = {"optimizer_state": "\\\\\\", "gradient": "///", "buffer": "++", "input": "...", "workspace": "xxx"}
 LINE_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-LINE_STYLES = ("-", "--", "-.", ":")
+LINE_STYLES = ("-", "--", "-.", ":", (0, (9, 2)), (0, (4, 1.5, 1, 1.5, 1, 1.5)), (0, (1, 4)), (0, (9, 2, 3, 2)))
+"""As many as there are colours and one more, so that two lines with the same colour have other dashes."""
 RENDERING = {"hatch.linewidth": 0.4, "text.hinting": "no_hinting"}
 TITLE_SIZE, LABEL_SIZE, SMALL_SIZE = 10, 9, 8
 
@@ -159,9 +160,10 @@ def draw_budget(axes: Axes, limit: int | None, scale: int, *, vertical: bool = F
         place = {"transform": axes.get_xaxis_transform(), "ha": "center", "va": "bottom"}
         axes.text(limit / scale, 1.01, f"budget {format_bytes(limit)}", fontsize=SMALL_SIZE, **place)
     else:
-        place = {"transform": axes.get_yaxis_transform(), "ha": "right", "va": "bottom"}
+        place = {"xycoords": axes.get_yaxis_transform(), "ha": "right", "va": "bottom", "fontsize": SMALL_SIZE}
+        place |= {"xytext": (0, 4), "textcoords": "offset points"}  # above the line, and not upon it
         place["bbox"] = {"boxstyle": "round,pad=0.15", "facecolor": "white", "alpha": 0.8, "linewidth": 0}
-        axes.text(0.99, limit / scale, f"budget {format_bytes(limit)}", fontsize=SMALL_SIZE, **place)
+        axes.annotate(f"budget {format_bytes(limit)}", (0.99, limit / scale), **place)
 
 
 def budget_words(limit: int | None) -> str:
