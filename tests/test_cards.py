@@ -1,23 +1,26 @@
 """The smallest card on which a trace runs: it runs there, and on none that is smaller."""
 
+import functools
+
 import pytest
 
 from memlab.book.cards import ALLOCATORS, STEP, smallest_card
-from memlab.caching_allocator import FREE, CachingAllocator, OutOfMemory, replay
+from memlab.caching_allocator import FREE, CachingAllocator, MaxSplitAllocator, OutOfMemory, replay
 from memlab.units import MiB
 
 LONGER = [event for n in range(1, 20) for event in ((n, 11 * n * MiB), (n, FREE))]
+MAKERS = ALLOCATORS | {"max_split_size": functools.partial(MaxSplitAllocator, "128 MiB")}
 PINNED = [(n, 5 * MiB) for n in range(8)] + [(n, FREE) for n in range(0, 8, 2)] + [(9, 16 * MiB)]
 
 
 @pytest.mark.parametrize("trace", [LONGER, PINNED, [(0, 1)]], ids=["longer and longer", "pinned", "one byte"])
-@pytest.mark.parametrize("name", ALLOCATORS)
-def test_it_runs_on_the_smallest_card_and_on_none_that_is_one_step_smaller(trace, name):
-    card = smallest_card(trace, make=ALLOCATORS[name])
-    replay(ALLOCATORS[name](capacity_bytes=card), trace)
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+def test_it_runs_on_the_smallest_card_and_on_none_that_is_one_step_smaller(trace, make):
+    card = smallest_card(trace, make=make)
+    replay(make(capacity_bytes=card), trace)
     if card > STEP:
         with pytest.raises(OutOfMemory):
-            replay(ALLOCATORS[name](capacity_bytes=card - STEP), trace)
+            replay(make(capacity_bytes=card - STEP), trace)
 
 
 def test_a_tensor_that_grows_needs_no_more_than_itself_since_a_full_card_empties_the_cache():

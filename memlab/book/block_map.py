@@ -14,13 +14,18 @@ from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 
 from memlab.book.interactive import Interactive
-from memlab.book.style import COLOURS, LINE_COLOURS, LINE_STYLES, SMALL_SIZE, Picture, byte_unit, finish
+from memlab.book.style import COLOURS, LINE_COLOURS, SMALL_SIZE, Picture, byte_unit, finish
 from memlab.caching_allocator import CachingAllocator, Replay, Trace, replay
 from memlab.units import format_bytes
 
 MOST_LINES = 14  # of segments
 MOMENTS = 80
-LEVELS = ("reserved", "allocated", "requested")
+LEVELS = {
+    "reserved": {"color": LINE_COLOURS[0], "linewidth": 1.2},
+    "allocated": {"color": COLOURS["activation"], "linewidth": 3.2},
+    "requested": {"color": "black", "linestyle": ":", "linewidth": 1.2},
+}
+"""How each is drawn: the last two are often nearly the same, and then one lies within the other."""
 
 
 class History(NamedTuple):
@@ -66,9 +71,8 @@ def draw_blocks(history: History, event: int, title: str = "") -> Picture:
     _draw_segments(above, segments)
     unit, scale = byte_unit(max(done.peak_reserved_bytes, 1))
     events = range(len(done.reserved))
-    for number, (level, colour, style) in enumerate(zip(LEVELS, LINE_COLOURS, LINE_STYLES, strict=False)):
+    for number, (level, look) in enumerate(LEVELS.items()):
         values = [nbytes / scale for nbytes in getattr(done, level)]
-        look = {"color": colour, "linestyle": style, "linewidth": 1.2}
         below.step(events, values, where="post", **look)
         # A legend of matplotlib's takes as long as all the rest of this panel, and a slider draws it again each time.
         left, at = 0.55 + 0.15 * number, {"transform": below.transAxes}
@@ -135,7 +139,8 @@ def _draw_segments(axes, segments: Sequence[dict]) -> None:
             x += size + gap
         line += bool(pool)
     axes.add_collection(PolyCollection(used, facecolor=COLOURS["parameter"], edgecolor="white", linewidth=0.4))
-    axes.add_collection(PolyCollection(wasted, facecolor=COLOURS["gradient"], edgecolor="none"))
+    hatched = {"facecolor": "white", "edgecolor": COLOURS["gradient"], "linewidth": 0, "hatch": "////////"}
+    axes.add_collection(PolyCollection(wasted, **hatched))
     axes.add_collection(PolyCollection(boxes, facecolor="none", edgecolor="black", linewidth=0.8))
     axes.set_xlim(-gap, width * 1.12)
     axes.set_ylim(max(line, 4), 0)
@@ -143,7 +148,7 @@ def _draw_segments(axes, segments: Sequence[dict]) -> None:
     for at, name in names:
         axes.text(-2 * gap, at + 0.45, name, ha="right", va="center", fontsize=SMALL_SIZE)
     note = (
-        f"a line is {format_bytes(round(width))} long · box: segment · filled: in use · orange: rounding · empty: free"
+        f"a line is {format_bytes(round(width))} long · box: segment · filled: in use · hatched: rounding · empty: free"
     )
     axes.text(0, -0.2, note, fontsize=SMALL_SIZE)
 

@@ -2,24 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Collection, Iterator
 
-from memlab.caching_allocator import (
-    CachingAllocator,
-    ExpandableAllocator,
-    MaxSplitAllocator,
-    OutOfMemory,
-    Trace,
-    replay,
-)
+from memlab.caching_allocator import CachingAllocator, ExpandableAllocator, OutOfMemory, Trace, replay
 from memlab.units import MiB
 
-ALLOCATORS = {
-    "CUDA's": CachingAllocator,
-    "max_split_size 128 MiB": functools.partial(MaxSplitAllocator, "128 MiB"),
-    "expandable segments": ExpandableAllocator,
-}
+ALLOCATORS = {"CUDA's": CachingAllocator, "expandable segments": ExpandableAllocator}
 STEP = 2 * MiB  # the smallest segment: cards are told apart by as much
 
 
