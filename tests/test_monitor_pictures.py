@@ -15,10 +15,19 @@ from memlab.book.monitor_pictures import (
     draw_levels,
     draw_run,
     fan_end,
+    full_words,
     judged_words,
     points,
 )
-from memlab.book.monitor_sliders import BUDGET_BYTES, STEP_BYTES, draw_floor, explore_floor, floors, made_up
+from memlab.book.monitor_sliders import (
+    BUDGET_BYTES,
+    LAST_DRAWN,
+    STEP_BYTES,
+    draw_floor,
+    explore_floor,
+    floors,
+    made_up,
+)
 from memlab.book.style import is_sentence
 from memlab.memory_monitoring import Alarm, Monitor, StepHistory, forecast
 from memlab.units import MiB
@@ -227,3 +236,11 @@ def test_every_slider_can_be_moved_and_says_what_it_shows():
     assert "no leak, no noise and no evaluation" in still.alt and "never called" in still.alt
     call = re.search(r"called at step (\d+)", one.picture.alt)
     assert int(call[1]) == made_up().call.step
+
+
+def test_a_step_beyond_the_picture_is_not_named():
+    assert full_words(said(earliest=50, latest=150), 480) == "between step 150 and step 250"
+    assert full_words(said(latest=1_587_067), 480) == "between step 150 and a step beyond 480"
+    calls = [made_up(*values.values()).call for values in explore_floor().grid()]
+    told = [full_words(call, LAST_DRAWN) for call in calls if call is not None]
+    assert told and all(int(step) <= LAST_DRAWN for words in told for step in re.findall(r"\d+", words))

@@ -71,7 +71,7 @@ def draw_run(
     axes.set_ylim(0, highest / scale * 1.12 or 1)
     finish(axes, "step", f"{level} ({unit})", title)
     draw_legend(axes)
-    return Picture(figure, _run_words(run, level, limit, forecast, called_at))
+    return Picture(figure, _run_words(run, level, limit, forecast, called_at, most))
 
 
 def draw_levels(
@@ -193,6 +193,18 @@ def fan_end(forecast: Forecast, steps: int) -> float:
     return min(max(forecast.step + forecast.latest, steps), MOST_AHEAD * max(steps, forecast.step, 1))
 
 
+def full_words(forecast: Forecast, most: float) -> str:
+    """From when to when a forecast's budget is full, in words; `most`: the last step that is drawn."""
+
+    def at(left: float) -> str:
+        step = forecast.step + left
+        if math.isinf(step):
+            return "never"
+        return f"step {step:,.0f}" if step <= most else f"a step beyond {most:,.0f}"
+
+    return f"between {at(forecast.earliest)} and {at(forecast.latest)}"
+
+
 def changes(series: Sequence[int]) -> int:
     """How many times a level's figure moves from one step to the next."""
     return sum(a != b for a, b in zip(series, series[1:], strict=False))
@@ -218,7 +230,9 @@ def judged_words(judged: Sequence, late: float = 0.8) -> str:
     return "; ".join(parts) + "."
 
 
-def _run_words(history, level: str, limit: int | None, forecast: Forecast | None, called_at: int | None) -> str:
+def _run_words(
+    history, level: str, limit: int | None, forecast: Forecast | None, called_at: int | None, most: float
+) -> str:
     if not history.steps:
         return f"Nothing is drawn yet: the run has made no step.{budget_words(limit)}"
     _, ends, peaks = points(history)
@@ -228,9 +242,5 @@ def _run_words(history, level: str, limit: int | None, forecast: Forecast | None
     )
     if forecast is None:
         return f"{said} No growth was called."
-    steps = [
-        f"step {forecast.step + left:,.0f}" if math.isfinite(left) else "never"
-        for left in (forecast.earliest, forecast.latest)
-    ]
-    when = f"The run was called at step {called_at:,}: a fan shows the budget full between {steps[0]} and {steps[1]}."
-    return f"{said} {when}"
+    when = full_words(forecast, most)
+    return f"{said} The run was called at step {called_at:,}: a fan shows the budget full {when}."

@@ -7,12 +7,11 @@ steps, the floor, tells whether the run keeps more and more.
 from __future__ import annotations
 
 import functools
-import math
 import random
 from typing import NamedTuple
 
 from memlab.book.interactive import Interactive
-from memlab.book.monitor_pictures import END_COLOUR, PEAK_COLOUR, draw_fan, draw_legend
+from memlab.book.monitor_pictures import END_COLOUR, PEAK_COLOUR, draw_fan, draw_legend, full_words
 from memlab.book.style import SMALL_SIZE, Picture, byte_unit, canvas, draw_budget, finish
 from memlab.memory_monitoring import Forecast, StepHistory, forecast
 from memlab.units import KiB, MiB, format_bytes
@@ -22,6 +21,7 @@ WARM_UP_BYTES, WARM_UP_STEPS = 60 * MiB, 12
 STEP_BYTES = 80 * MiB  # a step's peak is above its end by so much
 EVALUATION_BYTES = 60 * MiB
 STEPS = 400
+LAST_DRAWN = 500  # where a fan is cut off
 LOOK_EVERY = 4  # steps between two forecasts
 STRETCH = 16  # steps of which the least is drawn
 LEAKS = {"none": 0, "128 KiB": 128 * KiB, "256 KiB": 256 * KiB, "512 KiB": 512 * KiB, "1 MiB": MiB}
@@ -68,7 +68,7 @@ def draw_floor(leak_per_step: int = MiB, noise: int = 32 * MiB, evaluation: int 
     at = range(1, len(run.ends) + 1)
     floor = floors(run.ends)
     if run.call is not None:
-        draw_fan(axes, run.call, scale, 1.25 * STEPS)
+        draw_fan(axes, run.call, scale, LAST_DRAWN)
         axes.axvline(run.call.step, color="black", linewidth=0.8, linestyle=":")
         words = f"called at step {run.call.step}"
         place = {"transform": axes.get_xaxis_transform(), "va": "bottom", "ha": "center"}
@@ -88,7 +88,7 @@ def draw_floor(leak_per_step: int = MiB, noise: int = 32 * MiB, evaluation: int 
     if run.full_at is not None:
         axes.plot(run.full_at, BUDGET_BYTES / scale, "X", color=PEAK_COLOUR, markersize=9, label="out of memory")
     draw_budget(axes, BUDGET_BYTES, scale)
-    axes.set_xlim(0, 1.25 * STEPS)
+    axes.set_xlim(0, LAST_DRAWN)
     axes.set_ylim(0, BUDGET_BYTES / scale * 1.12)
     title = f"a leak of {_label(LEAKS, leak_per_step)} a step" if leak_per_step else "no leak"
     finish(axes, "step", f"bytes ({unit})", title)
@@ -122,11 +122,8 @@ def _words(run: MadeUp, floor: list[int], leak_bytes: int, noise_bytes: int, eve
     if run.call is None:
         said += " The run is never called."
     else:
-        first, last = (
-            f"step {run.call.step + left:,.0f}" if math.isfinite(left) else "never"
-            for left in (run.call.earliest, run.call.latest)
-        )
-        said += f" It is called at step {run.call.step}: a fan shows the budget full between {first} and {last}."
+        when = full_words(run.call, LAST_DRAWN)
+        said += f" It is called at step {run.call.step}: a fan shows the budget full {when}."
     if run.full_at is not None:
         said += f" It runs out of memory at step {run.full_at}."
     return said
