@@ -102,7 +102,7 @@ def number_picture(value: float, format: str, label: str = "") -> Picture:
     figure.text(0.1 / 8, 1.62 / height, f"{format}: {formula(chosen)}", fontsize=TITLE_SIZE)
     figure.text(0.1 / 8, 1.39 / height, f"In {format} it {became(chosen)}.", fontsize=LABEL_SIZE)
     _draw_ruler(figure.add_axes((0.2 / 8, 0.62 / height, 7.6 / 8, 0.62 / height)), chosen, label)
-    words = f"Ticks: the numbers of {format}. Dot: the one that is kept. Blue: all values that become it."
+    words = f"Ticks: the numbers of {format}. Dot: the one that is kept. Shaded: all values that become it."
     figure.text(0.5, 0.08 / height, words, fontsize=SMALL_SIZE, ha="center", style="italic")
     rows = "; ".join(f"{name} {n.sign} {n.exponent} {n.mantissa} = {_in_short(n)}" for name, n in every.items())
     return Picture(figure, f"The sign, exponent and mantissa of {label}: {rows}. In {format} it {became(chosen)}.")

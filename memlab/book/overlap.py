@@ -293,7 +293,8 @@ def draw_too_much(runs: Mapping[str, Sequence[Run]], title: str = "", parts: Seq
     finish(upper, "", "step (s)", "")
     finish(lower, "sent, of all that may leave (%)", f"peak ({unit})", "")
     upper.set_xticklabels([])
-    upper.legend(loc="upper left", frameon=False, fontsize=SMALL_SIZE)
+    small = {"frameon": False, "fontsize": SMALL_SIZE, "title_fontsize": SMALL_SIZE}
+    upper.legend(loc="upper left", title="marked: the most that costs less than 1 %", **small)
     figure.suptitle(title, x=0.02, ha="left", fontsize=LABEL_SIZE)
     return Picture(figure, f"A step's seconds and peak bytes by the part that is sent. {'; '.join(words)}.")
 
