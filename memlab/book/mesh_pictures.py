@@ -150,7 +150,7 @@ def draw_balance(cuts: Mapping[str, Sequence[range]], nbytes: Costs, seconds: Co
         _draw_costs(panels[1], cuts, seconds, 1e3, "input", lambda value: f"{1e3 * value:.3g} ms"),
     ]
     panels[0].set_title(f"bytes ({unit})", fontsize=LABEL_SIZE, loc="left")
-    panels[1].set_title("seconds of a micro-batch (ms)", fontsize=LABEL_SIZE, loc="left")
+    panels[1].set_title("time of a micro-batch (ms)", fontsize=LABEL_SIZE, loc="left")
     return Picture(
         figure,
         f"Stacked bars of layers on stages. Bytes of the fullest stage: {said[0]}. Time of the slowest: {said[1]}.",
