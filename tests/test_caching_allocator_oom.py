@@ -190,6 +190,36 @@ def test_the_models_error_is_read_like_cudas():
     assert oom.can_be_fragmented and "fragmentation" in explain_oom(error.value)[-1].meaning
 
 
+def rejection(asked, name="CUDA"):
+    """What PyTorch 2.15 says with throw_on_cudamalloc_oom, by its binary: the text, then the size, and no full stop."""
+    return (
+        f"{name} out of memory. Allocation was preemptively rejected because it would exceed "
+        f"per_process_memory_fraction limit. Requested size: {format_size(asked)}"
+    )
+
+
+@pytest.mark.parametrize("name", ["CUDA", "HIP"])
+@pytest.mark.parametrize("asked", [512, 3 * MiB, 20 * MiB, 2 * GiB])
+def test_a_request_that_was_rejected_at_once_tells_its_own_bytes_and_that_the_cache_is_still_full(asked, name):
+    told = torch.OutOfMemoryError(rejection(asked, name))
+    oom = read_oom(told)
+    assert oom.rejected and oom.over_its_limit and not oom.can_be_fragmented and oom.asked == asked
+    others = ("total", "allocated", "unallocated", "free", "process", "allowed", "private", "others")
+    assert {getattr(oom, figure) for figure in (*others, "reserved", "besides", "elsewhere")} == {None}
+    (row,) = explain_oom(told)
+    assert row.words == f"Requested size: {format_size(asked)}" and row.nbytes == asked and row.level == "storages"
+    assert "empty_cache(), which PyTorch did not do" in row.remedy and "segment" not in row.meaning
+
+
+def test_of_a_rejection_and_another_error_in_one_log_the_first_is_read():
+    log = f"torch.OutOfMemoryError: {rejection(2 * GiB)}\nTraceback …\n{FULL}"
+    assert explain_oom(log) == explain_oom(rejection(2 * GiB))
+    assert explain_oom(f"{FULL}\n{rejection(GiB)}") == explain_oom(FULL)
+    assert not read_oom(FULL).rejected
+    with pytest.raises(ValueError, match="which does not say what is asked"):
+        read_oom(rejection(GiB).partition(" Requested")[0])
+
+
 FOREIGN = [
     "",
     "CUDA error: out of memory",

@@ -12,6 +12,9 @@ there, but not in one piece, and the allocator's settings can help; with less, n
 The bytes "tried to allocate" are those of a *segment*: 20 MiB for a tensor of 2. PyTorch emptied its cache before it
 gave up, so `torch.cuda.empty_cache()` after the error gives back nothing that would have helped.
 
+2.15 has a shorter message, too. With `throw_on_cudamalloc_oom:True` in PYTORCH_ALLOC_CONF, PyTorch itself rejects what
+would take it over its limit: without asking the driver, without emptying its cache, and saying only what was asked for.
+
 Source: c10/cuda/CUDACachingAllocator.cpp, PyTorch 2.11 to 2.15; ROCm has "HIP" for "CUDA", Intel's GPUs "XPU" and fewer
 figures. Each is rounded to two decimals of its unit, and the sums are no better.
 """
@@ -25,9 +28,9 @@ from typing import NamedTuple
 from memlab.units import MiB, format_bytes, parse_bytes
 
 SIZE = r"(\d[\d,]{0,20}(?:\.\d{1,4})? (?:bytes|B|KiB|MiB|GiB|TiB))"
-START = "out of memory. Tried to allocate"
+START = r"out of memory\. (?:Tried to allocate|Allocation was preemptively (rejected))"
 PHRASES = {
-    "asked": rf"Tried to allocate {SIZE}\.",
+    "asked": rf"(?:Tried to allocate|Requested size:) {SIZE}\.?",
     "total": rf"has a total capaci?ty of {SIZE}",
     "free": rf"of which {SIZE} is free\.",
     "process": rf"this process has {SIZE} memory in use\.",
@@ -37,6 +40,11 @@ PHRASES = {
     "unallocated": rf"{SIZE} is reserved by PyTorch but unallocated",
 }
 OTHERS = rf"Process \d+ has {SIZE} memory in use\."
+REJECTED = (
+    "the request itself, refused at once: with it PyTorch would reserve more than per_process_memory_fraction allows",
+    "empty_cache(), which PyTorch did not do; then hold fewer bytes. Its line 'Preemptively rejecting allocation', on "
+    "stderr, says what was reserved, and the limit",
+)
 PAGE_BYTES, SHARED_SEGMENT_BYTES = 2 * MiB, 20 * MiB
 
 
@@ -54,15 +62,16 @@ class OomRow(NamedTuple):
 class OomMessage:
     """The figures of an out-of-memory message, in bytes; None for those that it does not tell.
 
-    asked: for a new segment. process: all that this process holds, by the driver's count; others: other processes, the
-    same. allowed: the limit of `set_per_process_memory_fraction`. private: free in the pools of CUDA graphs and
-    MemPools; a part of `allocated`. words: those of each figure.
+    asked: for a new segment; of a rejected request the tensor's own, and nothing else is told. process: all that this
+    process holds, by the driver's count; others: other processes, the same. allowed: the limit of
+    `set_per_process_memory_fraction`. private: free in the pools of CUDA graphs and MemPools; a part of `allocated`.
+    words: those of each figure.
     """
 
     asked: int
-    total: int
-    allocated: int
-    unallocated: int
+    total: int | None = None
+    allocated: int | None = None
+    unallocated: int | None = None
     free: int | None = None
     process: int | None = None
     allowed: int | None = None
@@ -71,9 +80,14 @@ class OomMessage:
     words: dict[str, str] = field(default_factory=dict)
 
     @property
-    def reserved(self) -> int:
+    def rejected(self) -> bool:
+        """Whether PyTorch refused at once, before it asked the driver or emptied its cache."""
+        return self.total is None
+
+    @property
+    def reserved(self) -> int | None:
         """What PyTorch holds of the driver."""
-        return self.allocated + self.unallocated
+        return None if self.rejected else self.allocated + self.unallocated
 
     @property
     def besides(self) -> int | None:
@@ -93,6 +107,8 @@ class OomMessage:
 
         A segment of 2 MiB or 20 MiB is asked for on behalf of less, any other for up to 2 MiB less.
         """
+        if self.rejected:
+            return False
         shared = self.asked in (PAGE_BYTES, SHARED_SEGMENT_BYTES)
         left = max(self.allowed - self.reserved, 0) if self.over_its_limit else self.free or 0
         wanted = PAGE_BYTES if shared else self.asked - PAGE_BYTES
@@ -101,7 +117,7 @@ class OomMessage:
     @property
     def over_its_limit(self) -> bool:
         """Whether the program's own limit refused, not the card."""
-        return self.allowed is not None and self.reserved + self.asked > self.allowed
+        return self.rejected or (self.allowed is not None and self.reserved + self.asked > self.allowed)
 
 
 def read_oom(message: str | BaseException) -> OomMessage:
@@ -114,25 +130,26 @@ def read_oom(message: str | BaseException) -> OomMessage:
     if not isinstance(message, (str, BaseException)):
         raise TypeError(f"expected an error or its text, found {type(message).__name__}")
     text = " ".join(str(message).split())
-    start = text.find(START)
-    end = text.find(START, start + 1)
-    text = text[max(start, 0) : end if end > 0 else None]
-    found = {name: match for name, phrase in PHRASES.items() if (match := re.search(phrase, text))}
-    lacking = [name for name in ("asked", "total", "allocated", "unallocated") if name not in found]
-    if start >= 0 and "already allocated" in text:
+    starts = list(re.finditer(START, text))
+    if starts:
+        text = text[starts[0].start() : starts[1].start() if starts[1:] else None]
+    told = ("asked",) if starts and starts[0][1] else PHRASES
+    found = {name: match for name in told if (match := re.search(PHRASES[name], text))}
+    lacking = [name for name in ("asked", "total", "allocated", "unallocated") if name in told and name not in found]
+    if starts and "already allocated" in text:
         raise ValueError(
             "expected the message of PyTorch 2.1 or newer, found an older one, '(GPU 0; … already allocated; …)': "
             "there, what is unallocated is 'reserved in total by PyTorch' less 'already allocated'"
         )
-    if start < 0 or lacking:
+    if not starts or lacking:
         raise ValueError(
-            f"expected PyTorch's message with '{START} … GPU 0 has a total capacity of … Of the allocated memory …', "
-            f"found {text[:60]!r}"
-            + (f", which does not say what is {', '.join(lacking)}" if start >= 0 else "")
+            "expected PyTorch's message with 'out of memory. Tried to allocate … GPU 0 has a total capacity of … "
+            f"Of the allocated memory …', found {text[:60]!r}"
+            + (f", which does not say what is {', '.join(lacking)}" if starts else "")
             + "; pass the whole text of torch.OutOfMemoryError"
         )
     figures = {name: _bytes(match[1]) for name, match in found.items()}
-    if figures.get("process", 0) > figures["total"]:
+    if figures.get("process", 0) > figures.get("total", 0):
         del figures["process"], found["process"]  # where the driver does not know, it says 2**64
     words = {name: match[0] for name, match in found.items()}
     if others := list(re.finditer(OTHERS, text)):
@@ -160,6 +177,8 @@ def explain_oom(message: str | BaseException) -> list[OomRow]:
     'set PYTORCH_ALLOC_CONF=expandable_segments:True before the program starts'
     """
     oom = read_oom(message)
+    if oom.rejected:
+        return [OomRow(oom.words["asked"], oom.asked, "storages", *REJECTED)]
     rows = {
         "asked": ("reserved", _asked(oom), "ask for less at a time, or hold less by then; the rows below say which"),
         "total": ("driver", "the card", "a larger card, or several"),
