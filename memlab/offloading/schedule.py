@@ -66,7 +66,7 @@ def plan_sends(
 def best_sends(
     tensors: Sequence[Held], limit_bytes: int, bytes_per_second: float, **options
 ) -> tuple[list[int], Run] | None:
-    """The same over every set that there is, 16,384 of 14 tensors. Raises ValueError if more than 14 may leave."""
+    """The same over every set of the tensors that may leave. Raises ValueError for more than 14 (16,384 sets)."""
     may = ordered(tensors, "first come")
     if len(may) > 14:
         raise ValueError(f"expected at most 14 tensors that may leave, found {len(may)}; plan_sends() takes any number")
