@@ -216,6 +216,7 @@ def ledger(one: Schedule, costs: list[StageCost], rank: int) -> tuple[list[int],
     actions, total, peak = one.actions[rank], [], sum(held.values())
     trains = any(action.kind == "backward" for action in actions)
     sent: list = []
+    received: list = []
     for action in actions:
         kind, stage, i = action
         cost = costs[stage]
@@ -227,9 +228,11 @@ def ledger(one: Schedule, costs: list[StageCost], rank: int) -> tuple[list[int],
             held["saved", stage, i] = cost.saved_bytes if trains else 0
             held["made F", stage, i] = cost.output_bytes
         elif kind == "backward":
-            if ("made F", stage, i) in sent:  # its gradient says that it has arrived
-                sent.remove(("made F", stage, i))
-                del held["made F", stage, i]
+            outputs = [name for name in sent if name[:2] == ("made F", stage)]
+            if ("arrived B", stage, i) in received:  # its sender has begun to receive them
+                for name in outputs:
+                    sent.remove(name)
+                    del held[name]
             peak = max(peak, sum(held.values()) + cost.backward_extra_bytes)
             held.pop(("arrived B", stage, i), None)
             held.pop(("made B", stage + 1, i), None)
@@ -240,10 +243,11 @@ def ledger(one: Schedule, costs: list[StageCost], rank: int) -> tuple[list[int],
             held["arrived F", stage, i] = cost.input_bytes
         elif kind == "receive gradient":
             held["arrived B", stage, i] = costs[stage + 1].gradient_bytes
+            received.append(("arrived B", stage, i))
         if kind in COMPUTATIONS:
             for name in sent:
                 del held[name]
-            sent = []
+            sent, received = [], []
         elif kind in SENDS:
             sent.append(("made F" if kind == "send activation" else "made B", stage, i))
         total.append(sum(held.values()))
@@ -272,6 +276,13 @@ def test_without_messages_bytes_the_peak_is_what_is_in_flight():
         for name, make in (("GPipe", gpipe), ("1F1B", one_forward_one_backward)):
             run = simulate(make(p, m), StageCost(saved_bytes=10, static_bytes=7))
             assert [run.peak_bytes(s) for s in range(p)] == [7 + 10 * in_flight(name, s, p, m) for s in range(p)]
+
+
+def test_before_a_backward_the_first_rank_has_let_go_of_all_that_it_sent():
+    costs = [StageCost(saved_bytes=1, output_bytes=100, backward_extra_bytes=1000), StageCost(gradient_bytes=5)]
+    for make in (gpipe, one_forward_one_backward):
+        run = simulate(make(2, 3), costs)
+        assert run.peak_bytes(0) == run.in_flight(0) * 1 + 5 + 1000
 
 
 def test_after_a_step_a_rank_holds_its_static_bytes_the_losses_and_what_it_sent_last():

@@ -5,10 +5,10 @@
     receive gradient      + the gradient of the output
     backward              − what was saved, − that gradient, + the gradient of the input, to be sent
 
-What is sent is held until the rank's next computation is through (or until that begins, if it is the backward of what
-was sent: its gradient says that it has arrived). So a schedule decides the peak by two things: how many micro-batches
-are in flight, and how many messages lie there, come too soon or not yet gone. While a computation runs, a rank holds
-more than before and after; how much, one micro-batch shows (`StageCost`).
+What is sent is held until the rank's next computation is through, and some only until that begins (`gone_before`). So
+a schedule decides the peak by two things: how many micro-batches are in flight, and how many messages lie there, come
+too soon or not yet gone. While a computation runs, a rank holds more than before and after; how much, one micro-batch
+shows (`StageCost`).
 
 At storages level, as the meter counts. If neighbouring stages are on one rank, a tensor that both save counts twice.
 """
@@ -25,6 +25,7 @@ from memlab.pipeline_parallelism.schedule import (
     COMPUTATIONS,
     FORWARD,
     RECEIVE_ACTIVATION,
+    RECEIVE_GRADIENT,
     SEND_ACTIVATION,
     SENDS,
     Action,
@@ -88,22 +89,33 @@ def bytes_along(schedule: Schedule, costs: Sequence[StageCost], rank: int) -> tu
     """
     stages = schedule.stages_of(rank)
     now = most = sum(costs[stage].static_bytes for stage in stages)
-    after, leaving, trains = [], {}, schedule.trains
+    after, leaving, begun, trains = [], {}, [], schedule.trains
     for group in groups_of(schedule.actions[rank]):
         action = group[0]
         if action.kind in COMPUTATIONS:
             cost = costs[action.stage]
-            if action.kind == BACKWARD:  # whose gradient says that the output has arrived
-                now -= leaving.pop(Action(SEND_ACTIVATION, action.stage, action.micro_batch), 0)
+            now -= sum(leaving.pop(send) for send in gone_before(action, begun))
             most = max(most, now + cost.extra_bytes(action.kind))
             now += _made(action, schedule, costs, trains) - sum(leaving.values())
-            leaving = {}
+            leaving, begun = {}, []
         else:
+            begun = group
             now += sum(moved_bytes(action, costs) for action in group if action.kind not in SENDS)
             leaving |= {action: moved_bytes(action, costs) for action in group if action.kind in SENDS}
         most = max(most, now)
         after += [now] * len(group)
     return after, most
+
+
+def gone_before(computation: Action, begun: Sequence[Action]) -> list[Action]:
+    """Which sends, of the messages that have begun since the last computation, are through before this one begins.
+
+    Those of a stage's output, if the gradient of a backward of this stage is received beside them: the rank that sends
+    it has begun to receive them. If the gradient has been received before, its sender may still compute.
+    """
+    if Action(RECEIVE_GRADIENT, computation.stage, computation.micro_batch) not in begun:
+        return []
+    return [a for a in begun if a.kind == SEND_ACTIVATION and a.stage == computation.stage]
 
 
 def moved_bytes(message: Action, costs: Sequence[StageCost]) -> int:

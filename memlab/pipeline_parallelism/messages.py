@@ -1,8 +1,8 @@
 """What a rank has under way: tensors that it has sent or is about to receive.
 
 Both begin where the schedule's list says so, and nobody waits at once. A receive is waited for by the computation that
-needs it. What is sent is held until the rank's next computation is through, by when it is usually gone; and an output
-no longer than until its own backward, whose gradient says that it has arrived.
+needs it. What is sent is held until the rank's next computation is through, by when it is usually gone; outputs only
+until that begins, if it is a backward whose gradient was received beside them (`gone_before`).
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ class Messages:
         self.ready: dict[Action, Sequence[Tensor]] = {}  # made here: to be sent, or for another stage of this rank
         self.arriving: dict[Action, list[Transfer]] = {}
         self.leaving: dict[Action, list[Transfer]] = {}
+        self.begun: Sequence[Action] = ()  # the last that stood side by side
         if "nccl" in distributed.get_backend(group):  # whose first talk in a group is one of all its ranks
             distributed.all_reduce(torch.zeros(1, device=device), group=group)
 
     def begin(self, actions: Sequence[Action]) -> None:
         """Begin the sends and receives that stand side by side in the list, all at once."""
-        asked = []
+        self.begun, asked = actions, []
         for action in actions:
             sends = action.kind in SENDS
             tensors = self.ready.pop(action.counterpart) if sends else self._room(action)
@@ -60,9 +61,9 @@ class Messages:
                 tensor.requires_grad_(wire.gradient)
         return tensors
 
-    def settle(self, *sends: Action) -> None:
-        """Wait for what was sent, and let go of it; for all of it, if nothing is named."""
-        for send in sends or list(self.leaving):
+    def settle(self, sends: Sequence[Action] | None = None) -> None:
+        """Wait for what was sent, and let go of it; for all of it if None."""
+        for send in list(self.leaving) if sends is None else sends:
             for transfer in self.leaving.pop(send, ()):
                 transfer.wait()
 

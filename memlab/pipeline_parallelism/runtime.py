@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from memlab.pipeline_parallelism.checking import groups_of
+from memlab.pipeline_parallelism.line import gone_before
 from memlab.pipeline_parallelism.messages import Messages
 from memlab.pipeline_parallelism.orders import forwards_of
 from memlab.pipeline_parallelism.plan import PipelinePlan
@@ -27,7 +28,6 @@ from memlab.pipeline_parallelism.schedule import (
     FORWARD,
     RECEIVE_ACTIVATION,
     RECEIVE_GRADIENT,
-    SEND_ACTIVATION,
     Action,
 )
 from memlab.pipeline_parallelism.simulator import Span
@@ -197,7 +197,7 @@ class Pipeline:
     def _backward(self, action: Action) -> None:
         stage, i = action.stage, action.micro_batch
         gradients = [None] if stage == self.last_stage else self.messages.take(Action(RECEIVE_GRADIENT, stage, i))
-        self.messages.settle(Action(SEND_ACTIVATION, stage, i))
+        self.messages.settle(gone_before(action, self.messages.begun))
         quiet = getattr(self.modules[stage], "no_sync", nullcontext)
         quiet = nullcontext if action == self._last_backward[stage] else quiet
         mixed = torch.is_autocast_enabled(self.device.type)

@@ -2,8 +2,8 @@
 
 A computation begins when its rank is free and what it needs is there. A message leaves when both its ends have begun
 it, takes its time on the link from the one rank to the other, and messages on one link follow each other. What a rank
-sends it keeps until its next computation is through. If the message is not through by then, the rank waits for it.
-What a rank holds meanwhile says the page before, `line`.
+sends it keeps until its next computation is through, or only begins (`gone_before`). If the message is not through by
+then, the rank waits for it. What a rank holds meanwhile says the page before, `line`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from memlab.pipeline_parallelism.checking import check_schedule
-from memlab.pipeline_parallelism.line import Moment, StageCost, bytes_along, moved_bytes
+from memlab.pipeline_parallelism.line import Moment, StageCost, bytes_along, gone_before, moved_bytes
 from memlab.pipeline_parallelism.schedule import (
     BACKWARD,
     COMPUTATIONS,
@@ -132,7 +132,7 @@ class _Play:
     def __init__(self, schedule: Schedule, costs: Sequence[StageCost], on_link):
         self.schedule, self.costs, self.on_link = schedule, costs, on_link
         self.free = [0.0] * schedule.ranks  # when each rank could begin its next action
-        self.leaving: list[list[Action]] = [[] for _ in schedule.actions]
+        self.under_way: list[list[Action]] = [[] for _ in schedule.actions]  # messages since the last computation
         self.moments: list[list[float]] = [[] for _ in schedule.actions]
         self.computed = [False] * schedule.ranks  # the action at which the rank stands, but for what it sent before
         self.begun: dict[Action, float] = {}
@@ -154,10 +154,11 @@ class _Play:
                     if not self._compute(rank, action):
                         break
                     moved = self.computed[rank] = True
-                if any(send not in self.arrived for send in self.leaving[rank]):
+                leaving = [message for message in self.under_way[rank] if message.kind in SENDS]
+                if any(send not in self.arrived for send in leaving):
                     break
-                self.free[rank] = max([self.free[rank], *(self.arrived[send] for send in self.leaving[rank])])
-                self.leaving[rank], self.computed[rank] = [], False
+                self.free[rank] = max([self.free[rank], *(self.arrived[send] for send in leaving)])
+                self.under_way[rank], self.computed[rank] = [], False
             moments.append(self.free[rank])
             moved = True
         return moved
@@ -171,7 +172,10 @@ class _Play:
             ready = self.arrived.get(Action(receive, action.stage, action.micro_batch))
             if ready is None:
                 return False
-        begin = max(self.free[rank], ready)
+        gone = gone_before(action, self.under_way[rank])
+        if any(send not in self.arrived for send in gone):
+            return False
+        begin = max([self.free[rank], ready, *(self.arrived[send] for send in gone)])
         self.free[rank] = begin + self.costs[action.stage].seconds(action.kind)
         self.spans.append(Span(rank, action, begin, self.free[rank]))
         return True
@@ -180,8 +184,7 @@ class _Play:
         """Begin one end of a message. With the second, it leaves, as soon as its link is free."""
         other = action.counterpart
         self.begun[action] = self.free[rank]
-        if action.kind in SENDS:
-            self.leaving[rank].append(action)
+        self.under_way[rank].append(action)
         if other in self.begun:
             send = action if action.kind in SENDS else other
             link = (self.schedule.ranks_of_stages[send.stage], self.schedule.peer(send))
