@@ -3,11 +3,14 @@
 Skipped without Chromium, unless MEMLAB_BROWSER=required says that there must be one.
 """
 
+import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -28,7 +31,7 @@ RUN = CHAPTERS[:3]  # later chapters are opened; what they do is the same, and m
 
 need_browser("jupyterlab")
 
-from memlab.book.browser import Page, browser, close_all, jupyterlab  # noqa: E402
+from memlab.book.browser import Page, _address, browser, close_all, jupyterlab  # noqa: E402
 from memlab.book.responsiveness import measure  # noqa: E402
 from memlab.book.run import KERNEL  # noqa: E402
 
@@ -286,6 +289,18 @@ with jupyterlab(sys.argv[1]) as address:
     with pytest.raises(urllib.error.URLError):
         urllib.request.urlopen(server)
     assert list((tmp_path / "temporary").iterdir()) == []
+
+
+def test_an_address_is_given_when_somebody_listens_there(tmp_path):
+    """JupyterLab writes its address down before it listens."""
+    with socket.socket() as place, subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as server:
+        place.bind(("127.0.0.1", 0))
+        found = {"url": "http://x/", "token": "t", "hostname": "127.0.0.1", "port": place.getsockname()[1]}
+        (tmp_path / "jpserver-1.json").write_text(json.dumps(found))
+        threading.Timer(0.3, place.listen).start()
+        assert _address(server, tmp_path, "") == "http://x/?token=t"
+        socket.create_connection(place.getsockname(), 1).close()
+        server.terminate()
 
 
 # ---- the explorer

@@ -14,6 +14,7 @@ import os
 import secrets
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -104,8 +105,9 @@ def _address(server: subprocess.Popen, runtime: Path, log: str) -> str:
     deadline = time.monotonic() + START_SECONDS
     while server.poll() is None and time.monotonic() < deadline:
         for path in runtime.glob("jpserver-*.json"):
-            with contextlib.suppress(ValueError):  # the file is still being written
+            with contextlib.suppress(ValueError, OSError):  # the file is still being written, or nobody listens yet
                 found = json.loads(path.read_text(encoding="utf-8"))
+                socket.create_connection((found["hostname"], found["port"]), 1).close()
                 return f"{found['url']}?token={found['token']}"
         time.sleep(0.05)
     raise RuntimeError(f"expected JupyterLab to start within {START_SECONDS} s; it printed\n{Path(log).read_text()}")
