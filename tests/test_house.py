@@ -41,6 +41,8 @@ DRIVERS = tuple(
         "batches",
         "block_map",
         "hierarchy",
+        "roofline",
+        "tiles",
         "overlap",
         "ranks_pictures",
         "ring_pictures",
