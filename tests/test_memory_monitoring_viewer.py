@@ -195,7 +195,7 @@ def test_a_file_that_cannot_be_written_leaves_nothing_and_the_old_one_whole(imag
     path = tmp_path / "step.pickle"
     save_snapshot(Timeline(), path)
     before = path.read_bytes()
-    monkeypatch.setattr("pathlib.Path.replace", lambda *_: (_ for _ in ()).throw(OSError("no space left")))
+    monkeypatch.setattr("os.replace", lambda *_: (_ for _ in ()).throw(OSError("no space left")))
     with pytest.raises(OSError, match="no space left"):
         save_snapshot(imagined, path)
     assert [p.name for p in tmp_path.iterdir()] == ["step.pickle"] and path.read_bytes() == before

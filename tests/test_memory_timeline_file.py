@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from memlab.memory_timeline import CATEGORIES, Event, Line, Storage, Timeline
+from memlab.memory_timeline.documents import draft_of
 from memlab.memory_timeline.events import PHASES
 from tests.memory_timeline_helpers import (
     Run,
@@ -246,6 +247,17 @@ def test_saving_is_all_or_nothing(saved, tmp_path, monkeypatch):
                 saved[1].save(path)
         assert path.read_bytes() == before
         assert list(tmp_path.iterdir()) == [path]
+
+
+def test_two_that_write_to_one_path_at_a_time_both_write_whole_files_and_the_last_one_stays(tmp_path):
+    path = tmp_path / "kept.json"
+    with draft_of(path) as one:
+        one.write_text("one")
+        with draft_of(path) as other:
+            other.write_text("other")
+            assert one.read_text() == "one"
+        assert path.read_text() == "other"
+    assert path.read_text() == "one" and list(tmp_path.iterdir()) == [path]
 
 
 def test_a_saved_timeline_is_as_readable_as_any_other_new_file(saved, tmp_path):
