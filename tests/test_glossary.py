@@ -9,7 +9,7 @@ import pytest
 BOOK = Path(__file__).parents[1] / "chapters"
 ENTRIES = dict(re.findall(r"^## (.+)\n\n(.+)$", (BOOK / "glossary.md").read_text(encoding="utf-8"), re.M))
 # Words that are also used in their everyday sense, or in another one, before the term is met.
-EVERYDAY = {"allocated", "heap", "imagined", "meter", "peak", "segment", "temporary", "view"}
+EVERYDAY = {"allocated", "heap", "imagined", "meter", "peak", "segment", "stage", "temporary", "view"}
 ABBREVIATIONS = {"1F1B", "BF16", "FP16", "FP8", "GPipe", "OOM", "SDPA", "ZeRO"}
 NO_PROSE = re.compile(
     r"(?s:```.*?```)|`[^`\n]*`|\[[^\]\n]*\]\((?!glossary)[^)\n]*\)|(?<=\]\()[^)\n]*|\$[^$\n]*\$|<[^>\n]*>|^\|.*$"

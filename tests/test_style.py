@@ -42,12 +42,12 @@ def test_any_two_areas_differ_in_hatching_or_by_a_tenth_of_the_way_from_black_to
         lambda names: curves({name: [2.0, 1.0] for name in names}),
     ],
 )
-def test_as_many_lines_as_there_are_styles_have_other_dashes_each(draw):
+def test_as_many_lines_as_there_are_colours_have_other_dashes_each(draw):
     """Read from an SVG, where a line says its dashes' lengths in points; a solid line has none."""
     file = io.StringIO()
-    draw([str(number) for number in range(len(LINE_STYLES))]).figure.savefig(file, format="svg")
+    draw([str(number) for number in range(len(LINE_COLOURS))]).figure.savefig(file, format="svg")
     dashes = re.findall(r"stroke-dasharray: ([\d., ]+)", file.getvalue())
-    assert len({tuple(round(float(length)) for length in each.split(",")) for each in dashes}) == len(LINE_STYLES) - 1
+    assert len({tuple(round(float(length)) for length in each.split(",")) for each in dashes}) == len(LINE_COLOURS) - 1
 
 
 def test_lines_of_one_colour_have_other_dashes():
