@@ -21,9 +21,9 @@ from memlab.units import format_bytes
 MOST_LINES = 14  # of segments
 MOMENTS = 80
 LEVELS = {
-    "reserved": {"color": LINE_COLOURS[0], "linewidth": 1.2},
+    "reserved": {"color": LINE_COLOURS[0], "linewidth": 1.8},
     "allocated": {"color": COLOURS["activation"], "linewidth": 3.2},
-    "requested": {"color": "black", "linestyle": ":", "linewidth": 1.2},
+    "requested": {"color": "black", "linewidth": 0.6},
 }
 """How each is drawn: the last two are often nearly the same, and then one lies within the other."""
 
@@ -139,17 +139,15 @@ def _draw_segments(axes, segments: Sequence[dict]) -> None:
             x += size + gap
         line += bool(pool)
     axes.add_collection(PolyCollection(used, facecolor=COLOURS["parameter"], edgecolor="white", linewidth=0.4))
-    hatched = {"facecolor": "white", "edgecolor": COLOURS["gradient"], "linewidth": 0, "hatch": "////////"}
-    axes.add_collection(PolyCollection(wasted, **hatched))
+    # Paler than what is in use, so that it shows in grey too; hatching many boxes would double a picture's time.
+    axes.add_collection(PolyCollection(wasted, facecolor=COLOURS["activation"], edgecolor="none"))
     axes.add_collection(PolyCollection(boxes, facecolor="none", edgecolor="black", linewidth=0.8))
     axes.set_xlim(-gap, width * 1.12)
     axes.set_ylim(max(line, 4), 0)
     axes.set_axis_off()
     for at, name in names:
         axes.text(-2 * gap, at + 0.45, name, ha="right", va="center", fontsize=SMALL_SIZE)
-    note = (
-        f"a line is {format_bytes(round(width))} long · box: segment · filled: in use · hatched: rounding · empty: free"
-    )
+    note = f"a line is {format_bytes(round(width))} long · box: segment · dark: in use · paler: rounding · empty: free"
     axes.text(0, -0.2, note, fontsize=SMALL_SIZE)
 
 
