@@ -130,6 +130,8 @@ def test_a_picture_without_a_sentence_is_refused(alt):
 def test_a_table_reads_the_same_as_text_and_as_markdown():
     table = Table(["name", "bytes"], [("a|b", 1234), ("c", 5)])
     assert "| 4.0\N{NO-BREAK SPACE}MiB |" in Table(["size"], [("4.0 MiB",)])._repr_markdown_()
+    sentence = Table(["verdict"], [("holds if it is up to 4.0 MiB",)])._repr_markdown_()
+    assert sentence.splitlines()[1:] == ["| :--- |", "| holds if it is up to 4.0 MiB |"]
     assert repr(table).splitlines() == ["name  bytes", "----  -----", "a|b   1,234", "c         5"]
     assert table._repr_markdown_().splitlines() == [
         "| name | bytes |",

@@ -58,7 +58,9 @@ def _one_line(cell: str) -> str:
 
 
 def _is_size(cell: object) -> bool:
-    return isinstance(cell, str) and cell.endswith((" B", "KiB", "MiB", "GiB", "TiB", " GB", "×", "%"))
+    """True for a text that begins with a number and ends in a unit; a sentence may end in "16 GiB" as well."""
+    units = (" B", "KiB", "MiB", "GiB", "TiB", " GB", "×", "%")
+    return isinstance(cell, str) and cell.lstrip("+-−")[:1].isdigit() and cell.endswith(units)
 
 
 def _unbroken(cell: str) -> str:
