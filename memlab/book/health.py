@@ -17,7 +17,7 @@ from memlab.book import benchmarks, documents, records
 from memlab.book import map as the_book
 from memlab.book.machine import driver, free_memory_bytes, gpu_memory, machine, version
 from memlab.book.tables import Table
-from memlab.units import MiB, format_bytes, parse_bytes
+from memlab.units import MiB, format_bytes
 
 CHAPTERS = Path(__file__).parents[2] / "chapters"
 LAB = "python -m pip install -e '.[lab]' in the book's folder"
@@ -79,9 +79,8 @@ class Health:
         return Table(["chapter", "minutes on two CPU cores", "peak memory", "GPU", "this machine"], rows)
 
     def _lacks(self, header: the_book.Header) -> Iterator[str]:
-        size = re.search(r"[\d.,]+ [KMGT]iB", header.peak)
-        if size and self.free_bytes is not None:
-            needed = parse_bytes(size[0].replace(",", "")) + _own_bytes()
+        if header.peak_bytes is not None and self.free_bytes is not None:
+            needed = header.peak_bytes + _own_bytes()
             if needed > self.free_bytes:
                 yield f"needs {format_bytes(needed)} with PyTorch itself, {format_bytes(self.free_bytes)} are free"
         if not header.gpu.startswith("optional") and not self.gpus:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from memlab.book import records
 from memlab.book.tables import Table
+from memlab.units import parse_bytes
 
 CHAPTERS = (
     "memory_timeline",
@@ -60,6 +61,17 @@ class Header(NamedTuple):
     gpu: str
 
     @property
+    def prerequisites(self) -> tuple[int, ...]:
+        """The numbers of the chapters that a reader needs to know first, as the header names them."""
+        return tuple(int(number) for number in re.findall(r"\b\d\d\b", self.needs))
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """The first size of the promised peak, in bytes: what is really held, before what is imagined; or None."""
+        size = re.search(r"[\d.,]+ [KMGT]iB", self.peak)
+        return parse_bytes(size[0].replace(",", "")) if size else None
+
+    @property
     def link(self) -> str:
         """The title as a Markdown link that works beside the chapters."""
         return f"[{self.title}]({self.path.name})"
@@ -100,14 +112,34 @@ def the_map(folder: str | Path = ".") -> Table:
     return Table(columns, rows, markdown=True)
 
 
+def known_before(number: int, here: dict[int, Header]) -> set[int]:
+    """The chapters that a reader of chapter `number` knows: those its header names, and those that theirs name.
+
+    `here` has the chapters' headers by number, as `headers` gives them.
+    """
+    named = here[number].prerequisites
+    return set(named).union(*(known_before(earlier, here) for earlier in named))
+
+
 def paths(folder: str | Path = ".") -> Table:
-    """The three ways through the book, each chapter a link where it is there and named where it is still to come."""
+    """The three ways through the book, each chapter a link where it is there and named where it is still to come.
+
+    A path that is a short cut leaves out, or puts later, what its chapters' headers name: that is told beside it.
+    """
     here = headers(folder)
     rows = []
     for name, numbers in PATHS.items():
         steps = [here[n].link if n in here else f"{n:02} {CHAPTERS[n - 1].replace('_', ' ')}" for n in numbers]
-        rows.append((name, " → ".join(steps)))
-    return Table(["path", "chapters, in order (those without a link are still to come)"], rows, markdown=True)
+        unread = {
+            needed
+            for place, n in enumerate(numbers)
+            if n in here
+            for needed in here[n].prerequisites
+            if needed not in numbers[:place]
+        }
+        rows.append((name, " → ".join(steps), ", ".join(f"{n:02}" for n in sorted(unread)) or "nothing"))
+    columns = ["path", "chapters, in order (those without a link are still to come)", "to look up when they ask for it"]
+    return Table(columns, rows, markdown=True)
 
 
 def _recorded(chapter: Path, gpus: list[dict]) -> Iterator[str]:
