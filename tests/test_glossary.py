@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 BOOK = Path(__file__).parents[1] / "chapters"
-ENTRIES = dict(re.findall(r"^## (.+)\n\n(.+)$", (BOOK / "glossary.md").read_text(encoding="utf-8"), re.M))
+GLOSSARY = (BOOK / "glossary.md").read_text(encoding="utf-8")
+ENTRIES = dict(re.findall(r"^## (.+)\n\n(.+)$", GLOSSARY, re.M))
 # Words that are also used in their everyday sense, or in another one, before the term is met.
 EVERYDAY = {"allocated", "heap", "imagined", "meter", "peak", "segment", "stage", "temporary", "view"}
 ABBREVIATIONS = {"1F1B", "BF16", "FP16", "FP8", "GPipe", "OOM", "SDPA", "ZeRO"}
@@ -51,6 +52,14 @@ def test_terms_are_in_order_and_each_names_a_chapter_that_is_there():
 def test_every_link_has_an_entry_and_every_entry_at_most_one_link():
     links = [link for *_, found in prose() for link in found]
     assert len(links) == len(set(links)) and set(links) <= set(map(slug, ENTRIES))
+
+
+@pytest.mark.parametrize("term", ENTRIES)
+def test_a_link_finds_its_entry_on_github_and_in_jupyterlab(term):
+    """A heading's anchor is in lower case on GitHub, and as written in JupyterLab: such a heading has one more."""
+    in_jupyterlab = term.replace(" ", "-")
+    own = f'<a id="{slug(term)}"></a>\n\n## {term}\n' in GLOSSARY
+    assert own == (in_jupyterlab != slug(term))
 
 
 @pytest.mark.parametrize("term", ENTRIES)
