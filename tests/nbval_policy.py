@@ -6,14 +6,20 @@ other bytes.
 `--nbval`, `--nbval-lax` and `-p no:nbval` on the command line win over this.
 
 A notebook with sliders gets one more cell, after its last: it draws each picture behind them, in the same kernel.
+
+pytest's last lines set what each chapter's cells took beside the minutes that its header promises. Nothing is asserted
+about times. With pytest-xdist the workers run the cells, and their reports tell the process that prints these lines.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 import platform
 import sys
+from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -27,7 +33,7 @@ CELL_TIMEOUT_SECONDS = 180
 NBVAL_DEFAULT_TIMEOUT_SECONDS = 2000
 
 _message = pytest.StashKey[str]()
-_cells = pytest.StashKey[int]()
+_cells = pytest.StashKey["Cells"]()
 
 
 def _has_cuda() -> bool:
@@ -49,9 +55,23 @@ def difference_from_recording() -> str:
     return "CUDA" if _has_cuda() else ""
 
 
+class Cells:
+    """What the notebooks' cells took, told by their reports, whichever process ran them."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        path, _, name = report.nodeid.partition("::")
+        if path.endswith(".ipynb") and name.startswith("Cell "):
+            self.seconds[path] += report.duration
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[_message] = _apply_policy(config)
+    config.stash[_cells] = Cells()
+    config.pluginmanager.register(config.stash[_cells])
 
 
 def _apply_policy(config: pytest.Config) -> str:
@@ -86,8 +106,28 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    if config.stash.get(_cells, 0) or not config.pluginmanager.hasplugin("nbval"):
-        terminalreporter.write_line(config.stash[_message])
+    seconds = config.stash[_cells].seconds
+    if not seconds and config.pluginmanager.hasplugin("nbval"):
+        return
+    for line in (*_minutes(seconds, config), config.stash[_message]):
+        terminalreporter.write_line(line)
+
+
+def _minutes(seconds: dict[str, float], config: pytest.Config) -> Iterator[str]:
+    """A line for each chapter that ran: its title, the seconds its cells took, the minutes its header promises."""
+    from memlab.book.map import read_header
+
+    ran = []
+    for path in sorted(seconds):
+        with contextlib.suppress(ValueError):  # an exercise has no header
+            ran.append((seconds[path], read_header(config.rootpath / path)))
+    if ran:
+        at_once = getattr(config.option, "numprocesses", None) or 1
+        yield f"minutes: what the cells took here ({at_once} at once), and what the chapter's header promises"
+        for took, header in ran:
+            yield f"{took:6.0f} s  {header.title}: {header.minutes}"
+        total = sum(took for took, _ in ran)
+        yield f"{total:6.0f} s  together, which are {total / 60:.1f} minutes"
 
 
 @pytest.hookimpl(wrapper=True)
@@ -108,7 +148,6 @@ def pytest_make_collect_report(collector: pytest.Collector):
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip what this machine cannot run: cells tagged `gpu` without CUDA, and `skip-execution` otherwise."""
     cells = [(item, item.cell.metadata.get("tags", [])) for item in items if hasattr(item, "cell")]
-    config.stash[_cells] = len(cells)
     for item, tags in cells:
         if "gpu" in tags and not _has_cuda():
             item.add_marker(pytest.mark.skip(reason="this cell needs a CUDA GPU"))

@@ -1,13 +1,14 @@
 """When outputs are compared and when cells are only executed, tried on small notebooks in a pytest of their own."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import nbformat
 import pytest
-from nbformat.v4 import new_code_cell, new_notebook, new_output
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
 from tests import nbval_policy
 
@@ -25,11 +26,24 @@ policy._has_cuda = lambda: {cuda}
 SAME_TORCH = 'importlib.metadata.version("torch").split("+")[0]'
 
 
-def write(path: Path, source: str, printed: str, tags: tuple[str, ...] = ()) -> None:
+HEADER = """# 01 · A title
+
+**In one sentence:** you will see.
+
+| | |
+|---|---|
+| You need to know | nothing |
+| Minutes on two CPU cores | 5 to read, about 1 to run |
+| Peak memory | about 400 MiB of real tensors, and 3 GiB of imagined ones |
+| GPU | optional |
+"""
+
+
+def write(path: Path, source: str, printed: str, tags: tuple[str, ...] = (), header: str = "") -> None:
     output = new_output("stream", name="stdout", text=printed)
     cell = new_code_cell(source, outputs=[output], execution_count=1, metadata={"tags": list(tags)})
     path.parent.mkdir(parents=True, exist_ok=True)
-    nbformat.write(new_notebook(cells=[cell]), path)
+    nbformat.write(new_notebook(cells=[new_markdown_cell(header), cell]), path)
 
 
 def run_pytest(folder: Path, *arguments: str, torch=SAME_TORCH, python=HERE, cuda=False, **env) -> str:
@@ -92,6 +106,23 @@ def test_without_nbval_the_report_says_that_notebooks_are_not_run(tmp_path):
     write(tmp_path / "changed.ipynb", "print(2 + 2)", "5\n")
     printed = run_pytest(tmp_path, PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
     assert printed.count("NOTEBOOKS ARE NOT RUN: nbval is not installed") == 2
+
+
+@pytest.mark.parametrize("processes", [(), ("-n", "2", "--dist", "loadfile")])
+def test_the_last_lines_set_what_each_chapter_took_beside_its_promise(tmp_path, processes):
+    if processes:
+        pytest.importorskip("xdist")
+    write(tmp_path / "01_first.ipynb", "import time; time.sleep(2)", "", header=HEADER)
+    write(tmp_path / "02_second.ipynb", "1", "", header=HEADER.replace("01 · A", "02 · Another"))
+    write(tmp_path / "exercise.ipynb", "import time; time.sleep(60)", "", tags=("skip-execution",))
+    printed = run_pytest(tmp_path, *processes, python="2.7")
+    assert "2 passed, 1 skipped" in printed and printed.count("NOT COMPARED (recorded with ") == 2
+    head, first, second, together = printed.split("minutes: ")[1].splitlines()[:4]
+    assert head.startswith(f"what the cells took here ({len(processes) // 2 or 1} at once), ")
+    assert re.fullmatch(r" +\d+ s  01 · A title: 5 to read, about 1 to run", first)
+    assert re.fullmatch(r" +\d+ s  02 · Another title: 5 to read, about 1 to run", second)
+    took, of_the_second, both = (int(line.split(" s ")[0]) for line in (first, second, together))
+    assert took >= 2 and took + of_the_second - 1 <= both <= took + of_the_second + 1
 
 
 SLIDING = """

@@ -1,4 +1,4 @@
-"""What a chapter's header promises. (Its peak memory is held where it runs: see nbval_policy.py.)"""
+"""What a chapter's header promises, held to what the chapter does."""
 
 import ast
 import shutil
