@@ -5,7 +5,9 @@ compared. Anywhere else every cell is executed and nothing is compared, and the 
 other bytes.
 `--nbval`, `--nbval-lax` and `-p no:nbval` on the command line win over this.
 
-A notebook with sliders gets one more cell, after its last: it draws each picture behind them, in the same kernel.
+After a notebook's last cell the same kernel runs up to two more. One checks that the kernel kept to the peak memory
+that the header promises (where outputs are compared: elsewhere PyTorch itself weighs something else), the other
+draws each picture behind the sliders.
 
 pytest's last lines set what each chapter's cells took beside the minutes that its header promises. Nothing is asserted
 about times. With pytest-xdist the workers run the cells, and their reports tell the process that prints these lines.
@@ -25,6 +27,7 @@ from pathlib import Path
 import pytest
 from nbformat.v4 import new_code_cell
 
+from tests import kernel_peaks
 from tests.slider_grids import draw_the_grid, sliders_in
 
 RECORDED_WITH = {"torch": "2.13.0", "python": "3.11"}
@@ -132,17 +135,24 @@ def _minutes(seconds: dict[str, float], config: pytest.Config) -> Iterator[str]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_make_collect_report(collector: pytest.Collector):
-    """A notebook with sliders has one more cell to run: every picture behind them."""
+    """After a notebook's own cells come those that check what is promised about it."""
     report = yield
-    if report.passed and hasattr(collector, "nb") and (expected := sliders_in(collector.nb)):
-        cells, last = report.result, report.result[-1]
-        cell = new_code_cell(draw_the_grid(expected))
-        options = last.options | {"check": False, "check_exception": False}
-        extra = type(last).from_parent(
-            collector, name="Pictures behind the sliders", cell_num=last.cell_num + 1, cell=cell, options=options
-        )
-        cells.append(extra)
+    if report.passed and report.result and hasattr(collector, "nb"):
+        last = report.result[-1]
+        for number, (name, source) in enumerate(_checks(collector), start=1):
+            cell, options = new_code_cell(source), last.options | {"check": False, "check_exception": False}
+            number += last.cell_num
+            extra = type(last).from_parent(collector, name=name, cell_num=number, cell=cell, options=options)
+            report.result.append(extra)
     return report
+
+
+def _checks(collector: pytest.Collector) -> Iterator[tuple[str, str]]:
+    """Name and source of each cell to be run after a notebook's own. The peak comes first: pictures raise it."""
+    if collector.config.option.nbval and (peak_bytes := kernel_peaks.promised(collector.path)):
+        yield "Peak memory as promised", kernel_peaks.keep(peak_bytes)
+    if sets := sliders_in(collector.nb):
+        yield "Pictures behind the sliders", draw_the_grid(sets)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -22,7 +22,7 @@ HEADER = """# 01 · A title
 |---|---|
 | You need to know | nothing |
 | Minutes on two CPU cores | 5 |
-| Peak memory | about 1,500 GiB of tensors, and 3 KiB of others |
+| Peak memory | about 1,500 GiB in the notebook's process, and 3 KiB of imagined tensors |
 | GPU | required: two of them |
 """
 
@@ -67,13 +67,12 @@ def test_a_package_that_is_missing_is_named_with_how_to_get_it(monkeypatch, pack
 
 def test_a_chapter_that_this_machine_cannot_run_is_named_with_what_it_lacks(tmp_path, monkeypatch):
     monkeypatch.setattr(health, "free_memory_bytes", lambda: 2**30)
-    monkeypatch.setattr(health, "_own_bytes", lambda: 2**40)
     chapter(tmp_path)
     found = Health(tmp_path)
-    lacks = "needs 2.5 TiB with PyTorch itself, 1.0 GiB are free; no GPU (required: two of them)"
+    lacks = "needs 1.5 TiB, 1.0 GiB are free; no GPU (required: two of them)"
     assert found.chapters().rows[0][-1] == lacks
     assert found.problems == [f"chapter 01_x: {lacks}: close other programs, or use a larger machine"]
-    monkeypatch.setattr(health, "free_memory_bytes", lambda: 2500 * 2**30 + 2**40)
+    monkeypatch.setattr(health, "free_memory_bytes", lambda: 1500 * 2**30)
     found = Health(tmp_path)
     found.gpus = [("A GPU", 1, 1)]
     assert found.chapters().rows[0][-1] == "enough" and not found.problems

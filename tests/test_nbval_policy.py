@@ -34,7 +34,7 @@ HEADER = """# 01 · A title
 |---|---|
 | You need to know | nothing |
 | Minutes on two CPU cores | 5 to read, about 1 to run |
-| Peak memory | about 400 MiB of real tensors, and 3 GiB of imagined ones |
+| Peak memory | about 400 MiB in the notebook's process, and 3 GiB of imagined tensors |
 | GPU | optional |
 """
 
@@ -106,6 +106,19 @@ def test_without_nbval_the_report_says_that_notebooks_are_not_run(tmp_path):
     write(tmp_path / "changed.ipynb", "print(2 + 2)", "5\n")
     printed = run_pytest(tmp_path, PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
     assert printed.count("NOTEBOOKS ARE NOT RUN: nbval is not installed") == 2
+
+
+def test_a_kernel_that_held_more_or_less_than_its_chapter_promised_is_noticed_where_outputs_are_compared(tmp_path):
+    write(tmp_path / "01_kept.ipynb", "held = b'x' * (320 * 2**20); print(1)", "1\n", header=HEADER)
+    write(tmp_path / "02_more.ipynb", "held = b'x' * (500 * 2**20); print(1)", "1\n", header=HEADER)
+    write(tmp_path / "03_less.ipynb", "print(1)", "1\n", header=HEADER)
+    write(tmp_path / "no_promise.ipynb", "print(1)", "1\n")
+    printed = run_pytest(tmp_path, "--nbval")
+    assert "PASSED 01_kept.ipynb::Peak memory as promised" in printed
+    for name in ("02_more", "03_less"):
+        assert f"FAILED {name}.ipynb::Peak memory as promised" in printed
+    assert "expected about 400.0 MiB, found " in printed and "2 failed, 5 passed" in printed
+    assert "4 passed" in run_pytest(tmp_path, "--nbval-lax")
 
 
 @pytest.mark.parametrize("processes", [(), ("-n", "2", "--dist", "loadfile")])

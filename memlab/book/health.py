@@ -79,10 +79,8 @@ class Health:
         return Table(["chapter", "minutes on two CPU cores", "peak memory", "GPU", "this machine"], rows)
 
     def _lacks(self, header: the_book.Header) -> Iterator[str]:
-        if header.peak_bytes is not None and self.free_bytes is not None:
-            needed = header.peak_bytes + _own_bytes()
-            if needed > self.free_bytes:
-                yield f"needs {format_bytes(needed)} with PyTorch itself, {format_bytes(self.free_bytes)} are free"
+        if header.peak_bytes is not None and self.free_bytes is not None and header.peak_bytes > self.free_bytes:
+            yield f"needs {format_bytes(header.peak_bytes)}, {format_bytes(self.free_bytes)} are free"
         if not header.gpu.startswith("optional") and not self.gpus:
             yield f"no GPU ({header.gpu})"
 
@@ -129,15 +127,6 @@ def report(folder: str | Path = CHAPTERS) -> str:
 
 def _size(nbytes: int | None) -> str:
     return "unknown" if nbytes is None else format_bytes(nbytes)
-
-
-def _own_bytes() -> int:
-    """What this process takes, which is hardly more than Python and PyTorch; 0 where the system does not tell."""
-    try:
-        found = re.search(r"^VmRSS:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
-    except OSError:
-        found = None
-    return int(found[1]) * 1024 if found else 0
 
 
 def _browser() -> str | None:
