@@ -6,8 +6,8 @@ max of the rounds are printed. Bytes are exact. Measures are named as in `memlab
 As soon as a measure has ended it goes into chapters/results/benchmark/<device>.json, with date, commit and versions.
 One that fails is marked so, its older rows stay, and the next one is run; Ctrl-C, or a connection that is lost, keeps
 all that had ended. Started again, it skips what is recorded with the same library, torch, driver and rounds, unless it
-is named. Then chapters/benchmark.md and README's table are made anew. `--quick` runs one round, to see that everything
-works, and records nothing.
+is named. Then chapters/benchmark.md and README's table are made anew. `--rounds 9` is quicker, and the record says so;
+`--quick` runs one round, to see that everything works, and records nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from memlab.book.measures import MEASURES
 from memlab.book.recorder import RECORDED, Recorder, exit_status, signals_interrupt
 from memlab.book.tables import Table
 
-ROUNDS, QUICK = 25, 1
+ROUNDS, FEWEST, QUICK = 25, 5, 1
 LIBRARY = Path(__file__).parent
 
 
@@ -83,13 +83,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command. Returns 0, or 1 if something failed, 2 if it cannot start, 128 + a signal's number if stopped."""
     parser = argparse.ArgumentParser(prog="python -m memlab.benchmark", description=__doc__.splitlines()[0])
     parser.add_argument("measures", nargs="*", help="names; all of them without one")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"{FEWEST} or more; {ROUNDS} without")
     parser.add_argument("--quick", action="store_true", help="one round: to see that it works, not to quote or record")
     parser.add_argument("--again", action="store_true", help="run also what is recorded already")
     parser.add_argument("--output", type=Path, help="the record's file, if not results/benchmark/<device>.json")
     parser.add_argument("--folder", type=Path, default=benchmarks.CHAPTERS, help="where the chapters are")
     options = parser.parse_args(arguments)
-    rounds = QUICK if options.quick else ROUNDS
+    rounds = QUICK if options.quick else options.rounds
     try:
+        if options.rounds < FEWEST:
+            raise ValueError(f"expected {FEWEST} rounds or more, found {options.rounds}; --quick runs one, unrecorded")
         measures = chosen(options.measures)
         name, is_gpu = device()
         in_book = options.folder / "results" / "benchmark" / documents.file_name(name)

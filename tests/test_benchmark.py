@@ -171,6 +171,15 @@ def test_quick_runs_one_round_and_writes_nothing(book, capsys):
     assert {path: path.read_bytes() for path in book.folder.parent.rglob("*") if path.is_file()} == before
 
 
+def test_fewer_rounds_are_told_in_the_record_and_do_not_stand_for_the_usual_ones(book, capsys):
+    assert book.run("--rounds", "9") == (0, ["one", "two", "three"]) and book.run("--rounds", "9") == (0, [])
+    assert {entry["rounds"] for entry in book.measures().values()} == {9} and "rounds: 9" in book.pages()[0]
+    assert book.run() == (0, ["one", "two", "three"])
+    capsys.readouterr()
+    assert book.run("--rounds", "4") == (2, [])
+    assert capsys.readouterr().err.startswith("expected 5 rounds or more, found 4; --quick runs one, unrecorded")
+
+
 def test_a_record_elsewhere_leaves_the_book_as_it_is(book, tmp_path):
     assert book.run("--output", str(tmp_path / "x" / "mine.json"))[0] == 0
     assert KIND.read(tmp_path / "x" / "mine.json")["measures"].keys() == {"one", "two", "three"}
