@@ -147,8 +147,8 @@ def started_here(mark: str) -> dict[int, str]:
 
 
 def changes() -> str:
-    """What git sees in chapters/ that is not committed, ignored files too."""
-    command = ["git", "status", "--porcelain", "--ignored", "chapters"]
+    """What git sees in chapters/ that is not committed. JupyterLab's checkpoints are ignored: opening makes them."""
+    command = ["git", "status", "--porcelain", "chapters"]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
 
