@@ -457,7 +457,7 @@ def test_a_long_run_takes_no_more_memory_than_a_short_one():
         run(monitor, source, [1] * 100_000)
         gc.collect()
         after = len(gc.get_objects()), ProcessMemory().read().get("heap", 0)
-    assert abs(after[0] - before[0]) < 50 and after[1] - before[1] < 64 * KiB
+    assert after[0] - before[0] < 50 and after[1] - before[1] < 64 * KiB
 
 
 def test_a_thread_whose_looks_are_slow_looks_less_often():

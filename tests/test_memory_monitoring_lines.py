@@ -326,6 +326,7 @@ class Counting(TorchDispatchMode):
 
 
 def test_a_mode_around_each_step_with_the_watch_started_inside_it_is_left_alone():
+    before = torch.utils._python_dispatch.is_in_torch_dispatch_mode()
     kept, watch, mode = [], LineWatch(8), Counting()
     for _ in range(12):
         with mode:
@@ -337,7 +338,7 @@ def test_a_mode_around_each_step_with_the_watch_started_inside_it_is_left_alone(
         if rows:
             break
     assert rows[0].bytes_per_step == 40 and mode.ops >= 9 and watch.failed == ""
-    assert not torch.utils._python_dispatch.is_in_torch_dispatch_mode()
+    assert torch.utils._python_dispatch.is_in_torch_dispatch_mode() == before
 
 
 def test_a_mode_around_the_loop_stays_around_it():
@@ -363,6 +364,7 @@ def test_two_watches_at_once_give_the_same_rows_whichever_ends_first():
 
 
 def test_closing_in_another_thread_leaves_a_mode_that_does_nothing():
+    before = torch.utils._python_dispatch.is_in_torch_dispatch_mode()
     watch = LineWatch()
     found = []
 
@@ -377,6 +379,7 @@ def test_closing_in_another_thread_leaves_a_mode_that_does_nothing():
     thread.start()
     thread.join()
     assert found == [(3.0, None, False)] and watch.failed == ""
+    assert torch.utils._python_dispatch.is_in_torch_dispatch_mode() == before and _get_current_dispatch_mode_stack() == []
 
 
 def test_steps_of_another_thread_are_not_counted():

@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from types import MethodType
 
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _push_mode
 
 
 def modes_now() -> list[TorchDispatchMode]:
@@ -48,6 +48,8 @@ class Slipped(TorchDispatchMode):
         places = [i for i, mode in enumerate(stack) if mode is self]
         if not places:  # it stands in another thread, and there it does nothing any longer
             self.__torch_dispatch__ = MethodType(_pass_on, self)
+            _push_mode(self)  # to be taken off here: PyTorch's note that modes are on is the whole process's
+            super().__exit__(*error)
             return
         with _lifted(stack[places[-1] + 1 :]):
             super().__exit__(*error)
