@@ -379,7 +379,9 @@ def test_closing_in_another_thread_leaves_a_mode_that_does_nothing():
     thread.start()
     thread.join()
     assert found == [(3.0, None, False)] and watch.failed == ""
-    assert torch.utils._python_dispatch.is_in_torch_dispatch_mode() == before and _get_current_dispatch_mode_stack() == []
+    assert (
+        torch.utils._python_dispatch.is_in_torch_dispatch_mode() == before and _get_current_dispatch_mode_stack() == []
+    )
 
 
 def test_steps_of_another_thread_are_not_counted():
