@@ -106,7 +106,7 @@ def draw_axes(
     """
     found = sorted_ways(width, layers, texts, ranks, node, order, card)
     shown, limit = found[:MOST_ROWS], parse_bytes(card)
-    figure = Figure(figsize=(8, 4.9), dpi=90)
+    figure = Figure(figsize=(8, 4.9), dpi=80)
     axes = figure.subplots()
     figure.subplots_adjust(0.15, 0.1, 0.52, 0.83)
     model, left = of_sizes(width, layers), [0.0] * len(shown)
