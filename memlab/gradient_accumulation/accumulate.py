@@ -136,9 +136,10 @@ def backward(loss: Callable, micro_batch: Any, part: Count, whole: Count, reduct
     refuse(share, part, reduction)
     precise = torch.promote_types(share.dtype, torch.float32)
     part, whole = (n.to(share.device, precise) if isinstance(n, Tensor) else n for n in (part, whole))
-    share = share.reshape(()) / whole if reduction == "sum" else share.reshape(()) * (part / whole)
+    share = share if share.dim() == 0 else share.reshape(())
+    share = share / whole if reduction == "sum" else share * (part / whole)
     (share if scaler is None else scaler.scale(share)).backward()
-    return share.detach().to(precise)
+    return share.detach() if share.dtype == precise else share.detach().to(precise)
 
 
 def plain(count: Count) -> Count:
@@ -183,12 +184,13 @@ def listed(micro_batches: Iterable) -> list:
     group = list(micro_batches)
     if not group:
         raise ValueError("expected at least one micro-batch, found none: there is no gradient to step with")
-    places = [sorted({str(tensor.device) for tensor in tensors_in(micro_batch)}) for micro_batch in group]
+    places = [{tensor.device for tensor in tensors_in(micro_batch)} for micro_batch in group]
     for number, place in enumerate(places, 1):
         if place != places[0]:
+            first, found = (" and ".join(sorted(map(str, devices))) or "none" for devices in (places[0], place))
             raise ValueError(
-                f"expected all micro-batches on one device; found the first on {' and '.join(places[0]) or 'none'}, "
-                f"number {number} of {len(group)} on {' and '.join(place) or 'none'}; move each in `loss`"
+                f"expected all micro-batches on one device; found the first on {first}, number {number} of "
+                f"{len(group)} on {found}; move each in `loss`"
             )
     return group
 
