@@ -5,9 +5,9 @@ max of the rounds are printed. Bytes are exact. Measures are named as in `memlab
 
 As soon as a measure has ended it goes into chapters/results/benchmark/<device>.json, with date, commit and versions.
 One that fails is marked so, its older rows stay, and the next one is run; Ctrl-C, or a connection that is lost, keeps
-all that had ended. Started again, it skips what is recorded with the same library, torch, driver and rounds, unless it
-is named. Then chapters/benchmark.md and README's table are made anew. `--rounds 9` is quicker, and the record says so;
-`--quick` runs one round, to see that everything works, and records nothing.
+all that had ended. Started again, it skips what is recorded with the same library, torch, driver, processor and rounds,
+unless it is named. Then chapters/benchmark.md and README's table are made anew. `--rounds 9` is quicker, and the record
+says so; `--quick` runs one round, to see that everything works, and records nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 
 from memlab.book import benchmarks, documents
-from memlab.book.machine import device, driver
+from memlab.book.machine import device, driver, processor
 from memlab.book.measures import MEASURES
 from memlab.book.recorder import RECORDED, Recorder, exit_status, signals_interrupt
 from memlab.book.tables import Table
@@ -102,15 +102,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
-    words = f", driver {driver()}" if is_gpu else ", one thread"
-    print(f"{name}, torch {torch.__version__}{words}, {rounds} rounds; min – median – max")
+    same = {"rounds": rounds, "processor": processor()}
+    words = f"driver {driver()}" if is_gpu else f"one thread of {same['processor']}"
+    print(f"{name}, torch {torch.__version__}, {words}, {rounds} rounds; min – median – max")
     status, digest = None, library_digest()
     try:
         with signals_interrupt(), one_thread():
             for number, measure in enumerate(measures, 1):
                 label = f"[{number}/{len(measures)}] {measure.__name__}"
                 work = functools.partial(rows_by, measure, "cuda" if is_gpu else "cpu", rounds)
-                recorder.run(measure.__name__, label, work, {"rows": []}, lambda: digest, rounds=rounds)
+                recorder.run(measure.__name__, label, work, {"rows": []}, lambda: digest, **same)
     except KeyboardInterrupt as interrupt:
         status = exit_status(interrupt)
         print("\nstopped; what had ended is kept, and started again it goes on from there")

@@ -110,7 +110,7 @@ def test_again_runs_all_and_a_name_runs_one(book):
     assert book.run("three", "one", "three") == (0, ["three", "one"])
 
 
-@pytest.mark.parametrize("field", ["source", "torch", "driver", "rounds"])
+@pytest.mark.parametrize("field", ["source", "torch", "driver", "processor", "rounds"])
 def test_what_was_recorded_with_something_else_is_measured_anew(book, field):
     book.run()
     document = KIND.read(book.path)
@@ -246,7 +246,10 @@ def test_stopped_in_the_middle_it_keeps_what_had_ended(tmp_path):
 # ---- damaged records
 
 ENTRY = {"status": "recorded", "date": "d", "commit": "c", "source": "s", "torch": "t", "driver": "", "seconds": 1}
-GOOD = {**KIND.empty("CPU", False), "measures": {"one": {**ENTRY, "rounds": 1, "rows": [["a", "b", "c"]]}}}
+GOOD = {
+    **KIND.empty("CPU", False),
+    "measures": {"one": {**ENTRY, "rounds": 1, "processor": "p", "rows": [["a", "b", "c"]]}},
+}
 
 
 def edited(**fields):
@@ -262,6 +265,7 @@ def edited(**fields):
         json.dumps({**GOOD, "measures": []}),
         json.dumps({**GOOD, "device": "A GPU"}),
         edited(rounds="many"),
+        edited(processor=2),
         edited(rows=[["a"]]),
         edited(rows=[["a", "b", 3]]),
         edited(rows=None),
@@ -327,7 +331,7 @@ def test_readme_shows_production_and_every_miss_and_the_page_shows_all(book):
         "| ours / by foot | 1.03× | ≤ 1.02× | no |",
         "| ours / FSDP2 | as good | as much | — |",
     ]
-    assert "4 targets, of which 2 are reached, 1 are missed, and 1 are texts" in text
+    assert "4 targets, of which 2 are reached, 1 are missed, and 1 were not measured here" in text
     assert f"torch {torch.__version__}" in text
     assert all(f"| {measure} | {figure} | {must} |" in page for measure, figure, must in rows)
     assert "## CPU" in page and "three failed on" in page
@@ -383,9 +387,16 @@ def test_a_readme_without_its_markers_is_refused(book):
         ("98 of 100", "≥ 99 %", "no"),
         ("needs a GPU", "≤ 0.67×", "—"),
         ("not recorded yet", "≥ 99 %", "—"),
-        ("1,234 B, +0 B from an unmetered run", "≤ 64 B or 0.1 %", "—"),
-        ("85.0% of the saving (peak) at 20.0% of the FLOPs", "≥ 65 % at ≤ 40 %", "—"),
-        ("16% less at least, 60% at most", "≥ 15 % less", "—"),
+        ("+64 B of 1,234 B", "within 64 B or 0.1 %", "yes"),
+        ("-65 B of 1,234 B", "within 64 B or 0.1 %", "no"),
+        ("-65 B of 65,000 B", "within 64 B or 0.1 %", "yes"),
+        ("+65 B of 64,999 B", "within 64 B or 0.1 %", "no"),
+        ("-1 of 3,462 (5 sizes run)", "within 1", "yes"),
+        ("-2 of 3,462 (5 sizes run)", "within 1", "no"),
+        ("616,800", "616,800", "yes"),
+        ("616,801", "616,800", "no"),
+        ("16% (at least; at most 60%)", "≥ 15 %", "yes"),
+        ("14% (at least; at most 60%)", "≥ 15 %", "no"),
         ("ours 1,234 B, PyTorch's 1,200 B", "as much", "—"),
         ("3.0 MiB", "≤ 1×", "—"),
         ("nan×", "≤ 1×", "—"),

@@ -106,7 +106,7 @@ def test_records_are_listed_with_what_is_stale_failed_or_damaged(tmp_path):
     (tmp_path / "04_damaged.ipynb").write_text('{"cells": [')
     records.KIND.write(document, tmp_path / "results" / "a-gpu.json")
     benchmark = benchmarks.KIND.empty("CPU", False)
-    measured = {**entry, "source": source, "rounds": 1, "rows": [["a", "b", "c"]]}
+    measured = {**entry, "source": source, "rounds": 1, "processor": "p", "rows": [["a", "b", "c"]]}
     benchmark["measures"] = {
         "m": measured,
         "n": {**measured, "date": "2026-02-01", "failed_since": {**entry, "error": "e"}},

@@ -373,8 +373,9 @@ from memlab.book import benchmarks, documents, recorder
 write = documents.write_whole
 documents.write_whole = lambda *what: (time.sleep(0.05), write(*what))
 here = recorder.Recorder(benchmarks.KIND, Path("a.json"), "A GPU", True, Path())
+same = {"rounds": 1, "processor": "p"}
 for i in range(15):
-    here.run(f"{sys.argv[1]}_{i:02}", "x", lambda progress: {"rows": []}, {"rows": []}, lambda: "s", rounds=1)
+    here.run(f"{sys.argv[1]}_{i:02}", "x", lambda progress: {"rows": []}, {"rows": []}, lambda: "s", **same)
 """
 
 

@@ -1,7 +1,8 @@
 """What the benchmark came to, as pages: `python -m memlab.book.benchmarks` writes benchmark.md and README's table.
 
 Nothing is measured: `python -m memlab.benchmark` keeps its rows in chapters/results/benchmark, one JSON file for each
-device, in the form of `memlab.book.documents`; an entry has the rounds and the rows of a measure, three texts each.
+device, in the form of `memlab.book.documents`; an entry has the processor,
+the rounds and the rows of a measure, three texts each.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ PRODUCTION = re.compile(
 
 
 def _check(name: str, entry: dict) -> None:
-    if not isinstance(entry["rounds"], int):
-        raise TypeError(f"{name}: rounds is {entry['rounds']!r}")
+    if not (isinstance(entry["rounds"], int) and isinstance(entry["processor"], str)):
+        raise TypeError(f"{name}: rounds {entry['rounds']!r}, processor {entry['processor']!r}")
     for row in entry["rows"]:
         if not (isinstance(row, list) and len(row) == 3 and all(isinstance(cell, str) for cell in row)):
             raise TypeError(f"{name}: row {row!r}")
@@ -86,13 +87,14 @@ def rows_of(document: dict, *names: str) -> Iterator[Row]:
 
 
 def origins(document: dict) -> str:
-    """Dates, torch, driver, commit and rounds of a device's record, each as often as measures differ in it."""
+    """Dates, torch, driver and so on of a device's record, each as often as measures differ in it."""
     entries = [entry for entry in document["measures"].values() if entry["rows"]]
 
     def each(field: str) -> str:
         return ", ".join(sorted({str(entry[field]) for entry in entries} - {""}))
 
-    fields = {"date": "", "torch": "torch ", "driver": "driver ", "commit": "commit ", "rounds": "rounds: "}
+    fields = {"date": "", "processor": "", "torch": "torch ", "driver": "driver ", "commit": "commit "}
+    fields["rounds"] = "rounds: "
     return "; ".join(words + each(field) for field, words in fields.items() if each(field))
 
 
@@ -126,7 +128,7 @@ def summary(folder: str | Path = CHAPTERS) -> str:
         shown = [(row.about, row.figure, row.must, row.reached) for row in rows if row.in_readme]
         parts += [
             f"**{document['device']}** ({origins(document)}): {count.total()} targets, of which {count[YES]} are "
-            f"reached, {count[NO]} are missed, and {count[UNSURE]} are texts to judge for yourself.",
+            f"reached, {count[NO]} are missed, and {count[UNSURE]} were not measured here, or no text can tell.",
             Table(["measure", "figure", "must reach", "reached"], shown)._repr_markdown_() if shown else "",
         ]
     return "\n\n".join(filter(None, parts or [NONE]))

@@ -25,7 +25,7 @@ def machine() -> Table:
         [
             ("Python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
             ("PyTorch", f"{torch.__version__}, {_built_for()}"),
-            ("CPU", f"{_cores()} cores; PyTorch uses {torch.get_num_threads()} threads"),
+            ("CPU", f"{processor()}; PyTorch uses {torch.get_num_threads()} threads"),
             ("main memory", format_bytes(memory) if memory else "unknown"),
             ("GPU", _gpu()),
             ("pictures", _pictures()),
@@ -116,6 +116,15 @@ def driver() -> str:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.split("\n")[0]
     except (OSError, subprocess.SubprocessError):
         return ""
+
+
+def processor() -> str:
+    """The CPU's name and the cores this process may use, such as "AMD EPYC, 2 cores"; "a CPU" where nobody tells it."""
+    name = platform.processor()
+    with contextlib.suppress(OSError):
+        if found := re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE):
+            name = found[1].strip()
+    return f"{name or 'a CPU'}, {_cores()} cores"
 
 
 def _cores() -> int:

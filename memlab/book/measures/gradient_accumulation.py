@@ -126,8 +126,8 @@ def largest_batch(device: str, rounds: int) -> list[tuple]:
     found["convolutions, 32 MiB"] = real(ConvNet, (3, 32, 32))
     return [
         (
-            f"find_batch_size: predicted / true, {name}",
-            f"{batch.predicted} / {batch.size}, {len(batch.tried)} sizes run",
+            f"find_batch_size: predicted − true, {name}",
+            f"{batch.predicted - batch.size:+} of {batch.size:,} ({len(batch.tried)} sizes run)",
             "within 1",
         )
         for name, batch in found.items()

@@ -34,7 +34,7 @@ def _called(judgements: list[Judgement], level: str) -> list[tuple]:
     five = sum(caught[kind] == len(groups[kind]) for kind in KINDS)
     called = [one for one in judgements if one.inside is not None]
     inside = sum(one.inside for one in called)
-    widths = spread([one.width for one in called], "{:.1f}") if called else "none"
+    widths = spread([one.width for one in called], "{:.3g}") if called else "none"
     theirs = sum(one.watched.model_name.startswith("transformers") for one in judgements)
     note = f"; {theirs} of the {len(judgements)} programs train models that are not ours"
     return [
