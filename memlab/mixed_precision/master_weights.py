@@ -14,14 +14,14 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from memlab.memory_arithmetic.optimizers import CHUNK_BYTES
 
@@ -37,7 +37,7 @@ class MasterWeights(Optimizer):
     optimizer_class, **defaults: whose `step` it is, and what it is made with. It must update each parameter from its
       own gradient, as nearly all do; one that looks at all of them together needs chunk_bytes=None.
     chunk_bytes: how many bytes of FP32 gradients may exist at once (one parameter's, if they are more); None: no limit.
-      Many small chunks cost a GPU launches; on a CPU chunks of 4 MiB are fastest (measured).
+      Many small chunks cost a GPU launches; on a CPU chunks of 2 to 4 MiB are fastest (measured).
 
     `param_groups` hold the model's own parameters, so schedulers, `zero_grad`, clipping and loss scalers find what they
     expect. `state[p]` holds the master, under "master", with the optimizer's states: both are made at a parameter's
@@ -69,7 +69,7 @@ class MasterWeights(Optimizer):
         self._make = functools.partial(optimizer_class, **defaults)
         self._inner = self._make(params)
         self._inner.state.clear()
-        self._versions = WeakTensorKeyDictionary()  # how often a weight had been written to, when its step ended
+        self._versions = Versions()  # of the weights, when their step ended
         super().__init__(self._inner.param_groups, self._inner.defaults)
         params = [p for group in self.param_groups for p in group["params"]]
         if self._refuses_wide and not any(map(self._needs_master, params)):
@@ -116,19 +116,20 @@ class MasterWeights(Optimizer):
 
     def _step_chunk(self, chunk: list[tuple[dict, Tensor]]) -> list[tuple[dict, dict]]:
         """One step of these parameters. Returns their groups, each with what the optimizer made of its options."""
-        masters, groups, inner = {p: self._master(group, p) for group, p in chunk}, [], self._inner
-        for _, pairs in itertools.groupby(chunk, key=lambda pair: id(pair[0])):
-            (group, _), *_ = pairs = list(pairs)
-            groups.append((group, group | {"params": [masters[p] for _, p in pairs]}))
-        for p, m in masters.items():
+        weights, groups, inner = [p for _, p in chunk], [], self._inner
+        masters = [self._master(group, p) for group, p in chunk]
+        for _, pairs in itertools.groupby(zip(chunk, masters, strict=True), key=lambda pair: id(pair[0][0])):
+            ((group, _), _), *_ = pairs = list(pairs)
+            groups.append((group, group | {"params": [m for _, m in pairs]}))
+        for p, m in zip(weights, masters, strict=True):
             inner.state[m] = {name: value for name, value in self.state[p].items() if name != "master"}
-        halves = [(p, m) for p, m in masters.items() if m is not p]
+        halves = [(p, m) for p, m in zip(weights, masters, strict=True) if m is not p]
         try:
             inner.param_groups = [options for _, options in groups]
-            self._widen(list(masters), list(masters.values()))
+            self._widen(weights, masters)
             type(inner).step.__wrapped__(inner)  # without the hooks: they are for the whole step, and run there
         finally:  # if it raises halfway, some masters have moved: their states and weights go along
-            for p, m in masters.items():
+            for p, m in zip(weights, masters, strict=True):
                 self.state[p] = self._kept(p, m) | inner.state[m]
             for _, m in halves:
                 m.grad = None
@@ -197,12 +198,13 @@ class MasterWeights(Optimizer):
 
     def _master(self, group: dict, p: Tensor) -> Tensor:
         """The FP32 weights of a parameter, up to date with what others wrote to it. At its first step, made."""
-        m = self.state.get(p, {}).get("master")
+        state = self.state.get(p)
+        m = state.get("master") if state else None
         if m is None:
             m = self._wide(p) if self._needs_master(p) else p
-        elif self._versions.get(p) != p._version:
+        elif not self._versions.unchanged(p):
             take_over(p, m)
-        if p not in self.state:  # most optimizers begin without one; torch 2.11's Adagrad needs what its __init__ makes
+        if state is None:  # most optimizers begin without one; torch 2.11's Adagrad needs what its __init__ makes
             self.state[p] = self._kept(p, m) | self._make([group | {"params": [m]}]).state[m]
         return m
 
@@ -213,7 +215,7 @@ class MasterWeights(Optimizer):
     def _round(self, weights: list[Tensor], masters: list[Tensor]) -> None:
         """Masters → weights, to the nearest."""
         torch._foreach_copy_(weights, masters)
-        self._versions.update((p, p._version) for p in weights)
+        self._versions.note(weights)
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -298,7 +300,30 @@ class MasterWeights(Optimizer):
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
-        self._versions = WeakTensorKeyDictionary()
+        self._versions = Versions()
+
+
+class Versions:
+    """How often tensors had been written to when they were noted; what is noted of a tensor goes with it."""
+
+    def __init__(self):
+        self._of: dict[int, int] = {}  # by id: a tensor's own hash is a function in Python, and takes as long as an op
+        self._alive: dict[int, weakref.ref] = {}
+
+    def note(self, tensors: Iterable[Tensor]) -> None:
+        """From now on they are unchanged."""
+        for tensor in tensors:
+            number = id(tensor)
+            if number not in self._of:
+                self._alive[number] = weakref.ref(tensor, functools.partial(self._forget, number))
+            self._of[number] = tensor._version
+
+    def unchanged(self, tensor: Tensor) -> bool:
+        """Whether nothing that torch counts has written to it since it was noted; False if it never was."""
+        return self._of.get(id(tensor)) == tensor._version
+
+    def _forget(self, number: int, _: weakref.ref) -> None:
+        del self._of[number], self._alive[number]
 
 
 def take_over(p: Tensor, m: Tensor) -> None:

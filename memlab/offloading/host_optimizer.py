@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from memlab.memory_timeline import in_main_memory, main_memory
-from memlab.mixed_precision.master_weights import HALVES, MasterWeights
+from memlab.mixed_precision.master_weights import HALVES, MasterWeights, Versions
 from memlab.offloading.host_gradients import HostGradients
 from memlab.offloading.host_link import HostLinks
 from memlab.offloading.slab import rounded
@@ -225,7 +225,7 @@ class OffloadedOptimizer(MasterWeights):
         if (link := self._links.to(weights[0])) is None:
             return super()._round(weights, masters)
         link.send(masters, weights)
-        self._versions.update((p, p._version) for p in weights)
+        self._versions.note(weights)
 
     # ---- states in the file
 
@@ -319,7 +319,7 @@ class OffloadedOptimizer(MasterWeights):
 
     def refresh(self) -> None:
         """As MasterWeights.refresh; the next step does it."""
-        self._versions = WeakTensorKeyDictionary()
+        self._versions = Versions()
 
     def __getstate__(self) -> dict:
         raise TypeError(

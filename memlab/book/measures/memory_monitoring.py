@@ -18,6 +18,7 @@ from memlab.memory_monitoring import Monitor
 STEP_SECONDS, STEPS_IN_BLOCK, STEPS_BEFORE, STEPS_TO_SETTLE = 0.010, 50, 1000, 20
 BLOCKS_IN_ROUND = 3
 QUICK_ROUNDS = 5
+WIDEST = 1000.0  # times the steps that were left: nobody minds how much wider an interval without an end is
 PROCESS_LEVELS = ("heap", "resident")
 
 
@@ -34,7 +35,7 @@ def _called(judgements: list[Judgement], level: str) -> list[tuple]:
     five = sum(caught[kind] == len(groups[kind]) for kind in KINDS)
     called = [one for one in judgements if one.inside is not None]
     inside = sum(one.inside for one in called)
-    widths = spread([one.width for one in called], "{:.3g}") if called else "none"
+    widths = spread([min(one.width, WIDEST) for one in called], "{:.1f}") if called else "none"
     theirs = sum(one.watched.model_name.startswith("transformers") for one in judgements)
     note = f"; {theirs} of the {len(judgements)} programs train models that are not ours"
     return [

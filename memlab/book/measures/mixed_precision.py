@@ -60,9 +60,9 @@ def scaled_step(model: nn.Module, scaler, batch: tuple, history: list[float], *,
 def master_weights(device: str, rounds: int) -> list[tuple]:
     """A step of AdamW on BF16 weights with FP32 masters, against one on FP32 weights of the same shapes.
 
-    On a CPU in chunks of 4 MiB: larger ones leave its caches, and glibc gives them back to the system each time.
+    On a CPU in chunks of 2 MiB: larger ones leave its caches, and glibc gives them back to the system each time.
     """
-    options = {"chunk_bytes": 4 * MiB} if device == "cpu" else {}
+    options = {"chunk_bytes": 2 * MiB} if device == "cpu" else {}
     models = {
         "GPT 4 × 256": [p.shape for p in GPT(layers=4, width=256).parameters()],
         "24 of 1,024 × 1,024": [(1024, 1024)] * 24,

@@ -1,0 +1,77 @@
+"""Every later chapter as a reader has it: run from top to bottom in a real JupyterLab, and each of its widgets moved.
+
+`test_browser` does so with the first chapters. This is a page of its own so that two processes share the work.
+"""
+
+import shutil
+from pathlib import Path
+
+import nbformat
+import pytest
+
+from tests.browser_helpers import need_browser
+from tests.slider_grids import sliders_in
+from tests.test_browser import BOOK, CHAPTERS, RUN
+
+need_browser("jupyterlab")
+
+from memlab.book.browser import Page, browser, jupyterlab  # noqa: E402
+
+WIDGET = "application/vnd.jupyter.widget-view+json"
+FRAMES = "() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))"
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory):
+    """JupyterLab's address over a copy of the book, and a browser."""
+    folder = tmp_path_factory.mktemp("book") / "chapters"
+    shutil.copytree(BOOK, folder, ignore=shutil.ignore_patterns("exercises", ".ipynb_checkpoints"))
+    with jupyterlab(folder) as address, browser() as opened:
+        yield opened, address
+
+
+@pytest.mark.parametrize("name", [name for name in CHAPTERS if name not in RUN])
+def test_a_chapter_runs_from_top_to_bottom_and_every_widget_answers(lab, name):
+    page = Page(*lab, name)
+    page.run_all()
+    settle(page)
+    assert page.errors() == []
+    views = [output for output in page.outputs() if WIDGET in output.get("data", {})]
+    sets = page.locator(".jp-OutputArea-output .widget-vbox:has(> .widget-html)")
+    explorers = page.locator(".jp-OutputArea-output .memlab-explorer")
+    assert sets.count() == sliders_in(nbformat.read(Path(BOOK, name), as_version=4))
+    assert len(views) >= sets.count() + explorers.count() > 0
+    for one in sets.all():
+        controls = one.locator(".noUi-handle, input[type=checkbox], .widget-toggle-buttons button:not(.mod-active)")
+        moved = [moves(page, one, control) for control in controls.all()]  # each of them, also after one that did
+        assert any(moved), one.inner_text()
+    for one in explorers.all():
+        before = one.locator(".memlab-readout").inner_text()
+        one.locator(".memlab-canvas canvas[tabindex]").focus()
+        page.page.keyboard.press("ArrowLeft")
+        settle(page)
+        assert one.locator(".memlab-readout").inner_text() != before
+    assert page.errors() == []
+    page.close()
+
+
+def moves(page, box, control) -> bool:
+    """Use a control, or push a slider to both sides; whether another picture was there afterwards."""
+    picture = box.locator(".widget-html-content").first
+    before, other = picture.inner_html(), False
+    if "noUi-handle" not in (control.get_attribute("class") or ""):
+        control.click()
+        settle(page)
+        return picture.inner_html() != before
+    control.focus()
+    for key in ("ArrowRight", "ArrowLeft", "ArrowLeft"):
+        page.page.keyboard.press(key)
+        settle(page)
+        other = other or picture.inner_html() != before
+    return other
+
+
+def settle(page) -> None:
+    """Wait until the kernel has done what was asked before, and the browser has drawn it."""
+    page.ask("")
+    page.page.evaluate(FRAMES)
