@@ -337,6 +337,19 @@ def test_readme_shows_production_and_every_miss_and_the_page_shows_all(book):
     assert "## CPU" in page and "three failed on" in page
 
 
+@pytest.mark.parametrize(("figure", "told"), [("1.02×", False), ("1.06×", True)])
+def test_the_page_says_why_a_target_was_missed_where_that_is_known_and_it_was(book, monkeypatch, figure, told):
+    monkeypatch.setitem(benchmarks.WHY, "two", "It has twice the way to go.")
+    book.change("two", lambda device, rounds: [("ours / yours", figure, "≤ 1.05×"), ("… on foot", figure, "≤ 1.05×")])
+    book.run("one", "two")
+    assert ("* *ours / yours* and so on: It has twice the way to go." in book.pages()[0]) is told
+    assert benchmarks.reasons(KIND.read(book.path) | {"gpu": True}) == []
+
+
+def test_a_reason_is_given_for_measures_that_there_are():
+    assert benchmarks.WHY.keys() <= {measure.__name__ for measure in measures.MEASURES}
+
+
 def test_a_readme_without_its_markers_is_refused(book):
     for text in ("", BEGIN, f"{END}{BEGIN}", README + README):
         with pytest.raises(ValueError, match="once each; restore it from git"):

@@ -34,6 +34,18 @@ PRODUCTION = re.compile(
     r"GradScaler|SDPA|DDP|FSDP2|ZeroRedundancyOptimizer|DTensor|save_on_cpu|/ torch\.|MemTracker|a GPU's"
 )
 """What a row names that sets ours beside the tool which people use."""
+WHY = {
+    "master_weights": "Before the step each 16-bit gradient is cast to FP32, and after it each master to 16 bits: two "
+    "more passes over memory, since PyTorch has no CPU kernel that does it within the step. Beside a fused step, which "
+    "is one pass itself, they weigh most.",
+    "swapped_to_files": "The file lies in the system's page cache here, so a swap is a copy in memory. Another core "
+    "makes it out of this core's caches; that may take longer than the wait that it saves.",
+    "leaks_by_the_meter": "Of a hook that is registered again and again, each copy is as long as its batch; where "
+    "lengths differ much, the growth is told late.",
+    "leaks_of_processes": "A healthy process may grow for its first 50 steps, as long as it meets shapes for the first "
+    "time; and resident pages come and go as the system likes. A call before that ends cannot know that it will.",
+}
+"""Of measures that may miss a target on a CPU, why: the page says it where one does."""
 
 
 def _check(name: str, entry: dict) -> None:
@@ -107,6 +119,16 @@ def failures(document: dict) -> dict[str, dict]:
     return found
 
 
+def reasons(document: dict) -> list[str]:
+    """A line for each measure of a CPU's record that missed a target, and of which it is known why."""
+    lines = []
+    for name in () if document["gpu"] else in_order(document):
+        missed = [row.measure for row in rows_of(document, name) if row.reached == NO]
+        if missed and name in WHY:
+            lines.append(f"* *{missed[0].removeprefix('… ')}*{' and so on' * (len(missed) > 1)}: {WHY[name]}")
+    return lines
+
+
 def page(folder: str | Path = CHAPTERS) -> str:
     """The text of benchmark.md. Raises ValueError for a record that is damaged."""
     sections = []
@@ -114,7 +136,9 @@ def page(folder: str | Path = CHAPTERS) -> str:
         rows = [(row.measure, row.figure, row.must, row.reached, row.date) for row in rows_of(document)]
         failed = [f"* {name} failed on {one['date']}: {one['error']}" for name, one in failures(document).items()]
         table = Table(["measure", "figure", "must reach", "reached", "date"], rows)._repr_markdown_() if rows else NONE
-        parts = [f"## {document['device']}", origins(document), table, "\n".join(failed)]
+        lines = "\n".join(reasons(document))
+        missed = f"What missed its target, and why, as far as it is known:\n\n{lines}" if lines else ""
+        parts = [f"## {document['device']}", origins(document), table, missed, "\n".join(failed)]
         sections.append("\n\n".join(filter(None, parts)) + "\n")
     return "\n".join([HEAD, *(sections or [NONE + "\n"])])
 
