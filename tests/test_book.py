@@ -230,8 +230,8 @@ def test_the_benchmark_finds_no_byte_between_meter_and_allocator_and_no_bit_betw
     finally:
         torch.set_num_threads(threads)
     printed = capsys.readouterr().out.splitlines()
-    peaks = [line for line in printed if line.startswith("peak, ")]
-    assert len(peaks) >= 5 and all(" +0 B from" in line for line in peaks), peaks
+    peaks = [line for line in printed if line.startswith("peak − an unmetered run's, ")]
+    assert len(peaks) >= 5 and all(" +0 B of " in line for line in peaks), peaks
     scalers = [line for line in printed if line.startswith("LossScaler")]
     assert len(scalers) == 2, printed
     assert all("parameters bitwise, scale history equal through 1 overflows" in line for line in scalers), scalers

@@ -15,9 +15,13 @@ from tests.test_browser import BOOK, CHAPTERS, RUN
 
 need_browser("jupyterlab")
 
+from playwright.sync_api import TimeoutError  # noqa: E402
+
 from memlab.book.browser import Page, browser, jupyterlab  # noqa: E402
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
+CHANGED = "([html, before]) => html.innerHTML !== before"
+SOON = 10  # seconds
 FRAMES = "() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))"
 
 
@@ -58,17 +62,23 @@ def test_a_chapter_runs_from_top_to_bottom_and_every_widget_answers(lab, name):
 def moves(page, box, control) -> bool:
     """Use a control, or push a slider to both sides; whether another picture was there afterwards."""
     picture = box.locator(".widget-html-content").first
-    before, other = picture.inner_html(), False
     if "noUi-handle" not in (control.get_attribute("class") or ""):
-        control.click()
-        settle(page)
-        return picture.inner_html() != before
+        return changes(page, picture, control.click)
     control.focus()
-    for key in ("ArrowRight", "ArrowLeft", "ArrowLeft"):
-        page.page.keyboard.press(key)
-        settle(page)
-        other = other or picture.inner_html() != before
-    return other
+    return any(
+        changes(page, picture, lambda key=key: page.page.keyboard.press(key)) for key in ("ArrowRight", "ArrowLeft")
+    )
+
+
+def changes(page, picture, move) -> bool:
+    """Whether a picture becomes another one after a move, soon."""
+    before = picture.inner_html()
+    move()
+    try:
+        page.page.wait_for_function(CHANGED, arg=[picture.element_handle(), before], timeout=1000 * SOON)
+    except TimeoutError:
+        return False
+    return True
 
 
 def settle(page) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import re
+import threading
 import weakref
 
 import numpy as np
@@ -91,6 +92,32 @@ def test_the_next_picture_is_drawn_ahead_while_the_reader_looks():
 
     asyncio.run(slide_and_look())
     assert len(drawn) == 3
+
+
+def test_a_slider_that_another_thread_hears_is_drawn_in_the_cells_thread_once_no_cell_runs(monkeypatch):
+    """JupyterLab sends what widgets say to a kernel's subshell, which is a thread of its own."""
+    monkeypatch.setattr(interactive, "AHEAD_AFTER", 60)
+    threads = []
+
+    def here(height=1):
+        threads.append(threading.current_thread())
+        return line(height)
+
+    async def slide() -> None:
+        made = Interactive(here, height=[1, 2, 3, 4, 5])
+        (slider,) = controls(made)
+        await asyncio.to_thread(move, made, 1)
+        await asyncio.sleep(0)
+        assert len(drawn) == 2 and "rises to 2." in image(made)
+        beside = threading.Thread(target=lambda: [move(made, place) for place in (2, 3, 4)])
+        beside.start()
+        beside.join()
+        assert len(drawn) == 2 and slider.value == 4  # a cell runs
+        await asyncio.sleep(0)
+        assert len(drawn) == 3 and "rises to 5." in image(made)
+        assert set(threads) == {threading.main_thread()}
+
+    asyncio.run(slide())
 
 
 def test_what_is_ahead_of_a_reader_who_goes_back_is_further_back():

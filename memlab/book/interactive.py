@@ -2,6 +2,10 @@
 
 The picture is an image, not an Output widget: those can hang a notebook that runs without a browser. In a saved
 notebook, and where there are no widgets, the picture at the start stands in.
+
+JupyterLab tells of a slider in a thread beside the one that runs the cells (a kernel's *subshell*). Pictures are drawn
+in the cells' thread all the same, when no cell runs: what draws may set what holds for the whole process, such as
+PyTorch's default dtype, and a cell that trains must not see it.
 """
 
 from __future__ import annotations
@@ -75,20 +79,31 @@ class Interactive:
         ]
         self._images[self._start] = _image(self.picture)
         view = ipywidgets.HTML(self._images[self._start])
-        seen = self._start
+        seen = shown = self._start
+        cells = _loop()
 
-        def redraw(change) -> None:
+        def moved(change) -> None:
             nonlocal seen
-            before, seen = seen, tuple(map(_place, controls, self.choices.values()))
+            seen = tuple(map(_place, controls, self.choices.values()))
+            if cells is None or cells is _loop() or cells.is_closed():
+                redraw()
+            else:
+                cells.call_soon_threadsafe(redraw)
+
+        def redraw() -> None:
+            nonlocal shown
+            before, shown = shown, seen
+            if before == shown:
+                return  # of several moves that waited for a cell's end only the last one counts
             try:
-                view.value = self._drawn(seen)
+                view.value = self._drawn(shown)
             except Exception as error:  # a traceback would go to the server's log, where no reader looks
-                words = html.escape(f"{self._call(self._values(seen))} raised {type(error).__name__}: {error}")
+                words = html.escape(f"{self._call(self._values(shown))} raised {type(error).__name__}: {error}")
                 view.value = f'<p class="memlab-failed" role="alert" style="color: #b00020">{words}</p>'
-            self._draw_ahead(before, seen)
+            self._draw_ahead(before, shown)
 
         for control in controls:
-            control.observe(redraw, "value")
+            control.observe(moved, "value")
         return ipywidgets.VBox([*controls, view])
 
     def _draw_ahead(self, before: tuple[int, ...], seen: tuple[int, ...]) -> None:
@@ -104,8 +119,8 @@ class Interactive:
             with contextlib.suppress(Exception):  # it is told when the reader asks for it
                 self._drawn(further)
 
-        with contextlib.suppress(RuntimeError):  # no loop: not in a kernel
-            self._ahead = asyncio.get_running_loop().call_later(AHEAD_AFTER, draw)
+        if (loop := _loop()) is not None:
+            self._ahead = loop.call_later(AHEAD_AFTER, draw)
 
     def _drawn(self, places: tuple[int, ...]) -> str:
         """The image with every control at its place; drawn once, and then remembered (but not its figure)."""
@@ -142,6 +157,14 @@ class Interactive:
             for name, labels in self.choices.items()
         )
         return f"Slide {controls}. At the start: {self.picture.alt}"
+
+
+def _loop() -> asyncio.AbstractEventLoop | None:
+    """The event loop of this thread; None where there is none: not in a kernel."""
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
 
 
 def _image(picture: Picture) -> str:
