@@ -1,4 +1,4 @@
-"""Every later chapter as a reader has it: run from top to bottom in a real JupyterLab, and each of its widgets moved.
+"""Every later chapter as a reader has it: run from top to bottom in a real JupyterLab, each control used.
 
 `test_browser` does so with the first chapters. This is a page of its own so that two processes share the work.
 """
@@ -47,7 +47,9 @@ def test_a_chapter_runs_from_top_to_bottom_and_every_widget_answers(lab, name):
     assert len(views) >= sets.count() + explorers.count() > 0
     for one in sets.all():
         controls = one.locator(".noUi-handle, input[type=checkbox], .widget-toggle-buttons button:not(.mod-active)")
-        moved = [moves(page, one, control) for control in controls.all()]  # each of them, also after one that did
+        moved = [
+            moves(page, one, control) for control in controls.all()
+        ]  # each is used; one that shows another is enough
         assert any(moved), one.inner_text()
     for one in explorers.all():
         before = one.locator(".memlab-readout").inner_text()
@@ -60,7 +62,7 @@ def test_a_chapter_runs_from_top_to_bottom_and_every_widget_answers(lab, name):
 
 
 def moves(page, box, control) -> bool:
-    """Use a control, or push a slider to both sides; whether another picture was there afterwards."""
+    """Use a control, a slider at its end the other way; whether another picture was there afterwards."""
     picture = box.locator(".widget-html-content").first
     if "noUi-handle" not in (control.get_attribute("class") or ""):
         return changes(page, picture, control.click)

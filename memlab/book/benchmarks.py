@@ -1,8 +1,8 @@
 """What the benchmark came to, as pages: `python -m memlab.book.benchmarks` writes benchmark.md and README's table.
 
 Nothing is measured: `python -m memlab.benchmark` keeps its rows in chapters/results/benchmark, one JSON file for each
-device, in the form of `memlab.book.documents`; an entry has the processor,
-the rounds and the rows of a measure, three texts each.
+device, in the form of `memlab.book.documents`; an entry has the processor, the rounds and the rows of a measure, three
+texts each.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ HEAD = """# The benchmark
 
 Runs that are compared take turns in one process. A figure of three numbers is *min – median – max* of the rounds, and
 the median is what counts. Bytes are exact. *Reached* is — where nothing is demanded, or where the text alone cannot
-tell.
+tell. The width of a forecast's interval is shown as 1000 where it is that or more.
 
 This page is made by `python -m memlab.book.benchmarks`, from the records in `results/benchmark`.
 """
@@ -42,8 +42,8 @@ WHY = {
     "makes it out of this core's caches; that may take longer than the wait that it saves.",
     "leaks_by_the_meter": "Of a hook that is registered again and again, each copy is as long as its batch; where "
     "lengths differ much, the growth is told late.",
-    "leaks_of_processes": "A healthy process may grow for its first 50 steps, as long as it meets shapes for the first "
-    "time; and resident pages come and go as the system likes. A call before that ends cannot know that it will.",
+    "leaks_of_processes": "A healthy process may grow for its first 50 steps and then stop, and resident pages come "
+    "and go as the system likes. A call before the growth ends cannot know that it will.",
 }
 """Of measures that may miss a target on a CPU, why: the page says it where one does."""
 
@@ -105,8 +105,8 @@ def origins(document: dict) -> str:
     def each(field: str) -> str:
         return ", ".join(sorted({str(entry[field]) for entry in entries} - {""}))
 
-    fields = {"date": "", "processor": "", "torch": "torch ", "driver": "driver ", "commit": "commit "}
-    fields["rounds"] = "rounds: "
+    plain = dict.fromkeys(("date", "processor"), "")
+    fields = plain | {"torch": "torch ", "driver": "driver ", "commit": "commit ", "rounds": "rounds: "}
     return "; ".join(words + each(field) for field, words in fields.items() if each(field))
 
 
