@@ -129,8 +129,11 @@ CPU = {
     "GPT, master weights, momentum, first step in small chunks": Case(
         **SHORT, precision="mixed", optimizer="momentum", first_step=True, chunk_bytes=8000
     ),
-    "GPT, master weights, the head is the token embedding, first step: the last chunk is not the fullest": Case(
+    "GPT, master weights, the head is the token embedding, first step: its chunk's block stays": Case(
         **SHORT, **LARGE_VOCABULARY, precision="mixed", optimizer="sgd", tied=True, first_step=True, chunk_bytes=1
+    ),
+    "GPT, master weights, the head is the token embedding, first step: the last chunk is not the fullest": Case(
+        **SHORT, **LARGE_VOCABULARY, precision="mixed", tied=True, layers=1, first_step=True, chunk_bytes=1
     ),
     "Llama, master weights, fused": Case(**LLAMA, **SHORT, precision="mixed", implementation="fused"),
     "GPT, autocast": Case(precision="autocast"),

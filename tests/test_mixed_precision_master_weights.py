@@ -335,6 +335,36 @@ def test_sixteen_bytes_a_parameter_and_one_chunk_of_gradients(options):
     assert {"master of 0", "exp_avg of 9"} <= names
 
 
+def test_the_gradients_of_all_chunks_are_in_one_block_that_ends_with_the_step():
+    sizes = [1000, 3000, 2000, 4000, 500]  # the block grows twice
+    model = nn.ParameterList(parameters(shapes=[(size,) for size in sizes]))
+    masters = MasterWeights(model.parameters(), optim.SGD, chunk_bytes=1)
+    for p in model:
+        p.grad = torch.ones_like(p)
+    masters.step()
+    with Meter(model, masters) as meter:
+        masters.step()
+    moves = [event.delta for event in meter.timeline.events]
+    assert moves == [4 * 1000, -4 * 1000, 4 * 3000, -4 * 3000, 4 * 4000, -4 * 4000]
+
+
+def test_the_block_ends_also_with_a_step_that_fails():
+    params = parameters(shapes=[(100,)] * 3)
+
+    class Fails(optim.SGD):
+        def step(self):
+            raise RuntimeError("in the middle")
+
+    masters = MasterWeights(params, Fails)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    with Meter(nn.ParameterList(params)) as meter:
+        with pytest.raises(RuntimeError, match="in the middle"):
+            masters.step()
+        masters.state.clear()
+    assert meter.timeline.bytes_at(len(meter.timeline)) == 3 * 100 * 4
+
+
 def test_states_are_made_at_the_first_step_and_counted_as_the_optimizers():
     model = nn.ParameterList(parameters(shapes=[(100,)] * 3))
     masters = MasterWeights(model.parameters(), optim.AdamW, fused=True)

@@ -37,7 +37,8 @@ PRODUCTION = re.compile(
 WHY = {
     "master_weights": "Before the step each 16-bit gradient is cast to FP32, and after it each master to 16 bits: two "
     "more passes over memory, since PyTorch has no CPU kernel that does it within the step. Beside a fused step, which "
-    "is one pass itself, they weigh most.",
+    "is one pass itself, they weigh most. What casts and steps take alone, the rows say; the rest is Python, of which "
+    "many small parameters need much.",
     "swapped_to_files": "The file lies in the system's page cache here, so a swap is a copy in memory. Another core "
     "makes it out of this core's caches; that may take longer than the wait that it saves.",
     "leaks_by_the_meter": "Of a hook that is registered again and again, each copy is as long as its batch; where "

@@ -85,18 +85,19 @@ def play_step(
 ) -> None:
     """Look at the fullest instant of a step. sizes: every parameter tensor's, in order.
 
-    chunk_bytes: of a step on master weights, which widens so many bytes of gradients to FP32 and steps, chunk by chunk;
-    None is one step on everything. made: the states that the step makes, when it is the first.
+    chunk_bytes: of a step on master weights, which widens so many bytes of gradients to FP32 and steps, chunk by chunk,
+    in one block that grows with the largest chunk so far; None is one step on everything. made: the states that the
+    step makes, when it is the first.
     """
     counts = [elements(size, ledger.symbols) for size in sizes]
     so_far = [0, *accumulate(counts)]
     size = lambda start, stop: "P" if stop - start == len(sizes) else added(sizes[start:stop])  # noqa: E731
 
-    def in_chunk(start: int, stop: int) -> list[Piece]:
+    def in_chunk(start: int, stop: int, block: tuple[int, int]) -> list[Piece]:
         found = []
         if chunk_bytes is not None:
             widened = "a step on master weights widens the gradients of one chunk at a time"
-            found.append(Piece("FP32 gradients of a chunk", size(start, stop), 4, "temporary", widened))
+            found.append(Piece("FP32 gradients of a chunk", size(*block), 4, "temporary", widened))
         if optimizer == "adamw" and implementation == "foreach":
             name = "√v of every parameter" if chunk_bytes is None else "√v of a chunk"
             whole = "foreach_sqrt makes the whole list"
@@ -105,13 +106,16 @@ def play_step(
             found += loop_temporaries(sizes[start:stop], counts[start:stop], itemsize)
         return found
 
-    def nbytes(chunk: tuple[int, int]) -> int:
-        states = sum(piece.itemsize * {"P": so_far[chunk[1]], "T": chunk[1]}[piece.size] for piece in made)
-        return states + sum(map(ledger.bytes_of, in_chunk(*chunk)))
+    def nbytes(start: int, stop: int, block: tuple[int, int]) -> int:
+        states = sum(piece.itemsize * {"P": so_far[stop], "T": stop}[piece.size] for piece in made)
+        return states + sum(map(ledger.bytes_of, in_chunk(start, stop, block)))
 
-    start, stop = max([(0, len(sizes))] if chunk_bytes is None else chunks(counts, chunk_bytes), key=nbytes)
+    bounds = [(0, len(sizes))] if chunk_bytes is None else chunks(counts, chunk_bytes)
+    largest = lambda a, b: max(a, b, key=lambda chunk: so_far[chunk[1]] - so_far[chunk[0]])  # noqa: E731
+    moments = [(*chunk, block) for chunk, block in zip(bounds, accumulate(bounds, largest), strict=True)]
+    start, stop, block = max(moments, key=lambda moment: nbytes(*moment))
     all_until = {"P": size(0, stop), "T": "T" if stop == len(sizes) else str(stop)}
-    held = [replace(piece, size=all_until[piece.size]) for piece in made] + in_chunk(start, stop)
+    held = [replace(piece, size=all_until[piece.size]) for piece in made] + in_chunk(start, stop, block)
     for piece in held:
         ledger.make(piece)
     ledger.look(moment, f"{optimizer} step")

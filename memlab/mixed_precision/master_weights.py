@@ -70,6 +70,7 @@ class MasterWeights(Optimizer):
         self._inner = self._make(params)
         self._inner.state.clear()
         self._versions = Versions()  # of the weights, when their step ended
+        self._block: Tensor | None = None  # in which the FP32 gradients of one chunk after another are
         super().__init__(self._inner.param_groups, self._inner.defaults)
         params = [p for group in self.param_groups for p in group["params"]]
         if self._refuses_wide and not any(map(self._needs_master, params)):
@@ -95,22 +96,26 @@ class MasterWeights(Optimizer):
         return loss
 
     def _brought(self) -> Iterator[list[tuple[dict, Tensor]]]:
-        """The chunks of `_chunks`, each when all that its step needs is where the masters are."""
-        return self._chunks()
+        """The chunks of `_chunks`, each when all that its step needs is where the masters are. Ends with the step."""
+        try:
+            yield from self._chunks()
+        finally:
+            self._block = None
 
     def _chunks(self) -> Iterator[list[tuple[dict, Tensor]]]:
         """Parameters with gradients and their groups, in order, as many as chunk_bytes allow, of one device."""
-        chunk, nbytes = [], 0
+        chunk, nbytes, device = [], 0, None
         for group in self.param_groups:
             for p in group["params"]:
                 if not self._has_gradient(p):
                     continue
-                full = self.chunk_bytes is not None and nbytes + 4 * p.numel() > self.chunk_bytes
-                if chunk and (full or p.device != chunk[0][1].device):
+                size, its = 4 * p.numel(), p.device
+                full = self.chunk_bytes is not None and nbytes + size > self.chunk_bytes
+                if chunk and (full or its != device):
                     yield chunk
                     chunk, nbytes = [], 0
                 chunk.append((group, p))
-                nbytes += 4 * p.numel()
+                nbytes, device = nbytes + size, its
         if chunk:
             yield chunk
 
@@ -160,11 +165,11 @@ class MasterWeights(Optimizer):
                 narrow.append((gradient, m))
             else:
                 m.grad = gradient.to(m.device, m.dtype)
-        if narrow:  # in one block of memory, which a CPU's allocator finds again; many small ones it gives back
-            numels = [m.numel() for _, m in narrow]
-            block = self._block(sum(numels), masters[0].device)
-            for (_, m), piece in zip(narrow, block.split(numels), strict=True):
-                m.grad = piece.as_strided(m.shape, m.stride())
+        if narrow:  # in the memory in which the gradients of the chunk before were
+            block, end = self._room(sum(m.numel() for _, m in narrow), masters[0].device), 0
+            for _, m in narrow:
+                m.grad = block.as_strided(m.shape, m.stride(), end)
+                end += m.numel()
             torch._foreach_copy_([m.grad for _, m in narrow], [gradient for gradient, _ in narrow])
         scale = getattr(self, "grad_scale", None)
         if scale is not None:
@@ -172,9 +177,15 @@ class MasterWeights(Optimizer):
             precise = torch.float32 if scale.device.type == "mps" else torch.float64
             torch._foreach_mul_(gradients, scale.to(precise).reciprocal().float().to(gradients[0].device))
 
-    def _block(self, numel: int, device: torch.device) -> Tensor:
-        """Memory for the FP32 gradients of a chunk. Returns (numel,) of FP32, of any values."""
-        return torch.empty(numel, dtype=torch.float32, device=device)
+    def _room(self, numel: int, device: torch.device) -> Tensor:
+        """Memory for the FP32 gradients of a chunk: what the last chunk had, if it is large enough. Of (≥ numel,).
+
+        Given back after each chunk, it might leave the process each time, and come again page by page.
+        """
+        if self._block is None or self._block.numel() < numel or self._block.device != device:
+            self._block = None
+            self._block = torch.empty(numel, dtype=torch.float32, device=device)
+        return self._block
 
     # ---- masters
 
@@ -300,7 +311,7 @@ class MasterWeights(Optimizer):
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
-        self._versions = Versions()
+        self._versions, self._block = Versions(), None
 
 
 def take_over(p: Tensor, m: Tensor) -> None:

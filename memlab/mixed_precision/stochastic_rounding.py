@@ -71,6 +71,7 @@ class StochasticRounding(MasterWeights):
             raise ValueError("expected parameters in BF16, found FP16, which is not rounded here; use MasterWeights")
 
     def _round(self, weights: list[Tensor], wide: list[Tensor]) -> None:
+        self._block = None  # the gradients are used, and rounding is the fullest moment
         for p, m in zip(weights, wide, strict=True):
             p.copy_(round_stochastically(m, self.generator))
 

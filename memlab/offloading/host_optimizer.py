@@ -87,7 +87,6 @@ class OffloadedOptimizer(MasterWeights):
         self._passage: Passage | None = None
         self._coming: deque[tuple[list[Tensor], list[Tensor], torch.cuda.Event]] = deque()
         self._closed = False
-        self._gradients_block: Tensor | None = None
         super().__init__(params, optimizer_class, chunk_bytes=limit, **defaults)
 
     def close(self) -> None:
@@ -201,6 +200,8 @@ class OffloadedOptimizer(MasterWeights):
             self._passage.back([self._filed(p) for _, p in chunk if p in self.state])
 
     def _after_step(self) -> None:
+        if self._passage is not None:
+            self._block = None  # else it stays, as the states do
         self._passage = self._host.clipping = None
         self._coming.clear()
 
@@ -212,15 +213,6 @@ class OffloadedOptimizer(MasterWeights):
         super()._widen(weights, masters)
         if self._host.clipping is not None:
             torch._foreach_mul_([m.grad for m in masters], self._host.clipping)
-
-    def _block(self, numel: int, device: torch.device) -> Tensor:
-        """Kept between steps where states are: memory that is given back and asked for again costs page faults."""
-        if self._passage is not None:
-            return super()._block(numel, device)
-        if self._gradients_block is None or self._gradients_block.numel() < numel:
-            self._gradients_block = None
-            self._gradients_block = super()._block(numel, device)
-        return self._gradients_block[:numel]
 
     def _round(self, weights: list[Tensor], masters: list[Tensor]) -> None:
         if (link := self._links.to(weights[0])) is None:

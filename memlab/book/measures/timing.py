@@ -8,6 +8,8 @@ from collections.abc import Callable
 
 import torch
 
+from memlab.units import KiB, MiB
+
 
 def seconds(run: Callable[[], object]) -> float:
     """How long one call takes, in seconds; on CUDA until the device has finished."""
@@ -29,6 +31,15 @@ def interleaved(runs: dict[str, Callable[[], object]], rounds: int) -> dict[str,
         for name, run in runs.items():
             times[name].append(seconds(run))
     return times
+
+
+def keep_freed_blocks() -> None:
+    """Free a block of nearly 32 MiB once, as a process that trains soon does: glibc keeps blocks up to that size then.
+
+    In a fresh process one of 4 MiB goes back to the system whenever it is freed, and comes again page by page; whose
+    step that slows down is chance.
+    """
+    torch.empty(32 * MiB - 64 * KiB, dtype=torch.uint8)
 
 
 def spread(values: list[float], form: str = "{:.2f}") -> str:
