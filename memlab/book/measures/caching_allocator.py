@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from pathlib import Path
 
-from memlab.book.measures.timing import seconds, spread
+from memlab.book.measures.timing import interleaved, spread
 from memlab.book.snapshots import FOLDER, recorded_decisions
 from memlab.book.traces import TRACES
 from memlab.caching_allocator import FREE, CachingAllocator, ExpandableAllocator, Trace, plan, replay
@@ -17,13 +18,14 @@ def replay_speed(device: str, rounds: int) -> list[tuple]:
         "a GPT's training, varying lengths": TRACES["lengths, shuffled"](),
         "300,000 random events": random_trace(),
     }
+    runs, events = {}, {}
+    for make, (name, trace) in itertools.product((CachingAllocator, ExpandableAllocator), traces.items()):
+        row = f"{make.__name__}, {name}, 10⁵ events a second"
+        runs[row], events[row] = lambda make=make, trace=trace: replay(make(), trace), len(trace)
     rows = []
-    for name, trace in traces.items():
-        for make in (CachingAllocator, ExpandableAllocator):
-            times = [seconds(lambda make=make, trace=trace: replay(make(), trace)) for _ in range(min(rounds, 7))]
-            speeds = [len(trace) / time / 1e5 for time in times]
-            must = "≥ 5" if make is CachingAllocator else ""
-            rows.append((f"{make.__name__}, {name}, 10⁵ events a second", spread(speeds, "{:.1f}"), must))
+    for row, times in interleaved(runs, rounds).items():
+        speeds = spread([events[row] / time / 1e5 for time in times], "{:.1f}")
+        rows.append((row, speeds, "≥ 5" if row.startswith("CachingAllocator") else ""))
     return rows
 
 
