@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -166,19 +167,26 @@ print(len(psutil.wait_procs(ranks, timeout=5)[1]), run_ranks(lambda rank: rank, 
 """
 
 
-@pytest.fixture(scope="module")
-def kernel(tmp_path_factory):
+@contextlib.contextmanager
+def kernel_in(folder: Path):
     manager = pytest.importorskip("jupyter_client.manager").KernelManager(kernel_name="python3")
-    folder = tmp_path_factory.mktemp("kernel")
     (folder / "tmp").mkdir()
     manager.start_kernel(env=environment(folder), cwd=str(folder))
     client = manager.blocking_client()
     client.start_channels()
-    client.wait_for_ready(timeout=60)
-    yield manager, client
-    client.stop_channels()
-    manager.shutdown_kernel(now=True)
-    manager.cleanup_resources()
+    try:
+        client.wait_for_ready(timeout=60)
+        yield manager, client
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)
+        manager.cleanup_resources()
+
+
+@pytest.fixture(scope="module")
+def kernel(tmp_path_factory):
+    with kernel_in(tmp_path_factory.mktemp("kernel")) as both:
+        yield both
 
 
 def ran(client, code: str, while_busy=None) -> tuple[str, str]:
@@ -214,6 +222,19 @@ def test_a_function_of_a_cell_runs_in_ranks_and_its_lines_are_quoted(kernel):
     _, error = ran(kernel[1], FAIL)
     assert error.startswith("RankError: rank 1 raised ValueError: in a cell\n")
     assert '    raise ValueError("in a cell")\n' in error
+
+
+def test_a_kernel_that_is_shut_down_does_not_wait_to_be_killed_and_leaves_nothing(folder):
+    with kernel_in(folder) as (manager, client):
+        assert ran(client, "from memlab.ranks import run_ranks\nrun_ranks(lambda rank: rank, 2)")[1] == ""
+        assert ran(client, "import atexit, pathlib\natexit.register(pathlib.Path('ended').touch)")[1] == ""
+        processes = [psutil.Process(manager.provisioner.pid)]
+        processes += processes[0].children(recursive=True)
+        assert len(processes) == 3  # it, the server, and multiprocessing's tracker
+        manager.shutdown_kernel()
+        assert leftovers(processes, folder) == ([], [])
+        assert (folder / "ended").exists()
+        assert list((folder / "tmp").glob("pymp-*")) == []
 
 
 def test_interrupting_the_kernel_ends_the_ranks_and_the_next_launch_works(kernel):

@@ -10,10 +10,11 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from multiprocessing import spawn
+from multiprocessing import spawn, util
 from unittest import mock
 
 _ONE_AT_A_TIME = threading.RLock()
@@ -34,14 +35,22 @@ def fork_server() -> multiprocessing.context.BaseContext:
         context.set_forkserver_preload(
             ["memlab.ranks.worker", "torch._dynamo", *(name for name in slow if name in sys.modules), *used]
         )
-        # Ctrl-C goes to every process of a terminal or a notebook: the server outlives it from its first moment on.
-        resource_tracker.ensure_running()
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        try:
+        with mock.patch.object(util, "spawnv_passfds", _apart):
+            resource_tracker.ensure_running()
             forkserver.ensure_running()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return context
+
+
+def _apart(path: bytes, args: list, passfds: list[int]) -> int:
+    """Start one of multiprocessing's helpers in a session of its own. Returns its process's number.
+
+    Ctrl-C goes to every process of a terminal's or a notebook's group, and the server outlives it. And a notebook's
+    kernel that is shut down waits for those of its group, as they wait for its end: until somebody kills it, and the
+    folder of their sockets stays behind.
+    """
+    process = subprocess.Popen(args, executable=path, pass_fds=passfds, start_new_session=True)
+    process.returncode = 0  # multiprocessing waits for it, and nobody else
+    return process.pid
 
 
 @contextlib.contextmanager

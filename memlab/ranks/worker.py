@@ -63,8 +63,7 @@ def in_rank() -> bool:
 def run(rank: int, folder: Path, end: Connection) -> None:
     """Be a rank, from the first line to the last: what a launched process does."""
     if hasattr(os, "setpgid"):
-        os.setpgid(0, 0)  # Ctrl-C is the launcher's to handle, and whoever this rank starts ends with it
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        os.setpgid(0, 0)  # whoever this rank starts ends with it
     words = {BEGIN: threading.Event(), LEAVE: threading.Event()}
     threading.Thread(target=_watch, args=(end, folder, words), daemon=True).start()
     with contextlib.suppress(FileNotFoundError):  # the launch is over already
