@@ -24,11 +24,13 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from memlab.gradient_checkpointing.batch_norm import statistics_stand_still
 from memlab.gradient_checkpointing.state import State
+from memlab.memory_timeline.lines import RECOMPUTING
 
 Contexts = Callable[[], tuple[AbstractContextManager, AbstractContextManager]]
 """Makes two context managers for one call: one is entered around the forward, the other around each recomputation."""
 
 _current_task = torch._C._current_graph_task_id  # -1 outside backward
+RECOMPUTING.add(__file__)  # for the meter: what this page has run in backward is forward, once more
 
 
 def no_contexts() -> tuple[AbstractContextManager, AbstractContextManager]:

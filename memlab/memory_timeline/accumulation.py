@@ -61,12 +61,12 @@ def sole_owner_counts(imagined: bool = False) -> tuple[int, int, int, int]:
 
     imagined: of fake tensors, which the caller's block makes.
     """
-    with torch.enable_grad():
+    with torch.inference_mode(False), torch.enable_grad():
         x = torch.ones(2, requires_grad=True)
         y = x.view(2)
         loss = (y.sin() + y.cos()).sum()
-    with _Watch() as watch:
-        loss.backward()
+        with _Watch() as watch:
+            loss.backward()
     return watch.seen
 
 

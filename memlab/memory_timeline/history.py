@@ -57,7 +57,10 @@ class Op(NamedTuple):
         """The op's name without the overload; PyTorch's own namespace, aten, is left out."""
         if isinstance(self.func, str):
             return self.func
-        space, _, name = self.func._schema.name.partition("::")
+        schema = getattr(self.func, "_schema", None)
+        if schema is None:  # of a higher-order op, such as flex_attention
+            return self.func.name()
+        space, _, name = schema.name.partition("::")
         return name if space == "aten" else f"{space}::{name}"
 
 
@@ -114,7 +117,9 @@ class History:
     def born(self, tensor: torch.Tensor, nbytes: int, op: int, phase: str, line: int) -> int:
         """A storage of `nbytes` is here since `op`. Returns the number it goes by."""
         number = len(self.sizes)
-        self.births.flat += (nbytes, tuple(tensor.shape), tensor.dtype, self.device or tensor.device, op)
+        ragged = tensor.is_nested and tensor.layout is torch.strided
+        shape = (tensor.numel(),) if ragged else tuple(tensor.shape)
+        self.births.flat += (nbytes, shape, tensor.dtype, self.device or tensor.device, op)
         self.held += nbytes
         self.sizes.append(nbytes)
         self.last_read.append(-1)

@@ -11,6 +11,7 @@ import os
 from types import CodeType, FrameType
 
 import torch
+import torch.utils.checkpoint
 from torch.autograd import graph as _graph
 
 from memlab.memory_timeline.events import NOWHERE, Line
@@ -27,6 +28,8 @@ _METER = os.path.dirname(__file__) + os.sep
 ENGINE = _graph._engine_run_backward.__code__
 # The Python functions around it, which hold the gradient that backward begins with until they return.
 BACKWARD_CALLS = {f.__code__ for f in (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)}
+# Files whose functions, called by the engine, run a part of forward again.
+RECOMPUTING = {torch.utils.checkpoint.__file__}
 
 
 class Owners(dict):
@@ -64,6 +67,16 @@ class Owners(dict):
                 return frame
             frame = frame.f_back
         return None
+
+
+def recomputes(frame: FrameType | None) -> bool:
+    """Whether the engine called code that runs forward again, told from the frames up to the engine's."""
+    while frame is not None and frame.f_code is not ENGINE:
+        if frame.f_code.co_filename in RECOMPUTING:
+            return True
+        frame = frame.f_back
+    create_graph = frame is not None and any(frame.f_locals.get("args", ())[2:3])  # for which gradients are on, too
+    return torch.is_grad_enabled() and not create_graph
 
 
 class Lines:

@@ -11,11 +11,12 @@ was kept, is worked out once, afterwards, from the notes.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from types import FrameType
 
@@ -28,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memlab.memory_timeline.accumulation import ADD, ADD_, sole_owner_counts, would_add_in_place
 from memlab.memory_timeline.history import BACKWARD, BEFORE, FORWARD, OPTIMIZER, RECOMPUTE, History
-from memlab.memory_timeline.lines import AUTOGRAD, BACKWARD_CALLS, ENGINE, Owners
+from memlab.memory_timeline.lines import AUTOGRAD, BACKWARD_CALLS, ENGINE, Owners, recomputes
 from memlab.memory_timeline.lines import OPTIMIZER as OPTIMIZER_CODE
 from memlab.memory_timeline.ownership import (
     Owned,
@@ -45,6 +46,8 @@ from memlab.memory_timeline.workspace import CPULog, CUDACounters, CUDALevels
 
 DEVICE_OF = torch.ops.prim.device.default
 LIFT_FRESH = torch.ops.aten.lift_fresh.default
+SET = {getattr(torch.ops.aten.set_, name) for name in torch.ops.aten.set_.overloads()}
+OUTSIDE = ("input", "a tensor from outside the meter")
 
 _current_task = torch._C._current_graph_task_id  # -1 outside backward
 _current_node = torch._C._current_autograd_node
@@ -88,6 +91,8 @@ class Meter(TorchDispatchMode):
     RuntimeError the second time, and with `workspace` inside a profiler's block; ValueError with `workspace` on
     imagined hardware.
     """
+
+    supports_higher_order_operators = True  # flex_attention and its kind are then one op each
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:  # spares 3 µs an op, and importing the compiler at the first
@@ -133,9 +138,13 @@ class Meter(TorchDispatchMode):
 
     def __exit__(self, *error) -> None:
         try:
-            self._undo.close()
+            if self._interrupted:
+                self._interrupt()
         finally:
-            self._modules = []  # the record may outlive the model
+            try:
+                self._undo.close()
+            finally:
+                self._modules = []  # the record may outlive the model
 
     def _set_up(self, stack: ExitStack) -> None:
         history = self._history = History(self._imagined and f"imagined {self._imagined}")
@@ -145,6 +154,8 @@ class Meter(TorchDispatchMode):
             history.read_in_backward,
             history.sizes,
         )
+        self._interrupted = False
+        stack.enter_context(self._noticing_interrupts())
         self._owners = Owners()
         self._live: dict[int, int] = {}  # a storage's address → its number; addresses are used again after a free
         self._deaths: dict[int, _Death] = {}
@@ -215,6 +226,8 @@ class Meter(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is DEVICE_OF:  # asking an imagined tensor's device is no op
             return func(*args, **(kwargs or {}))
+        if self._interrupted and threading.get_ident() == self._thread:
+            self._interrupt()
         if types and (wrappers := [kind for kind in types if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__]):
             fake = [kind.__name__ == "FakeTensor" for kind in wrappers]
             if any(fake) and not self._imagined:
@@ -225,7 +238,9 @@ class Meter(TorchDispatchMode):
         number = len(flat) // 6
         try:
             caller = sys._getframe(1)
-        except ValueError:  # a thread of autograd's own, with no Python on it
+            while caller.f_code is DISPATCH:  # a meter inside this one
+                caller = caller.f_back
+        except (ValueError, AttributeError):  # a thread of autograd's own, with no Python on it
             caller = None
         node = forward_op = -1
         in_formula = caller is None or caller.f_code is ENGINE
@@ -238,7 +253,12 @@ class Meter(TorchDispatchMode):
         if in_formula and forward_op >= 0:
             phase = BACKWARD
             line, module = flat[6 * forward_op + 2], flat[6 * forward_op + 3]
-        elif self._step_line is not None and not in_backward and not _grad_enabled():  # a closure's gradients are on
+        elif (
+            self._step_line is not None
+            and not in_backward
+            and not _grad_enabled()  # a closure's gradients are on
+            and self._owners[caller.f_code.co_filename] & OPTIMIZER_CODE  # else the step raised, and is over
+        ):
             phase, line, module = OPTIMIZER, self._step_line, ""
         else:
             frame, owners, passed = caller, self._owners, 0
@@ -251,6 +271,8 @@ class Meter(TorchDispatchMode):
             module = self._modules_inside[-1]
             if not in_backward and not passed & (OPTIMIZER_CODE | AUTOGRAD) and not self._stepping:
                 phase = FORWARD
+            elif in_formula:  # of a node that is no op's, such as the one that hands a gradient to its parameter
+                phase, (line, module) = BACKWARD, self._birthplace(args, line, module)
             else:
                 phase = self._phase(caller, passed)
                 if phase is BACKWARD and forward_op >= 0:  # Python code called by the engine: a Function's backward
@@ -273,7 +295,7 @@ class Meter(TorchDispatchMode):
                         self._meet(argument, number, phase, line)
                     else:
                         self._last_read[storage] = number
-                        if forward_op >= 0:
+                        if forward_op >= 0 and phase is BACKWARD:
                             self._read_in_backward += (storage, forward_op)
                 elif kind is list:
                     for item in argument:
@@ -305,10 +327,26 @@ class Meter(TorchDispatchMode):
             return OPTIMIZER
         if _current_task() != -1:
             in_formula = caller is None or caller.f_code is ENGINE
-            return RECOMPUTE if _grad_enabled() and not in_formula else BACKWARD
-        if self._stepping:
+            return RECOMPUTE if not in_formula and recomputes(caller) else BACKWARD
+        if self._stepping and self._steps(caller):
             return OPTIMIZER
         return BACKWARD if passed & AUTOGRAD else FORWARD
+
+    def _steps(self, frame: FrameType | None) -> bool:
+        """Whether the step of the reader's own optimizer still runs: one that raised never said that it had ended."""
+        while frame is not None and frame.f_code is not self._own_step:
+            frame = frame.f_back
+        self._stepping = frame is not None
+        return self._stepping
+
+    def _birthplace(self, args: tuple, line: int, module: str) -> tuple[int, str]:
+        """Line and module of the op that made the first argument, a gradient; these, if nobody saw that."""
+        if args and isinstance(args[0], Tensor):
+            for storage in storages_of(args[0]):
+                number = self._live.get(storage._cdata)
+                if number is not None and (born := self._history.births[number].op) >= 0:
+                    return self._ops[born].line, self._ops[born].module
+        return line, module
 
     def _meet(self, tensor: Tensor, op: int, phase: str, line: int) -> None:
         """An op's argument: note that it was read, and that it is there if nobody saw it being born."""
@@ -318,10 +356,10 @@ class Meter(TorchDispatchMode):
             if number is None:
                 number = self._note_storage(storage, tensor, op, phase, line)
                 if number >= 0 and self._ops[op].func is not LIFT_FRESH:  # torch.tensor(...) makes it, and tells later
-                    history.owners[number] = ("input", "a tensor from outside the meter")
+                    history.owners[number] = OUTSIDE
             else:
                 history.last_read[number] = op
-                if (forward_op := self._ops[op].forward_op) >= 0:
+                if (forward_op := self._ops[op].forward_op) >= 0 and phase is BACKWARD:
                     history.read_in_backward += (number, forward_op)
 
     def _note_all(self, results: list | tuple, op: int, phase: str, line: int) -> None:
@@ -348,6 +386,8 @@ class Meter(TorchDispatchMode):
             if (storage.device.type == "meta" and not self._imagined) or is_lazy(tensor) or tensor._is_zerotensor():
                 return -1  # a shape, and no bytes
             number = self._live[address] = self._history.born(tensor, nbytes, op, phase, line)
+            if op >= 0 and self._ops.flat[6 * op] in SET:  # a tensor that came from another process
+                self._history.owners[number] = OUTSIDE
             if self._imagined and hasattr(storage, "in_main_memory"):
                 self._history.moved(number, "cpu")
             self._deaths[number] = death = _Death(storage, self._died)
@@ -362,17 +402,41 @@ class Meter(TorchDispatchMode):
         number = death.number
         if self._live.get(death.address) == number:
             del self._live[death.address]
-        self._deaths.pop(number, None)
         caller = sys._getframe().f_back
-        if self._step_line is not None:
+        if caller is None or caller.f_code is ENGINE:
+            phase, line = BACKWARD, self._ops.flat[-4] if len(self._ops) else -1  # by the node evaluated last
+        elif self._step_line is not None and self._owners[caller.f_code.co_filename] & OPTIMIZER_CODE:
             phase, line = OPTIMIZER, self._step_line
-        elif caller is not None and caller.f_code is ENGINE and (flat := self._ops.flat):
-            phase, line = BACKWARD, flat[-4]  # let go by the node that was evaluated last
         else:
             phase, line = self._place(caller)
             if caller is not None and caller.f_code in BACKWARD_CALLS:  # the gradient that backward began with
                 phase = BACKWARD
         self._history.resized(number, 0, len(self._ops) - 1, phase, line)
+        self._deaths.pop(number, None)
+
+    @contextlib.contextmanager
+    def _noticing_interrupts(self) -> Iterator[None]:
+        """Python drops what a weak reference's callback raises: of a Ctrl-C that falls into one, take notice."""
+
+        def noticed(unraisable) -> None:
+            if unraisable.exc_type is KeyboardInterrupt and unraisable.object == self._died:
+                self._interrupted = True
+            else:
+                before(unraisable)
+
+        before, sys.unraisablehook = sys.unraisablehook, noticed
+        try:
+            yield
+        finally:
+            if sys.unraisablehook is noticed:  # else somebody has put theirs over it, which calls it
+                sys.unraisablehook = before
+
+    def _interrupt(self) -> None:
+        """Note the deaths that a Ctrl-C kept from being noted, and let it through."""
+        self._interrupted = False
+        for death in [death for death in self._deaths.values() if death() is None]:
+            self._died(death)
+        raise KeyboardInterrupt
 
     def _place(self, caller: FrameType | None) -> tuple[str, int]:
         """Phase and line of something that happens at `caller` without being an op."""
@@ -418,8 +482,8 @@ class Meter(TorchDispatchMode):
         for tensor, category, name in owned:
             for storage in storages_of(tensor):
                 number = self._live.get(storage._cdata)
-                if number is not None:
-                    self._history.owners.setdefault(number, (category, name))
+                if number is not None and self._history.owners.get(number, OUTSIDE) is OUTSIDE:
+                    self._history.owners[number] = (category, name)
 
     def _recognise_model(self) -> None:
         self._recognise(owned_by_model(self._modules))
@@ -436,7 +500,7 @@ class Meter(TorchDispatchMode):
         if self._is_torchs(optimizer):  # one line answers for all its ops
             self._step_line = self._lines.number(self._owners.climb(sys._getframe())[0])
         else:
-            self._stepping = True
+            self._stepping, self._own_step = True, inspect.unwrap(type(optimizer).step).__code__
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_) -> None:
         self._recognise(owned_by_optimizer(optimizer, self._parameter_names))
@@ -487,3 +551,6 @@ class Meter(TorchDispatchMode):
         result = resize() if self._log is None else self._log.run(op, resize, (), {})
         self._note_storage(storage, None, op, phase, line)
         return result
+
+
+DISPATCH = Meter.__torch_dispatch__.__code__

@@ -1,0 +1,248 @@
+"""What the meter says of storages and moments where it is easily wrong: phase, category, line and reason."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.attention.flex_attention import flex_attention
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
+
+from memlab.gradient_checkpointing import checkpoint as our_checkpoint
+from memlab.memory_timeline import Meter, Timeline
+
+ROWS = 20
+
+
+def made(timeline: Timeline, phase: str, nbytes: int = 1000) -> list[tuple[str, str, str]]:
+    """Operation, category and reason of what was made in a phase, from `nbytes` on."""
+    found = [s for s in timeline.storages.values() if s.phase == phase and s.nbytes >= nbytes]
+    return [(storage.op, storage.category, storage.reason) for storage in found]
+
+
+CHECKPOINTS = {
+    "PyTorch's": lambda function, x: checkpoint(function, x, use_reentrant=False),
+    "PyTorch's, reentrant": lambda function, x: checkpoint(function, x, use_reentrant=True),
+    "ours": our_checkpoint,
+}
+
+
+@pytest.mark.parametrize("how", CHECKPOINTS)
+def test_what_is_recomputed_is_saved_by_the_op_that_saves_it(how):
+    model = nn.Sequential(nn.Linear(30, 30), nn.GELU(), nn.Linear(30, 30), nn.Tanh())
+    x = torch.ones(ROWS, 30, requires_grad=True)
+    with Meter(model, inputs=x) as meter:
+        CHECKPOINTS[how](model, x).sum().backward()
+    saved = [reason for _, category, reason in made(meter.timeline, "recompute") if category == "activation"]
+    assert saved[:2] == ["recomputed: saved by gelu for its backward", "recomputed: saved by linear for its backward"]
+    assert set(saved[2:]) <= {"recomputed: saved by tanh for its backward"}
+
+
+class Swish(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        gate = torch.sigmoid(x)
+        ctx.save_for_backward(x, gate)
+        return x * gate
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, gate = ctx.saved_tensors
+        return gradient * gate * (1 + x * (1 - gate))
+
+
+@pytest.mark.parametrize("how", CHECKPOINTS)
+def test_forward_that_runs_again_without_gradients_is_recomputation(how):
+    layer, x = nn.Linear(30, 30), torch.ones(ROWS, 30, requires_grad=True)
+
+    def block(x):
+        with torch.no_grad():
+            scale = x.abs() + 1
+        return Swish.apply(layer(x)) * scale
+
+    with Meter(layer, inputs=x) as meter:
+        CHECKPOINTS[how](block, x).sum().backward()
+    again = {op: category for op, category, _ in made(meter.timeline, "recompute")}
+    assert {"abs", "add", "addmm", "sigmoid"} <= again.keys()
+    assert again["sigmoid"] == "activation"
+
+
+@pytest.mark.parametrize("meters", [1, 2])
+def test_a_graph_of_gradients_is_no_recomputation(meters):
+    x = torch.ones(400, requires_grad=True)
+    with Meter(inputs=x) as outer, Meter(inputs=x) as inner:
+        y = x.sin() ** 2
+        y.register_hook(lambda gradient: gradient * 3)
+        (gradient,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        gradient.pow(2).sum().backward()
+    timeline = (inner, outer)[meters - 1].timeline
+    assert made(timeline, "recompute") == []
+    assert len(made(timeline, "backward")) > 5
+
+
+def test_nested_meters_say_the_same():
+    x = torch.ones(400, requires_grad=True)
+    with Meter(inputs=x) as outer, Meter(inputs=x) as inner:
+        z = (x.sin() + x.cos()).exp()
+        (gradient,) = torch.autograd.grad(z.sum(), x, create_graph=True)
+        gradient.pow(2).sum().backward()
+    theirs, ours = (
+        [(s.op, s.phase, s.category, s.reason, s.line) for s in meter.timeline.storages.values()]
+        for meter in (outer, inner)
+    )
+    assert theirs == ours
+
+
+def test_a_copy_that_hands_a_gradient_to_its_parameter_has_a_line_of_forward():
+    layer = nn.Linear(30, 30)
+    with Meter(layer) as meter:
+        loss = layer.weight.sum() * 3
+        loss.backward()
+    (gradient,) = (s for s in meter.timeline.storages.values() if s.category == "gradient")
+    assert gradient.line.source == "loss = layer.weight.sum() * 3"
+
+
+def test_a_gradient_that_was_made_where_nobody_saw_it_is_a_gradient():
+    weight = nn.Parameter(torch.ones(400))
+    buffers = []
+    thread = threading.Thread(target=lambda: buffers.append(torch.empty(400)))  # as a compiled model's are
+    with Meter(nn.ParameterList([weight])) as meter:
+        thread.start()
+        thread.join()
+        torch.mul(weight.detach(), 2, out=buffers[0])
+        weight.grad = buffers[0]
+    assert meter.timeline.bytes_by_category(len(meter.timeline))["gradient"] == 1600
+
+
+def test_a_batch_out_of_another_process_is_an_input():
+    data = [torch.ones(300) for _ in range(2)]
+    with Meter() as meter:
+        for batch in DataLoader(data, batch_size=2, num_workers=1):
+            batch.sum()
+    (found,) = (s for s in meter.timeline.storages.values() if s.nbytes == 2400)
+    assert found.category == "input"
+
+
+# ---- a step that raises
+
+
+class ByHand(torch.optim.Optimizer):
+    """A reader's own optimizer, whose step is all the closure's."""
+
+    def __init__(self, params):
+        super().__init__(params, {})
+
+    def step(self, closure):
+        closure()
+
+
+@pytest.mark.parametrize("make", [ByHand, lambda params: torch.optim.SGD(params, lr=0.1)])
+def test_after_a_step_that_raised_forward_is_forward(make):
+    weight = torch.ones(400, requires_grad=True)
+    optimizer = make([weight])
+
+    def fails():
+        raise ValueError("planted")
+
+    with Meter(None, optimizer) as meter:
+        with pytest.raises(ValueError, match="planted"):
+            optimizer.step(fails)
+        y = weight * 2
+        with torch.no_grad():
+            y = weight * 3
+        (weight * weight).sum().backward()
+        del y
+    phases = {event.phase for event in meter.timeline.events}
+    assert phases == {"forward", "backward"}
+
+
+def test_what_a_closure_lets_go_is_of_its_own_phase():
+    weight, x = nn.Parameter(torch.ones(30, 30)), torch.ones(ROWS, 30)
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+
+    def closure():
+        loss = (x @ weight).relu().sum()
+        loss.backward()
+        return loss
+
+    with Meter(nn.ParameterList([weight]), optimizer, inputs=x) as meter:
+        optimizer.step(closure)
+    freed = [event.phase for event in meter.timeline.events if event.delta == -4 * ROWS * 30]
+    assert freed and "optimizer" not in freed
+
+
+# ---- code that the meter must let through
+
+
+def test_a_first_meter_inside_inference_mode(fresh_counts):
+    layer = nn.Linear(30, 30)
+    with torch.inference_mode(), Meter(layer) as meter:
+        layer(torch.ones(ROWS, 30))
+    assert meter.timeline.peak_bytes == 4 * (30 * 30 + 30 + 2 * ROWS * 30)
+
+
+@pytest.fixture
+def fresh_counts():
+    """As in a process in which no meter has run."""
+    from memlab.memory_timeline.accumulation import sole_owner_counts
+
+    sole_owner_counts.cache_clear()
+
+
+def test_nested_tensors_inside_a_transformer_in_evaluation():
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), 2).eval()
+    x, padding = torch.ones(4, 10, 32), torch.zeros(4, 10, dtype=torch.bool)
+    padding[0, 5:] = True
+    with torch.no_grad():
+        expected = encoder(x, src_key_padding_mask=padding)
+        with Meter(encoder, inputs=(x, padding)) as meter:
+            found = encoder(x, src_key_padding_mask=padding)
+    assert torch.equal(found, expected)
+    assert meter.timeline.peak_bytes > 0
+
+
+def test_higher_order_ops_run_under_the_meter():
+    q = torch.randn(1, 1, 128, 16)
+    expected = flex_attention(q, q, q)
+    with Meter(inputs=q) as meter:
+        found = flex_attention(q, q, q)
+    assert torch.equal(found, expected)
+    assert meter.timeline.bytes_at(len(meter.timeline)) >= 2 * q.nbytes
+
+
+# ---- Ctrl-C in the middle of a storage's death
+
+
+@pytest.fixture
+def ctrl_c_in_the_first_death(monkeypatch):
+    died, interrupted = Meter._died, []
+
+    def first_interrupted(self, death):
+        if not interrupted:
+            interrupted.append(death)
+            signal.raise_signal(signal.SIGINT)
+        died(self, death)
+
+    monkeypatch.setattr(Meter, "_died", first_interrupted)
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # in a shell's background it is ignored
+    yield
+    signal.signal(signal.SIGINT, handler)
+
+
+@pytest.mark.usefixtures("ctrl_c_in_the_first_death")
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_an_interrupt_that_falls_into_a_death_is_not_lost_and_neither_is_the_death(goes_on):
+    before = sys.unraisablehook
+    with pytest.raises(KeyboardInterrupt), Meter() as meter:
+        x = torch.ones(1000)
+        del x
+        if goes_on:
+            torch.ones(10)
+            raise AssertionError("the block went on")
+    assert [event.delta for event in meter.timeline.events] == [4000, -4000]
+    assert sys.unraisablehook is before
