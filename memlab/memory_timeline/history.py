@@ -17,6 +17,8 @@ from memlab.memory_timeline.lines import Lines
 from memlab.memory_timeline.timeline import Timeline
 
 HELD = "; a variable still holds it"
+OUTSIDE = ("input", "a tensor from outside the meter")
+SET = {getattr(torch.ops.aten.set_, name) for name in torch.ops.aten.set_.overloads()}  # how one comes from a process
 BEFORE, FORWARD, BACKWARD, RECOMPUTE, OPTIMIZER = "before", "forward", "backward", "recompute", "optimizer"
 
 
@@ -125,6 +127,8 @@ class History:
         self.last_read.append(-1)
         if nbytes:
             self.changes.flat += (number, nbytes, op, phase, line)
+        if op >= 0 and self.ops.flat[op * self.ops.width] in SET:
+            self.owners[number] = OUTSIDE
         return number
 
     def resized(self, storage: int, nbytes: int, op: int, phase: str, line: int) -> None:

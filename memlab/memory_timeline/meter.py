@@ -28,7 +28,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memlab.memory_timeline.accumulation import ADD, ADD_, sole_owner_counts, would_add_in_place
-from memlab.memory_timeline.history import BACKWARD, BEFORE, FORWARD, OPTIMIZER, RECOMPUTE, History
+from memlab.memory_timeline.history import BACKWARD, BEFORE, FORWARD, OPTIMIZER, OUTSIDE, RECOMPUTE, History
 from memlab.memory_timeline.lines import AUTOGRAD, BACKWARD_CALLS, ENGINE, Owners, recomputes
 from memlab.memory_timeline.lines import OPTIMIZER as OPTIMIZER_CODE
 from memlab.memory_timeline.ownership import (
@@ -46,8 +46,6 @@ from memlab.memory_timeline.workspace import CPULog, CUDACounters, CUDALevels
 
 DEVICE_OF = torch.ops.prim.device.default
 LIFT_FRESH = torch.ops.aten.lift_fresh.default
-SET = {getattr(torch.ops.aten.set_, name) for name in torch.ops.aten.set_.overloads()}
-OUTSIDE = ("input", "a tensor from outside the meter")
 
 _current_task = torch._C._current_graph_task_id  # -1 outside backward
 _current_node = torch._C._current_autograd_node
@@ -386,8 +384,6 @@ class Meter(TorchDispatchMode):
             if (storage.device.type == "meta" and not self._imagined) or is_lazy(tensor) or tensor._is_zerotensor():
                 return -1  # a shape, and no bytes
             number = self._live[address] = self._history.born(tensor, nbytes, op, phase, line)
-            if op >= 0 and self._ops.flat[6 * op] in SET:  # a tensor that came from another process
-                self._history.owners[number] = OUTSIDE
             if self._imagined and hasattr(storage, "in_main_memory"):
                 self._history.moved(number, "cpu")
             self._deaths[number] = death = _Death(storage, self._died)
