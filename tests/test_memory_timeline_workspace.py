@@ -155,14 +155,19 @@ class Card:
         self.highest = self.held
 
 
-def run_on(card: Card, *ops: tuple[int, int, int]) -> History:
-    """Run ops, each given as (bytes of its result, passing scratch, lasting workspace), under CUDACounters."""
+def run_on(card: Card, *ops: tuple[int, int, int], met: int = 0) -> History:
+    """Run ops, each given as (bytes of its result, passing scratch, lasting workspace), under CUDACounters.
+
+    met: bytes of a tensor that is on the card already, and that the first op reads.
+    """
     history, device = History(), torch.device("cuda", 0)
     levels = CUDALevels(history, device, card.statistics, card.reset_peak)
     with levels, CUDACounters(history, device, levels) as log:
         for result, passing, lasting in ops:
             number = len(history.ops)
             history.ops.flat += ("kernel", FORWARD, -1, "", -1, -1)
+            if met and number == 0:
+                history.born(piece(met, device), met, number, FORWARD, -1)
 
             def kernel(result=result, passing=passing, lasting=lasting):
                 card.take(lasting)
@@ -172,9 +177,12 @@ def run_on(card: Card, *ops: tuple[int, int, int]) -> History:
 
             log.run(number, kernel, (), {})
             if result:
-                shape = SimpleNamespace(shape=(result,), dtype=torch.uint8, device=device)
-                history.born(shape, result, number, FORWARD, -1)
+                history.born(piece(result, device), result, number, FORWARD, -1)
     return history
+
+
+def piece(nbytes: int, device: torch.device) -> SimpleNamespace:
+    return SimpleNamespace(shape=(nbytes,), dtype=torch.uint8, device=device)
 
 
 @pytest.mark.parametrize("result", [0, 512, 4096])
@@ -201,6 +209,13 @@ def test_cuda_counters_keep_the_order_of_ops_and_the_levels_of_the_whole_block()
     assert [e.delta for e in timeline.events] == [100, 200, 1000, -1000, 300, 50, 10, -10]
     assert timeline.workspace
     assert timeline.levels["reserved"] == {"before": 0, "peak": 1300, "after": 650}
+
+
+def test_a_tensor_that_an_op_meets_for_the_first_time_is_not_counted_as_what_the_op_brought():
+    card = Card()
+    card.take(4000)
+    history = run_on(card, (4000, 0, 8000), (100, 0, 0), met=4000)
+    assert [e.delta for e in history.timeline().events] == [4000, 4000, 8000, 100]
 
 
 def test_on_a_cpu_no_function_of_cuda_is_ever_called(monkeypatch):

@@ -192,20 +192,19 @@ class CUDACounters:
 
     def __exit__(self, *error) -> None:
         history = self._history
-        results: dict[int, int] = {}  # op → bytes it gave back as storages
-        for change in history.changes:
-            if change.delta > 0 and history.births[change.storage].device == self._device:
-                results[change.op] = results.get(change.op, 0) + change.delta
         noted, changes = list(history.changes), Rows(Change)
         position = 0
         for op, at, peak, rest in self._noted:
+            results = 0
             while at < len(noted) and noted[at].op == op and noted[at].delta > 0:
+                if history.births[noted[at].storage].device == self._device:
+                    results += noted[at].delta
                 at += 1  # the op's results: its scratch and they were there together
             for change in noted[position:at]:
                 changes.flat += change
             position = at
             by = history.ops[op]
-            lasting = max(0, rest - results.get(op, 0))  # a library's workspace, which stays for the next call
+            lasting = max(0, rest - results)  # a library's workspace, which stays for the next call
             passing = max(0, peak - max(0, rest))
             if lasting:
                 changes.flat += (history.scratch(lasting, self._device, op), lasting, op, by.phase, by.line)
