@@ -218,6 +218,41 @@ def test_a_tensor_that_an_op_meets_for_the_first_time_is_not_counted_as_what_the
     assert [e.delta for e in history.timeline().events] == [4000, 4000, 8000, 100]
 
 
+def levels_of(card: Card, history: History) -> CUDALevels:
+    return CUDALevels(history, torch.device("cuda", 0), card.statistics, card.reset_peak)
+
+
+def test_an_outer_meters_peak_outlives_an_inner_meters_reset():
+    card, outer, inner = Card(), History(), History()
+    with levels_of(card, outer):
+        card.take(1000)
+        card.take(-1000)
+        with levels_of(card, inner):
+            card.take(10)
+    assert outer.levels["requested"] == {"before": 0, "peak": 1000, "after": 10}
+    assert inner.levels["requested"] == {"before": 0, "peak": 10, "after": 10}
+
+
+def test_an_inner_meters_peak_outlives_the_resets_around_an_outer_meters_ops():
+    card, outer, inner = Card(), History(), History()
+    device = torch.device("cuda", 0)
+    outer.ops.flat += ("kernel", FORWARD, -1, "", -1, -1)
+    with levels_of(card, outer) as levels, CUDACounters(outer, device, levels) as log, levels_of(card, inner):
+        card.take(1000)
+        card.take(-1000)
+        log.run(0, lambda: None, (), {})
+    assert inner.levels["requested"]["peak"] == 1000
+
+
+def test_levels_that_are_left_are_asked_no_more():
+    card, gone = Card(), History()
+    with levels_of(card, gone) as levels:
+        pass
+    levels._statistics = None
+    with levels_of(card, History()) as inner:
+        inner.reset_peak()
+
+
 def test_on_a_cpu_no_function_of_cuda_is_ever_called(monkeypatch):
     def forbidden(*_, **__):
         raise AssertionError("CUDA was touched")

@@ -137,7 +137,8 @@ class CUDALevels:
     """The caching allocator's own counts during the block, for the device the model is on.
 
     *requested* is what tensors and kernels asked for, *allocated* the blocks they got, *reserved* the segments behind
-    them. Resets CUDA's peak counters, which is the only way to have a peak of one's own.
+    them. Resets CUDA's peak counters, which is the only way to have a peak of one's own; blocks may stand in one
+    another, and each keeps its peak.
     """
 
     NAMES = ("requested", "allocated", "reserved")
@@ -145,7 +146,7 @@ class CUDALevels:
     def __init__(self, history: History, device: torch.device, statistics=None, reset_peak=None):
         self._history = history
         self._statistics = statistics or (lambda: torch.cuda.memory_stats_as_nested_dict(device))
-        self.reset_peak = reset_peak or (lambda: torch.cuda.reset_peak_memory_stats(device))
+        self._reset_peak = reset_peak or (lambda: torch.cuda.reset_peak_memory_stats(device))
         self._peaks = dict.fromkeys(self.NAMES, 0)
 
     def read(self, figure: str) -> dict[str, int]:
@@ -155,16 +156,27 @@ class CUDALevels:
             self._peaks[name] = max(self._peaks[name], statistics[f"{name}_bytes"]["all"]["peak"])
         return {name: statistics[f"{name}_bytes"]["all"][figure] for name in self.NAMES}
 
+    def reset_peak(self) -> None:
+        """Let the card's peaks begin again at what is held now, once all levels that are on have read theirs."""
+        for levels in list(_LEVELS_ON):
+            levels.read("peak")
+        self._reset_peak()
+
     def __enter__(self) -> CUDALevels:
         self.reset_peak()
         self._before = self.read("current")
+        _LEVELS_ON.append(self)
         return self
 
     def __exit__(self, *error) -> None:
+        _LEVELS_ON.remove(self)
         after = self.read("current")
         self._history.levels = {
             name: {"before": self._before[name], "peak": self._peaks[name], "after": after[name]} for name in self.NAMES
         }
+
+
+_LEVELS_ON: list[CUDALevels] = []
 
 
 class CUDACounters:
