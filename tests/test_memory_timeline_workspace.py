@@ -7,8 +7,9 @@ import torch
 
 from memlab.memory_timeline import Meter
 from memlab.memory_timeline.history import FORWARD, History
-from memlab.memory_timeline.workspace import CUDACounters, CUDALevels
+from memlab.memory_timeline.workspace import MARK, CUDACounters, CUDALevels, _flatten
 from tests.memory_timeline_helpers import (
+    ALLOCATION,
     WORKLOADS,
     Run,
     allocations,
@@ -88,8 +89,8 @@ def kernel_spans(roots) -> dict[int, list[int]]:
     while stack:
         node = stack.pop()
         stack.extend(node.children)
-        if node.name.startswith("memlab "):
-            rows.append((node.end_time_ns, int(node.name.split()[1]), 0))
+        if node.name.startswith(MARK):
+            rows.append((node.end_time_ns, int(node.name.removeprefix(MARK)), 0))
         elif node.tag == torch._C._profiler._EventType.Allocation:
             rows.append((node.start_time_ns, -1, node.extra_fields.alloc_size))
     spans, sizes = {}, []
@@ -132,6 +133,27 @@ def test_workspace_inside_another_profiler_is_refused_and_leaves_nothing():
         torch.ones(10).sum()
     assert meter.timeline.bytes_at(0) == 12
     assert not torch.autograd._profiler_enabled()
+
+
+def event_of_the_profiler(tag, name: str = "[memory]", at: int = 0, **fields) -> SimpleNamespace:
+    return SimpleNamespace(
+        tag=tag, name=name, children=[], start_time_ns=at, end_time_ns=at + 1, extra_fields=SimpleNamespace(**fields)
+    )
+
+
+def test_what_another_devices_allocator_logs_is_no_scratch_of_the_cpus():
+    rows = [
+        event_of_the_profiler(ALLOCATION, at=at, ptr=at, alloc_size=100, device=torch.device(device))
+        for at, device in enumerate(("cpu", "cuda:0", "meta", "cpu"))
+    ]
+    assert _flatten(rows) == [("bytes", 0, 100), ("bytes", 3, 100)]
+
+
+@pytest.mark.parametrize("name", ["memlab step", "memlab 3", "memlab", MARK, MARK + "step"])
+def test_a_mark_of_the_readers_own_in_the_profiler_is_none_of_the_meters(name):
+    with Meter(workspace=True) as meter, torch.profiler.record_function(name):
+        torch.ones(1000).sum()
+    assert [s.op for s in meter.timeline.storages.values() if s.nbytes == 4000] == ["ones"]
 
 
 # ---- CUDA's counters, with an allocator made of Python

@@ -18,6 +18,9 @@ import torch
 
 from memlab.memory_timeline.history import Change, History, Rows
 
+MARK = "memlab.memory_timeline op "
+"""What the profiler calls an op's marker, before the op's number."""
+
 
 @dataclass(slots=True)
 class Block:
@@ -54,7 +57,7 @@ class CPULog:
 
     def run(self, op: int, func, args, kwargs):
         """Call `func` with a marker around it that carries the op's number."""
-        with torch._C._profiler._RecordFunctionFast(f"memlab {op}"):
+        with torch._C._profiler._RecordFunctionFast(f"{MARK}{op}"):
             return func(*args, **kwargs)
 
     def placed(self, storage: int, address: int, op: int) -> None:
@@ -230,16 +233,17 @@ class CUDACounters:
 
 
 def _flatten(roots) -> list[tuple[str, int, int]]:
-    """The profiler's tree as one list in time: ("begin" | "end", op, 0) and ("bytes", address, ±size)."""
+    """The profiler's tree as one list in time: ("begin" | "end", op, 0) and ("bytes", address, ±size) on the CPU."""
     found = []
     stack = list(roots)
     while stack:
         node = stack.pop()
         stack.extend(node.children)
         if node.tag == torch._C._profiler._EventType.Allocation:
-            found.append((node.start_time_ns, 1, "bytes", node.extra_fields.ptr, node.extra_fields.alloc_size))
-        elif node.name.startswith("memlab "):
-            number = int(node.name.split()[1])
+            if node.extra_fields.device.type == "cpu":
+                found.append((node.start_time_ns, 1, "bytes", node.extra_fields.ptr, node.extra_fields.alloc_size))
+        elif node.name.startswith(MARK) and (digits := node.name.removeprefix(MARK)).isdecimal():
+            number = int(digits)
             found.append((node.start_time_ns, 0, "begin", number, 0))
             found.append((node.end_time_ns, 2, "end", number, 0))
     found.sort(key=lambda row: row[:2])
