@@ -109,6 +109,15 @@ def test_comparing_nothing_is_refused():
         bars({})
 
 
+@pytest.mark.parametrize(
+    ("timelines", "found"),
+    [([Timeline()], "list"), (Timeline(), "Timeline"), (None, "NoneType"), ({"a": 1}, "int for 'a'")],
+)
+def test_what_is_no_dict_of_timelines_is_not_compared(timelines, found):
+    with pytest.raises(TypeError, match=f"expected timelines as .*; found {found}$"):
+        compare(timelines)
+
+
 def test_bars_are_as_long_as_their_bytes_and_an_unknown_category_is_refused():
     picture = bars({"a": {"parameter": 3 * GiB, "gradient": GiB}, "b": {"parameter": GiB}}, budget="2 GiB")
     assert sorted(patch.get_width() for patch in picture.figure.axes[0].patches if patch.get_width()) == [1, 1, 3]

@@ -75,7 +75,9 @@ def timelines(draw):
         storage = draw(st.sampled_from(storages)).id
         delta = draw(st.integers(-held[storage], 2**50))
         held[storage] += delta
-        events.append(Event(storage, delta, draw(TEXT), draw(st.sampled_from(PHASES)), draw(LINES)))
+        events.append(Event(storage, delta, draw(TEXT), draw(st.sampled_from(PHASES[1:])), draw(LINES)))
+    first = draw(st.integers(0, len(events)))
+    events[:first] = [event._replace(phase="before") for event in events[:first]]
     return Timeline(storages, events, workspace=draw(st.booleans()))
 
 
@@ -198,6 +200,10 @@ def test_a_missing_field_is_refused(saved, tmp_path):
         refused(path)
 
 
+HUGE = 10**400
+LEVEL = {"before": 0, "peak": 1, "after": 0}
+
+
 def inconsistent() -> dict:
     return {
         "an unknown storage": lambda d: d["events"][5].__setitem__(0, 10**6),
@@ -213,6 +219,14 @@ def inconsistent() -> dict:
         "a device that nothing is on": lambda d: d.__setitem__("device", "cuda:3"),
         "an event too short": lambda d: d["events"][5].pop(),
         "a line too long": lambda d: d["lines"][0].append("more"),
+        "an event before the first op, and after it": lambda d: d["events"][-1].__setitem__(3, "before"),
+        "an endless size": lambda d: d["storages"][0].__setitem__("nbytes", HUGE),
+        "an endless length": lambda d: d["storages"][0].__setitem__("shape", [HUGE]),
+        "an endless event": lambda d: d["events"].append([d["storages"][0]["id"], HUGE, "", "optimizer", 0]),
+        "an endless level": lambda d: d["levels"]["reserved"].__setitem__("peak", HUGE),
+        "an unknown level": lambda d: d["levels"].__setitem__("x", LEVEL),
+        "a level of nothing": lambda d: d["levels"].__setitem__("reserved", {}),
+        "a level with a figure too many": lambda d: d["levels"]["reserved"].__setitem__("x", 0),
         "a field too many": lambda d: d["storages"][0].__setitem__("colour", "red"),
     }
 

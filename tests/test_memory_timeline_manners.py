@@ -277,7 +277,7 @@ def test_a_timeline_can_be_read_while_the_meter_runs():
     assert len(before) == 2 and len(meter.timeline) == 4
 
 
-@pytest.mark.parametrize("event", [-1, 3, 1.0, "1", None])
+@pytest.mark.parametrize("event", [-1, 3, 1.0, "1", None, True])
 def test_an_event_that_is_none_is_refused(event):
     with Meter() as meter:
         torch.ones(10)

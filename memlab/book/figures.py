@@ -99,8 +99,9 @@ def compare(
     """Several timelines as lines on one axis, each with its peak.
 
     top: bytes at the top of the axis, for pictures that are to be compared with one another.
-    Raises ValueError for no timeline, or for a budget of 0.
+    Raises TypeError for what is not a dict of timelines, ValueError for an empty one, or for a budget of 0.
     """
+    _check_named(timelines)
     if not timelines:
         raise ValueError("expected at least one timeline to compare, as {'name': timeline}; found none")
     limit = budget_bytes(budget)
@@ -130,6 +131,16 @@ def compare(
     return Picture(
         figure, f"Lines of bytes held over the events of {len(timelines)} runs: {peaks}.{budget_words(limit)}"
     )
+
+
+def _check_named(timelines: Mapping[str, Timeline]) -> None:
+    """Raises TypeError for what is not a dict of timelines."""
+    expected = "expected timelines as a dict, {'name': timeline}"
+    if not isinstance(timelines, Mapping):
+        raise TypeError(f"{expected}; found {type(timelines).__name__}")
+    for name, timeline in timelines.items():
+        if not isinstance(timeline, Timeline):
+            raise TypeError(f"{expected}; found {type(timeline).__name__} for {name!r}")
 
 
 def bars(

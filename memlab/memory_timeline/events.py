@@ -9,6 +9,8 @@ CATEGORIES = ("parameter", "buffer", "input", "gradient", "optimizer_state", "ac
 """What a storage is for, as a plot stacks them from the bottom up."""
 PHASES = ("before", "forward", "backward", "recompute", "optimizer")
 """What the code was doing; "before" is all that existed when the first op came."""
+LEVELS = ("requested", "allocated", "reserved")
+"""What CUDA's caching allocator counts: bytes asked for, the blocks they got, the segments behind them."""
 
 
 class Line(NamedTuple):

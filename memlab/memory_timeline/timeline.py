@@ -159,7 +159,7 @@ class Timeline:
         return spans
 
     def _checked(self, event: int) -> int:
-        if not isinstance(event, int) or not 0 <= event <= len(self.events):
+        if not isinstance(event, int) or isinstance(event, bool) or not 0 <= event <= len(self.events):
             raise IndexError(
                 f"expected an event from 0 (what existed before) to {len(self.events)} (the last), found {event!r}"
             )

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memlab.memory_timeline.documents import Kind, typed
-from memlab.memory_timeline.events import CATEGORIES, PHASES, Event, Line, Storage
+from memlab.memory_timeline.events import CATEGORIES, LEVELS, PHASES, Event, Line, Storage
 
 if TYPE_CHECKING:
     from memlab.memory_timeline.timeline import Timeline
 
 FILE = Kind("a timeline", "memlab-timeline", version=1)
+MOST_BYTES = 2**63 - 1  # a storage's size has 64 bits in PyTorch, one of them its sign
 
 
 def save(timeline: Timeline, path: str | Path) -> None:
@@ -47,11 +48,9 @@ def _read(document: dict) -> dict[str, Any]:
     events = []
     for row in _rows(document["events"]):
         storage, delta, op, phase, line = typed((int, int, str, str, int), row)
-        events.append(Event(storage, delta, op, phase, lines[_at_least_0(line)]))
+        events.append(Event(storage, delta, op, phase, lines[_size(line)]))
     device, workspace, levels = typed((str, bool, dict), [document[k] for k in ("device", "workspace", "levels")])
-    for level in typed((dict,) * len(levels), list(levels.values())):
-        for figure in typed((int,) * len(level), list(level.values())):
-            _at_least_0(figure)
+    _check_levels(levels)
     _check(storages, events)
     if device not in ({storage.device for storage in storages} or {"cpu"}):
         raise ValueError(f"no storage is on {device!r}")
@@ -62,9 +61,9 @@ def _rows(table: list) -> list:
     return typed((list,), [table])[0]
 
 
-def _at_least_0(number: int) -> int:
-    if number < 0:
-        raise ValueError(f"expected a number from 0 on, found {number}")
+def _size(number: int) -> int:
+    if not 0 <= number <= MOST_BYTES:
+        raise ValueError(f"expected a number from 0 to {MOST_BYTES}, found {str(number)[:20]}")
     return number
 
 
@@ -76,8 +75,16 @@ def _storage(row: dict, lines: list[Line]) -> Storage:
     typed(tuple(fields.values()), [row[name] for name in fields])
     shape = typed((int,) * len(row["shape"]), row["shape"])
     for number in (row["nbytes"], row["line"], *shape):
-        _at_least_0(number)
+        _size(number)
     return Storage(**row | {"shape": tuple(shape), "line": lines[row["line"]]})
+
+
+def _check_levels(levels: dict) -> None:
+    for name, level in levels.items():
+        if name not in LEVELS or type(level) is not dict or level.keys() != {"before", "peak", "after"}:
+            raise ValueError(f"expected a level's bytes before, peak and after, found {name!r}: {str(level)[:60]}")
+        for figure in typed((int,) * len(level), list(level.values())):
+            _size(figure)
 
 
 def _check(storages: list[Storage], events: list[Event]) -> None:
@@ -88,9 +95,13 @@ def _check(storages: list[Storage], events: list[Event]) -> None:
         if storage.category not in CATEGORIES or storage.phase not in PHASES:
             raise ValueError(f"unknown category or phase {storage.category!r}, {storage.phase!r}")
     held = dict.fromkeys(known, 0)
+    begun = False
     for event in events:
         if event.phase not in PHASES:
             raise ValueError(f"unknown phase {event.phase!r}")
+        if begun and event.phase == "before":
+            raise ValueError(f"storage {event.storage} was there before, after the first op")
+        begun = event.phase != "before"
         held[event.storage] += event.delta
-        if held[event.storage] < 0:
-            raise ValueError(f"storage {event.storage} holds fewer than 0 bytes")
+        if not 0 <= held[event.storage] <= MOST_BYTES:
+            raise ValueError(f"storage {event.storage} holds fewer than 0 bytes, or more than {MOST_BYTES}")

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
+from memlab.memory_timeline.events import LEVELS
 from memlab.memory_timeline.history import Change, History, Rows
 
 MARK = "memlab.memory_timeline op "
@@ -144,7 +145,7 @@ class CUDALevels:
     another, and each keeps its peak.
     """
 
-    NAMES = ("requested", "allocated", "reserved")
+    NAMES = LEVELS
 
     def __init__(self, history: History, device: torch.device, statistics=None, reset_peak=None):
         self._history = history
