@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from memlab.memory_timeline import CATEGORIES, Meter, Timeline
+from memlab.memory_timeline.ownership import storages_of
 from tests.memory_timeline_helpers import (
     SIZES,
     Checkpointed,
@@ -245,6 +247,9 @@ def test_two_threads_each_with_their_own_meter_see_what_one_alone_sees():
         ({"model": 3}, TypeError, "expected a model .* found int"),
         ({"model": [nn.Linear(1, 1), "x"]}, TypeError, "found str"),
         ({"model": nn.Linear(2, 2, device="meta")}, ValueError, "to_empty"),
+        ({"model": nn.BatchNorm1d(2, affine=False, device="meta")}, ValueError, "running_mean on the meta device"),
+        ({"inputs": torch.ones(3, device="meta")}, ValueError, "input on the meta device"),
+        ({"inputs": {"x": [torch.ones(3, device="meta")]}}, ValueError, "input x 0 on the meta device"),
         ({"optimizer": nn.Linear(1, 1)}, TypeError, "expected an optimizer .* found Linear"),
         ({"inputs": {1, 2}}, TypeError, "expected inputs as a tensor"),
         ({"inputs": [object()]}, TypeError, "expected inputs as a tensor"),
@@ -253,6 +258,42 @@ def test_two_threads_each_with_their_own_meter_see_what_one_alone_sees():
 def test_what_is_no_model_optimizer_or_batch_is_refused(arguments, error, match):
     with pytest.raises(error, match=match):
         Meter(**arguments)
+
+
+class Wrapper(torch.Tensor):
+    """Stands for another tensor: it has a size, its bytes are that one's, and it does not tell so."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        wrapper = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+        wrapper.inner = inner
+        return wrapper
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        result = func(*tree_map_only(cls, lambda one: one.inner, args), **(kwargs or {}))
+        return tree_map_only(torch.Tensor, cls, result)
+
+
+@pytest.mark.parametrize("workspace", [False, True], ids=["storages", "workspace"])
+def test_a_wrapper_that_does_not_tell_its_parts_is_refused_where_its_bytes_would_be_counted(workspace):
+    wrapper = Wrapper(torch.ones(400))
+    meter = Meter(inputs=wrapper, workspace=workspace)
+    with pytest.raises(NotImplementedError, match="found Wrapper, which hides its bytes"):
+        meter.__enter__()
+    with Meter(inputs=wrapper.inner, workspace=workspace) as meter:
+        wrapper * 2
+    assert 3200 <= meter.timeline.peak_bytes < 3300  # the number 2 may become a tensor
+
+
+def test_what_has_memory_and_a_dispatch_of_its_own_is_a_tensor_as_any_other():
+    class Own(torch.Tensor):
+        @classmethod
+        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    tensor = torch.Tensor._make_subclass(Own, torch.ones(400))
+    assert [storage.nbytes() for storage in storages_of(tensor)] == [1600]
 
 
 def test_a_meter_without_a_model_meters_bare_code_and_an_empty_step_is_empty():

@@ -7,8 +7,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, UntypedStorage
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+_PLAIN = {Tensor, torch.nn.Parameter}
 _PARTS = {
     torch.sparse_coo: ("_indices", "_values"),
     torch.sparse_csr: ("crow_indices", "col_indices", "values"),
@@ -21,15 +23,22 @@ _PARTS = {
 def storages_of(tensor: Tensor) -> Iterator[UntypedStorage]:
     """The storages that hold a tensor's bytes: one when strided, several when sparse or a wrapper (such as DTensor).
 
-    Raises NotImplementedError for a layout that hides its bytes (mkldnn).
+    Raises NotImplementedError for what hides its bytes: a layout (mkldnn), or a wrapper that does not tell its parts.
     """
-    if is_traceable_wrapper_subclass(tensor):
+    plain = type(tensor) in _PLAIN
+    if not plain and is_traceable_wrapper_subclass(tensor):
         for attribute in tensor.__tensor_flatten__()[0]:
             part = getattr(tensor, attribute)
             if isinstance(part, Tensor):  # a DTensor also names its mesh here
                 yield from storages_of(part)
     elif tensor.layout is torch.strided:
-        yield tensor.untyped_storage()
+        storage = tensor.untyped_storage()
+        if not plain and _is_hollow(tensor, storage):
+            raise NotImplementedError(
+                f"expected a tensor, or a wrapper that tells its parts (__tensor_flatten__), found "
+                f"{type(tensor).__name__}, which hides its bytes from Python; meter what is inside"
+            )
+        yield storage
     elif tensor.layout in _PARTS:
         for part in _PARTS[tensor.layout]:
             yield getattr(tensor, part)().untyped_storage()
@@ -38,6 +47,16 @@ def storages_of(tensor: Tensor) -> Iterator[UntypedStorage]:
             f"expected a strided or sparse tensor, found layout {tensor.layout}, which hides its bytes from Python; "
             "convert it with .to_dense() before metering"
         )
+
+
+def _is_hollow(tensor: Tensor, storage: UntypedStorage) -> bool:
+    """Whether a wrapper's storage has a size and no memory: its bytes lie elsewhere. Fake tensors are no such."""
+    if type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__ or storage.device.type == "meta":
+        return False
+    try:
+        return storage.nbytes() > 0 and storage.data_ptr() == 0
+    except RuntimeError:
+        return True
 
 
 class Owned(NamedTuple):
@@ -64,18 +83,23 @@ def owned_by_model(modules: Iterable[torch.nn.Module]) -> Iterator[Owned]:
     """
     for module in modules:
         for name, parameter in module.named_parameters():
-            if parameter.is_meta:
-                raise ValueError(
-                    f"expected a model with memory, found {name} on the meta device, which has shapes and no bytes; "
-                    "build it on the cpu or a GPU, or give it bytes with model.to_empty(device=...)"
-                )
+            _check_memory(parameter, name)
             if not torch.nn.parameter.is_lazy(parameter):
                 yield Owned(parameter, "parameter", name)
                 if parameter.grad is not None:
                     yield Owned(parameter.grad, "gradient", name)
         for name, buffer in module.named_buffers():
+            _check_memory(buffer, name)
             gathered = isinstance(buffer, torch.nn.Parameter)  # kept as a buffer, so that no optimizer finds it
             yield Owned(buffer, "parameter" if gathered else "buffer", name)
+
+
+def _check_memory(tensor: Tensor, name: str) -> None:
+    if tensor.is_meta:
+        raise ValueError(
+            f"expected a model with memory, found {name} on the meta device, which has shapes and no bytes; "
+            "build it on the cpu or a GPU, or give it bytes with model.to_empty(device=...)"
+        )
 
 
 def owned_by_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> Iterator[Owned]:
@@ -95,8 +119,16 @@ def gradients_of(parameters: Iterable[Tensor], names: Mapping[int, str]) -> Iter
 
 
 def owned_inputs(inputs: object, name: str = "input") -> Iterator[Owned]:
-    """The tensors in `inputs`: a tensor, or tuples, lists and dicts of them. Raises TypeError for anything else."""
+    """The tensors in `inputs`: a tensor, or tuples, lists and dicts of them.
+
+    Raises TypeError for anything else, ValueError for a tensor on meta, unless it is imagined.
+    """
     if isinstance(inputs, Tensor):
+        if inputs.is_meta and not isinstance(inputs, FakeTensor):
+            raise ValueError(
+                f"expected inputs with memory, found {name} on the meta device, which has shapes and no bytes; "
+                "make it on the cpu or a GPU"
+            )
         yield Owned(inputs, "input", name)
     elif isinstance(inputs, Mapping):
         for key, value in inputs.items():
