@@ -204,7 +204,7 @@ def run_on(card: Card, *ops: tuple[int, int, int], met: int = 0) -> History:
 
 
 def piece(nbytes: int, device: torch.device) -> SimpleNamespace:
-    return SimpleNamespace(shape=(nbytes,), dtype=torch.uint8, device=device)
+    return SimpleNamespace(shape=(nbytes,), dtype=torch.uint8, device=device, is_nested=False)
 
 
 @pytest.mark.parametrize("result", [0, 512, 4096])
