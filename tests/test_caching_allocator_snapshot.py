@@ -22,6 +22,7 @@ from memlab.caching_allocator.allocator import CachingAllocator
 from memlab.caching_allocator.compare import compare
 from memlab.caching_allocator.device import Device
 from memlab.caching_allocator.expandable_segments import ExpandableAllocator
+from memlab.caching_allocator.max_split_size import MaxSplitAllocator
 from memlab.caching_allocator.pickles import read_snapshot
 from memlab.caching_allocator.records import Event
 from memlab.caching_allocator.snapshot import Snapshot, record_snapshot
@@ -818,6 +819,9 @@ class Recorder:
         self.model.empty_cache()
         self.note(None, 0, 0)
 
+    def forget(self):
+        self.trace.clear()
+
     def dump(self):
         return whole_dump(self.model.segments(), self.trace, expandable_segments=True)
 
@@ -828,7 +832,7 @@ class Recorder:
 def test_expandable_segments_are_compared_page_by_page(seed, capacity, before):
     gpu = Recorder(capacity_bytes=capacity)
     live = work(gpu, before, seed, empty=0)
-    gpu.trace.clear()
+    gpu.forget()
     work(gpu, 500, seed + 1, live=live)
     found = all_equal(compare(Snapshot.of(gpu.dump(), capacity_bytes=capacity)))
     assert found.segments == sum(row["action"] in ("segment_map", "segment_unmap") for row in gpu.trace)
@@ -850,6 +854,57 @@ def test_an_allocator_with_other_rules_is_found_out(name):
     assert found.addresses_equal < found.requests
     assert found.segments_equal < found.segments and found.decisions_equal < found.decisions
     assert words in str(found.differences[0]) and len(found.differences) == 20
+
+
+GPUS = {
+    "plain": partial(NaiveGPU, 250 * MiB),
+    "another rounding": partial(NaiveGPU, 250 * MiB, rounding=MiB),
+    "oversize": partial(NaiveGPU, 250 * MiB, max_split=25 * MiB),
+    "expandable": lambda seed: Recorder(capacity_bytes=250 * MiB),
+}
+MODELS = {
+    "plain": CachingAllocator,
+    "oversize": partial(MaxSplitAllocator, 25 * MiB),
+    "expandable": partial(ExpandableAllocator, 250 * MiB),
+    "expandable on a smaller card": partial(ExpandableAllocator, 50 * MiB),
+}
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+@pytest.mark.parametrize("model", MODELS)
+def test_every_recording_is_compared_with_a_model_of_other_rules_to_its_end(gpu, model):
+    for seed in range(6):
+        dump, before = in_the_middle(GPUS[gpu](seed=seed), seed)
+        snapshot = Snapshot.of(dump, before=before, capacity_bytes=250 * MiB)
+        if gpu == "expandable" and not model.startswith(gpu):
+            with pytest.raises(ValueError, match="expected a model with expandable segments.*found .*Allocator"):
+                compare(snapshot, MODELS[model])
+        else:
+            found = compare(snapshot, MODELS[model])
+            assert found.decisions_equal < found.decisions or gpu == model
+
+
+def test_an_address_that_the_model_still_holds_is_not_given_again():
+    a, b = 2**46, 2**46 + GiB
+    rows = [("segment_alloc", a, 20 * MiB), ("alloc", a, 3 * MiB), ("segment_alloc", b, 20 * MiB)]
+    rows += [("alloc", b, 4 * MiB), ("free_completed", a, 3 * MiB), ("segment_free", a, 20 * MiB)]  # the model: beside
+    rows += [("segment_alloc", a, 18 * MiB), ("alloc", a, 18 * MiB), ("free_completed", a, 18 * MiB)]
+    rows += [("free_completed", b, 4 * MiB), ("segment_free", a, 18 * MiB), ("segment_free", b, 20 * MiB)]
+    found = compare(Snapshot.of(whole_dump([], [{"action": x, "addr": y, "size": z, "stream": 0} for x, y, z in rows])))
+    assert found.requests == 3 and found.addresses_equal == 1
+    assert "the model took 18.0 MiB at 0x1" in str(found)
+    assert found.model_peak_bytes == 38 * MiB
+
+
+def test_part_of_a_segment_is_not_given_back_as_an_oversize_block():
+    gpu = NaiveGPU(150 * MiB)
+    parts = [gpu.malloc(50 * MiB) for _ in range(3)]
+    gpu.free(parts[0])
+    gpu.malloc(10 * MiB)  # beside it are 40 MiB free, as with max_split_size there could not be
+    gpu.forget()
+    assert gpu.malloc(60 * MiB) is None
+    found = compare(Snapshot.of(gpu.dump()), partial(MaxSplitAllocator, 25 * MiB))
+    assert found.decisions == found.decisions_equal == 1
 
 
 def two_requests(*, second_segment):

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate, groupby, takewhile
 
 from memlab.caching_allocator.allocator import CachingAllocator, OutOfMemory
+from memlab.caching_allocator.blocks import UNMAPPED, chain
 from memlab.caching_allocator.recorded_device import GIVES, TAKES, RecordedDevice
 from memlab.caching_allocator.records import DeviceRecord, Event
 from memlab.caching_allocator.settings import model_for, notes_on, oversize_bytes
@@ -138,8 +139,16 @@ class _Replay:
         self.comparison.real_peak_bytes = max(accumulate(steps, initial=held))
         for key in sorted({(segment.stream, segment.pool) for segment in segments}):
             mine = [segment for segment in segments if (segment.stream, segment.pool) == key]
-            live = resume(self.model(*key), mine)
-            self.live |= {address: (self.model(*key), block) for address, block in live.items()}
+            model = self.model(*key)
+            self.live |= {address: (model, block) for address, block in resume(model, mine).items()}
+            self.hold(key, model)
+
+    def hold(self, key: tuple[int, int], model: CachingAllocator) -> None:
+        """Tell the GPU which addresses a model that resumed has, those that it may still map included."""
+        for address, first in model._segments.items():
+            blocks = chain(first)
+            mine = (*key, first.pool.name) if any(block.state is UNMAPPED for block in blocks) else None
+            self.device.held[address] = blocks[-1].address + blocks[-1].size, mine
 
     def model(self, stream: int, pool: int) -> CachingAllocator:
         if (stream, pool) not in self.models:

@@ -61,13 +61,16 @@ class MaxSplitAllocator(CachingAllocator):
     def _release_oversize(self, pool: Pool, size: int) -> bool:
         """Give back one free block of the pool of at least `size`, or several that come to it; False where none do."""
         wanted = max(size, self.max_split_bytes)
-        i = bisect_left(pool.free, (wanted,))
-        if i < len(pool.free):
-            self._give_back(pool.free[i][2])
+        # One that is part of its segment, left from before max_split_size was set, is not the GPU's to take back.
+        found = pool.free[bisect_left(pool.free, (self.max_split_bytes,)) :]
+        oversize = [block for _, _, block in found if block.prev is None and block.next is None]
+        enough = next((block for block in oversize if block.size >= wanted), None)
+        if enough is not None:
+            self._give_back(enough)
             return True
         released = 0
-        while released < wanted and pool.free and pool.free[-1][0] >= self.max_split_bytes:
-            largest = pool.free[-1][2]
+        while released < wanted and oversize:
+            largest = oversize.pop()
             self._give_back(largest)
             released += largest.size
         return released >= wanted

@@ -26,7 +26,7 @@ from memlab.caching_allocator.allocator import (
 )
 from memlab.caching_allocator.blocks import IN_USE, UNMAPPED, Block, Pool, cut
 from memlab.caching_allocator.device import whole_pages
-from memlab.caching_allocator.expandable_segments import UNLIMITED_BYTES
+from memlab.caching_allocator.expandable_segments import UNLIMITED_BYTES, ExpandableAllocator
 from memlab.caching_allocator.records import Block as BlockRecord
 from memlab.caching_allocator.records import DeviceRecord, Segment
 
@@ -101,7 +101,12 @@ def _kind_of(record: DeviceRecord, mapped: list[list], address: int, size: int, 
     for event in record.events:
         if event.action in ("alloc", "free_completed") and address <= event.address < address + size:
             return "small" if event.size <= SMALL_BYTES else "large"
-    return "small" if size % LARGE_SEGMENT_BYTES else "large"
+    return kind_of_pages(size)
+
+
+def kind_of_pages(nbytes: int) -> str:
+    """The pool for which so many bytes were mapped, "small" or "large": each maps whole pages of its own size."""
+    return "small" if nbytes % LARGE_SEGMENT_BYTES else "large"
 
 
 def _joined(mapped: list[list]) -> list[list]:
@@ -159,7 +164,14 @@ def resume(allocator: CachingAllocator, segments: list[Segment]) -> dict[int, Bl
     """Have an allocator that holds nothing hold these segments, with their blocks; those in use, by address.
 
     Expandable ones begin at their lowest mapped page: that lower ones were unmapped before, no snapshot says.
+
+    Raises ValueError for expandable segments where the allocator has none.
     """
+    if any(segment.expandable for segment in segments) and not isinstance(allocator, ExpandableAllocator):
+        raise ValueError(
+            f"expected a model with expandable segments, as were recorded, found {type(allocator).__name__}; "
+            "pass none, or ExpandableAllocator"
+        )
     live: dict[int, Block] = {}
     runs: dict[str, list[Segment]] = {"small": [], "large": []}
     for segment in segments:
