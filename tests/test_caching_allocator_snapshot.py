@@ -896,6 +896,19 @@ def test_an_address_that_the_model_still_holds_is_not_given_again():
     assert found.model_peak_bytes == 38 * MiB
 
 
+def test_the_end_of_a_private_pool_empties_that_pool_alone():
+    a, b, private = 2**46, 2**46 + GiB, {"pool_id": (0, 1)}
+    rows = [("segment_alloc", a, 30 * MiB, {}), ("alloc", a, 30 * MiB, {}), ("free_completed", a, 30 * MiB, {})]
+    rows += [("segment_alloc", b, 40 * MiB, private), ("alloc", b, 40 * MiB, private)]
+    rows += [("free_completed", b, 40 * MiB, private), ("segment_free", b, 40 * MiB, private)]
+    rows += [("alloc", a, 30 * MiB, {})]  # out of the cache
+    trace = [
+        {"action": action, "addr": address, "size": size, "stream": 0} | pool for action, address, size, pool in rows
+    ]
+    kept = {"address": a, "total_size": 30 * MiB, "stream": 0, "segment_type": "large"}
+    all_equal(compare(Snapshot.of(whole_dump([kept | {"blocks": [block_row(a, 30 * MiB, 30 * MiB, True)]}], trace))))
+
+
 def test_part_of_a_segment_is_not_given_back_as_an_oversize_block():
     gpu = NaiveGPU(150 * MiB)
     parts = [gpu.malloc(50 * MiB) for _ in range(3)]

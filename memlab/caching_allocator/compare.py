@@ -187,14 +187,14 @@ class _Replay:
     def emptied(self, number: int, waiting: list[Event], *, then_asked: bool = False) -> list[Event]:
         """Have the models give back what can be, where the real allocator did; the events that are left to explain.
 
-        It does so when a program empties the cache, and by itself when the GPU is full. Both come to the same, unless
-        oversize blocks go first: then the model, which meets the full GPU in `ask`, has to find out which.
+        It does so when a program empties the cache, of one pool when that ends, and by itself when the GPU is full.
+        All come to the same, unless oversize blocks go first: then the model, which meets the full GPU in `ask`, has to find out which.
         """
         run = list(takewhile(lambda event: event.action in GIVES, waiting))
         if not run or (then_asked and self.oversize and {event.address for event in run} != self.could_give_back()):
             return waiting
         for key, model in self.models.items():
-            if key[1] == 0 or any((event.stream, event.pool) == key for event in run):
+            if any(event.pool == key[1] for event in run):
                 model.empty_cache()
         self.decide(number, None, run, False, False)
         return waiting[len(run) :]
