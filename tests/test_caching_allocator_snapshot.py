@@ -995,6 +995,22 @@ def test_settings_that_the_model_lacks_are_noted():
     assert compare(Snapshot.of(gpu.dump())).notes == []
 
 
+def test_private_pools_and_blocks_that_wait_for_a_stream_are_noted():
+    record = two_requests(second_segment=False).devices[0]
+    first, second = (event.address for event in record.events if event.action == "alloc")
+    frees = [Event("free_requested", first, 0), Event("free_requested", second, 0)]
+
+    def notes(*events):
+        return compare(Snapshot((record._replace(events=(*record.events, *events)),), {})).notes
+
+    assert notes(frees[0], Event("free_completed", first, 0), Event("oom", 0, 2**40)) == []
+    for waits in (frees[:1], [frees[0], Event("oom", 0, 2**40), Event("free_completed", first, 0)], frees):
+        (note,) = notes(*waits)
+        assert "waited for another stream" in note and "on a full GPU only after it failed" in note
+    private = notes(Event("oom", 0, 2**40, pool=1))
+    assert "a model each" in private[0] and "not retried there" in private[1] and "no_split" in private[2]
+
+
 def test_without_events_there_is_nothing_to_compare():
     with pytest.raises(ValueError, match=r"expected the number of a GPU with recorded events, one of \[\]"):
         compare(Snapshot((), {}))

@@ -47,4 +47,20 @@ def notes_on(snapshot: Snapshot, record: DeviceRecord) -> list[str]:
         notes.append("recorded with expandable segments and max_split_size; the model has the first alone")
     if any(event.pool for event in record.events):
         notes.append("private pools (CUDA graphs, MemPool) are replayed by a model each")
+        notes.append("a full GPU in a graph's capture is not retried there, unlike in the model")
+        notes.append("of a MemPool the model has neither no_split, nor use_on_oom, nor an allocator of its own")
+    if _has_waiting_blocks(record):
+        notes.append(
+            "a freed block waited for another stream; the real allocator looks for the end of that before best fit, "
+            "and on a full GPU only after it failed"
+        )
     return notes
+
+
+def _has_waiting_blocks(record: DeviceRecord) -> bool:
+    """Whether a block was freed that another stream still used: then its free is completed later."""
+    following = [*record.events[1:], None]
+    return any(
+        event.action == "free_requested" and (after is None or after[:2] != ("free_completed", event.address))
+        for event, after in zip(record.events, following, strict=False)
+    )
