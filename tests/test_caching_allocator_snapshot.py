@@ -838,6 +838,20 @@ def test_expandable_segments_are_compared_page_by_page(seed, capacity, before):
     assert found.segments == sum(row["action"] in ("segment_map", "segment_unmap") for row in gpu.trace)
 
 
+@pytest.mark.parametrize("capacity", [None, 300 * MiB])
+def test_an_expandable_segment_begins_where_pages_unmapped_before_are_mapped_again(capacity):
+    gpu = Recorder(capacity_bytes=capacity)
+    lowest, _ = gpu.malloc(20 * MiB), gpu.malloc(30 * MiB)
+    gpu.malloc(KiB)  # the small pool's segment lies above, or a great way below
+    gpu.free(lowest)
+    gpu.empty_cache()
+    before = copy.deepcopy(gpu.dump())
+    gpu.forget()
+    assert gpu.malloc(15 * MiB) == lowest
+    found = all_equal(compare(Snapshot.of(gpu.dump(), before=before, capacity_bytes=capacity)))
+    assert found.segments == 1
+
+
 TAMPERED = {
     "another rounding": ({"rounding": 256 * KiB}, "served it at"),
     "first fit": ({"fit": "first"}, "served it at"),

@@ -137,10 +137,15 @@ class _Replay:
         held = self.device.used_bytes = self.device.peak_bytes = sum(segment.size for segment in segments)
         steps = (event.size * ((event.action in TAKES) - (event.action in GIVES)) for event in self.record.events)
         self.comparison.real_peak_bytes = max(accumulate(steps, initial=held))
+        later: dict[tuple[int, int], list[Event]] = {}
+        for event in self.record.events:
+            if event.action in ("segment_map", "segment_unmap"):
+                later.setdefault((event.stream, event.pool), []).append(event)
         for key in sorted({(segment.stream, segment.pool) for segment in segments}):
             mine = [segment for segment in segments if (segment.stream, segment.pool) == key]
             model = self.model(*key)
-            self.live |= {address: (model, block) for address, block in resume(model, mine).items()}
+            live = resume(model, mine, later.get(key, ()))
+            self.live |= {address: (model, block) for address, block in live.items()}
             self.hold(key, model)
 
     def hold(self, key: tuple[int, int], model: CachingAllocator) -> None:
@@ -188,7 +193,8 @@ class _Replay:
         """Have the models give back what can be, where the real allocator did; the events that are left to explain.
 
         It does so when a program empties the cache, of one pool when that ends, and by itself when the GPU is full.
-        All come to the same, unless oversize blocks go first: then the model, which meets the full GPU in `ask`, has to find out which.
+        All come to the same, unless oversize blocks go first: then the model, which meets the full GPU in `ask`, has to
+        find out which.
         """
         run = list(takewhile(lambda event: event.action in GIVES, waiting))
         if not run or (then_asked and self.oversize and {event.address for event in run} != self.could_give_back()):

@@ -28,7 +28,7 @@ from memlab.caching_allocator.blocks import IN_USE, UNMAPPED, Block, Pool, cut
 from memlab.caching_allocator.device import whole_pages
 from memlab.caching_allocator.expandable_segments import UNLIMITED_BYTES, ExpandableAllocator
 from memlab.caching_allocator.records import Block as BlockRecord
-from memlab.caching_allocator.records import DeviceRecord, Segment
+from memlab.caching_allocator.records import DeviceRecord, Event, Segment
 
 
 def segments_at_start(record: DeviceRecord, oversize_bytes: int | None = None) -> list[Segment]:
@@ -160,10 +160,11 @@ def _with_blocks(row: list, live: dict[int, tuple], ends: dict[int, int], oversi
     return Segment(*row, tuple(blocks))
 
 
-def resume(allocator: CachingAllocator, segments: list[Segment]) -> dict[int, Block]:
+def resume(allocator: CachingAllocator, segments: list[Segment], later: Iterable[Event] = ()) -> dict[int, Block]:
     """Have an allocator that holds nothing hold these segments, with their blocks; those in use, by address.
 
-    Expandable ones begin at their lowest mapped page: that lower ones were unmapped before, no snapshot says.
+    Expandable ones begin at their lowest mapped page, or at a lower one, unmapped before, that is mapped again while
+    they last: `later` are the `segment_map` and `segment_unmap` events of the same stream and pool.
 
     Raises ValueError for expandable segments where the allocator has none.
     """
@@ -184,17 +185,35 @@ def resume(allocator: CachingAllocator, segments: list[Segment]) -> dict[int, Bl
     if allocator.capacity_bytes is not None:
         addresses = allocator.capacity_bytes * 9 // 8
     for kind, run in runs.items():
-        at, pieces = run[0].address if run else 0, []
+        if not run:
+            continue
+        start = at = _lowest(run, kind, addresses, later)
+        pieces: list[tuple] = []
         for segment in run:
             pieces += [(segment.address - at, 0, UNMAPPED)] * (segment.address > at)
             pieces += segment.blocks
             at = segment.address + segment.size
-        if run:
-            nbytes = at - run[0].address
-            total = max(whole_pages(addresses, LARGE_SEGMENT_BYTES), nbytes)
-            pieces += [(total - nbytes, 0, UNMAPPED)] * (total > nbytes)
-            live |= _lay(allocator, run[0].address, total, kind, pieces)
+        nbytes = at - start
+        total = max(whole_pages(addresses, LARGE_SEGMENT_BYTES), nbytes)
+        pieces += [(total - nbytes, 0, UNMAPPED)] * (total > nbytes)
+        live |= _lay(allocator, start, total, kind, pieces)
     return live
+
+
+def _lowest(run: list[Segment], kind: str, addresses: int, events: Iterable[Event]) -> int:
+    """Where an expandable segment of so many addresses begins, as far as its pages show while any is mapped."""
+    low = first = run[0].address
+    high = run[-1].address + run[-1].size
+    held = sum(segment.size for segment in run)
+    for event in events:
+        if event.action == "segment_unmap":
+            held -= event.size if low <= event.address < high else 0
+        elif kind_of_pages(event.size) == kind and first - addresses < event.address < first + addresses:
+            low, high = min(low, event.address), max(high, event.address + event.size)
+            held += event.size
+        if held <= 0:
+            break
+    return low
 
 
 def _lay(allocator: CachingAllocator, address: int, nbytes: int, kind: str, pieces: list[tuple]) -> dict[int, Block]:
