@@ -179,7 +179,7 @@ MANAGERS: Managers = {
 
 
 def device_calls(done: Replay) -> int:
-    """How often bytes were taken from the device, or given back: cudaMalloc and cudaFree, which wait for the GPU."""
+    """How often bytes were taken from the device, or given back: cudaMalloc, and cudaFree, which waits for the GPU."""
     return sum(before != after for before, after in pairwise(done.reserved))
 
 

@@ -25,7 +25,9 @@ ROUNDING_BYTES = LARGE_SEGMENT_BYTES  # how much too large an oversize block mus
 
 
 class MaxSplitAllocator(CachingAllocator):
-    """A CachingAllocator that never cuts blocks of `max_split_bytes` and more.
+    """A CachingAllocator that cuts no free block of `max_split_bytes` and more.
+
+    Of a new segment, which a request below that had rounded up past it, the rest is split off.
 
     Raises ValueError for 20 MiB or less, as PyTorch does: segments of 20 MiB are there to be cut.
     """
