@@ -109,6 +109,46 @@ def test_an_op_in_place_reads_what_it_changes_and_a_copy_does_not():
     assert only(lambda: a.copysign_(b)).flops == 100
 
 
+three, ones, scores = torch.tensor([3, 5, 7]), torch.ones(3), torch.randn(8, 1000)
+targets, probabilities = torch.arange(8), torch.randn(8, 1000).log_softmax(-1)
+
+
+@pytest.mark.parametrize(
+    ("run", "flops", "nbytes"),
+    [
+        (lambda a: torch.take(a, three), 0, 3 * (8 + 2 * 4)),
+        (lambda a: a.index_put_((three,), ones), 0, 3 * (8 + 2 * 4)),
+        (lambda a: a.index_put_((three,), ones, accumulate=True), 3, 3 * (8 + 3 * 4)),
+        (lambda a: a.view(100, 100).index_put_((three,), ones[0]), 0, 3 * 8 + 4 + 300 * 4),
+        (lambda a: a.view(100, 100).__setitem__((slice(None), three), ones), 0, 3 * (8 + 4) + 300 * 4),
+        (lambda a: a.index_put_((a > 9,), ones[0]), 0, 10000 * (1 + 4) + 4),
+        (lambda a: a.scatter_(0, three, 1.0), 0, 3 * (8 + 4)),
+        (lambda a: a.scatter_(0, three, ones), 0, 3 * (8 + 2 * 4)),
+        (lambda a: a.scatter_add_(0, three, ones), 3, 3 * (8 + 3 * 4)),
+        (lambda a: a.index_add_(0, three, ones), 3, 3 * (8 + 3 * 4)),
+        (lambda a: a.index_copy_(0, three, ones), 0, 3 * (8 + 2 * 4)),
+        (lambda a: F.nll_loss(probabilities, targets), 0, 8 * (4 + 8) + 2 * 4),
+    ],
+)
+def test_an_op_that_touches_a_few_elements_moves_those_alone(run, flops, nbytes):
+    ops = counted(lambda: run(torch.zeros(10000)))
+    assert (ops[-1].flops, ops[-1].nbytes) == (flops, nbytes)
+
+
+def test_it_does_so_on_an_imagined_card_too():
+    with imagine("H100-80GB"):
+        a, i, b = (torch.zeros(n, dtype=kind, device="cuda") for n, kind in ((99, None), (3, torch.long), (3, None)))
+        ops = counted(lambda: [a.index_put_((i,), b), a.index_add_(0, i, b), torch.take(a, i)])
+    assert [(op.flops, op.nbytes) for op in ops] == [(0, 3 * 16), (3, 3 * 20), (0, 3 * 16)]
+
+
+def test_the_gradient_of_a_loss_of_classes_is_written_once_and_its_scores_are_not_read():
+    leaf = probabilities.clone().requires_grad_()
+    loss = F.nll_loss(leaf, targets)
+    op = next(op for op in counted(loss.backward) if op.name == "nll_loss_backward")
+    assert (op.flops, op.nbytes) == (0, 8 * 1000 * 4 + 8 * 8 + 2 * 4)
+
+
 def test_views_and_room_that_nobody_touches_move_nothing():
     a = torch.randn(6, 8)
     views = (a.t, a.detach, lambda: a[2:], lambda: a.view(-1), lambda: a.expand(3, 6, 8), lambda: a.unbind())

@@ -15,6 +15,7 @@ import functools
 import math
 from collections.abc import Iterable
 from contextlib import ExitStack
+from itertools import zip_longest
 from typing import NamedTuple
 
 import torch
@@ -42,13 +43,26 @@ UNTOUCHED = ("empty", "new_empty")
 MOVES = """
     clone copy_. copy. _to_copy cat. stack repeat flip roll constant_pad masked_fill where index_select index. gather
     embedding. select_backward slice_backward tril triu zero ones full fill new_zeros new_ones new_full arange
-    scalar_tensor lift_fresh _local_scalar
+    scalar_tensor lift_fresh _local_scalar take. index_copy scatter.src scatter.value scatter_.src scatter_.value
+    nll_loss
 """
 MOVES = tuple(MOVES.split())
 # ... ops that overwrite their first argument without reading it, ...
 OVERWRITE = ("copy_.", "copy.", "zero_.", "fill_.", "normal_.", "uniform_.", "bernoulli_.", "random_.")
-# ... and ops that read no more of their first argument than they return.
-GATHER = ("index_select.", "index.", "gather.", "embedding.")
+OVERWRITE += ("index_copy_.", "scatter_.src", "scatter_.value")
+# ... ops that read no more of their first argument than they return, ...
+GATHER = ("index_select.", "index.", "gather.", "embedding.", "take.")
+# ... and ops that read or change as many elements of their first argument as the argument at this place has.
+SCATTER = {
+    "nll_loss_forward.": 1,
+    "nll_loss2d_forward.": 1,
+    "scatter_.": 2,
+    "scatter_add_.": 2,
+    "scatter_reduce_.": 2,
+    "index_add_.": 3,
+    "index_copy_.": 3,
+}
+INDEX_PUT = ("index_put_.", "_index_put_impl_.")  # which adds if it accumulates, else overwrites
 
 
 class Op(NamedTuple):
@@ -151,8 +165,10 @@ def flops(func, args: tuple, kwargs: dict, result) -> int:
     results = [result] if len(func._schema.returns) == 1 else result
     values = [_tensors(value) for value in (*args, *kwargs.values(), *(results or ()))]
     floats = any(t.is_floating_point() or t.is_complex() for tensors in values for t in tensors)
-    if not floats or _name(func).startswith(MOVES):
+    if not floats or _name(func).startswith(MOVES) or _puts(func, args):
         return 0
+    if (few := _few(func, args)) is not None:
+        return few
     return max(sum(t.numel() for t in tensors) for tensors in values)  # a value may be a list, as in _foreach_add_
 
 
@@ -167,12 +183,16 @@ def traffic(func, args: tuple, kwargs: dict, result) -> tuple[list[Tensor], list
     if name.startswith(UNTOUCHED) or (_tensors(result) and not made and not written):
         return [], []
     unread = {argument for argument in given if argument.is_out}
-    unread |= set(arguments[:1]) if name.startswith(OVERWRITE) else set()
+    unread |= set(arguments[:1]) if name.startswith(OVERWRITE) or _puts(func, args) else set()
+    unread |= set(arguments[1:2]) if name.startswith(("nll_loss_backward", "nll_loss2d_backward")) else set()
     unread |= set(arguments) if name.startswith("new_") or "_like." in name else set()
     read = _distinct(t for argument, tensors in given.items() if argument not in unread for t in tensors)
     if name.startswith(GATHER):
         read[0] = min(read[0], *made, key=touched_bytes)
-    return read, _distinct([*written, *made])
+    written = _distinct([*written, *made])
+    if (few := _few(func, args)) is not None:
+        read, written = ([_part(t, few) if t is args[0] else t for t in tensors] for tensors in (read, written))
+    return read, written
 
 
 def touched_bytes(tensor: Tensor) -> int:
@@ -183,6 +203,33 @@ def touched_bytes(tensor: Tensor) -> int:
     """
     sizes = (size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride or not size)
     return math.prod(sizes) * tensor.element_size()
+
+
+def _few(func, args: tuple) -> int | None:
+    """How many elements of its first argument an op reads or changes; None: all, or nobody knows before it ran."""
+    name = _name(func)
+    if name.startswith(INDEX_PUT):
+        return _indexed(args[0], args[1])
+    return next((args[place].numel() for start, place in SCATTER.items() if name.startswith(start)), None)
+
+
+def _indexed(tensor: Tensor, indices: Iterable[Tensor | None]) -> int | None:
+    """How many elements `tensor[indices]` has; None with a mask, whose values alone say it."""
+    given = [index for index in indices if index is not None]
+    if any(index.dtype in (torch.bool, torch.uint8) for index in given):
+        return None
+    whole = [size for size, index in zip_longest(tensor.shape, indices) if index is None]
+    return math.prod(torch.broadcast_shapes(*(index.shape for index in given))) * math.prod(whole)
+
+
+def _puts(func, args: tuple) -> bool:
+    return _name(func).startswith(INDEX_PUT) and not (len(args) > 3 and args[3])
+
+
+def _part(tensor: Tensor, elements: int) -> Tensor:
+    """So many elements of a tensor; all, where they are no more."""
+    few = elements * tensor.element_size() < touched_bytes(tensor)
+    return tensor.as_strided((elements,), (1,)) if few else tensor
 
 
 def _name(func) -> str:
