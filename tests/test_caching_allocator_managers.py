@@ -398,6 +398,15 @@ def test_a_trace_that_replay_refuses_is_refused(trace):
         plan(trace)
 
 
+@pytest.mark.parametrize("nbytes", [1.5, True, None, "8", -1.0])
+def test_sizes_that_are_no_ints_are_refused_by_plan_as_by_replay(nbytes):
+    with pytest.raises(TypeError, match="event 1: expected a request .* an int, or FREE; found"):
+        plan([(0, 8), (1, nbytes)])
+    if nbytes != FREE:
+        with pytest.raises(TypeError, match="event 1: expected a request"):
+            replay(FirstFit(), [(0, 8), (1, nbytes)])
+
+
 @given(trace=traces)
 def test_the_arena_gives_the_planned_addresses_and_reserves_the_plans_peak(trace):
     planned = plan(trace)

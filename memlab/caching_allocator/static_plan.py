@@ -32,7 +32,7 @@ class Lifetime(NamedTuple):
 
 
 def lifetimes(trace: Trace) -> list[Lifetime]:
-    """Every request of a trace, in the order of the mallocs. Raises ValueError where `replay` does.
+    """Every request of a trace, in the order of the mallocs. Raises ValueError and TypeError where `replay` does.
 
     >>> lifetimes([(7, 100), (8, 50), (7, FREE)])
     [Lifetime(id=7, nbytes=100, start=0, stop=2), Lifetime(id=8, nbytes=50, start=1, stop=3)]
@@ -40,6 +40,8 @@ def lifetimes(trace: Trace) -> list[Lifetime]:
     found: list[Lifetime] = []
     live: dict[int, int] = {}
     for event, (name, nbytes) in enumerate(trace):
+        if type(nbytes) is not int:
+            raise TypeError(f"event {event}: expected a request in whole bytes, as an int, or FREE; found {nbytes!r}")
         if nbytes < FREE or (nbytes == FREE) != (name in live):
             raise ValueError(
                 f"event {event}: expected a malloc of 0 bytes or more under a free id, or one FREE of an id in use; "
@@ -104,7 +106,7 @@ ORDERS: dict[str, Callable[[Lifetime], tuple]] = {
 def plan(trace: Trace, orders: dict[str, Callable[[Lifetime], tuple]] = ORDERS) -> Plan:
     """The lowest pile that placing in one of `orders` gives; the first of equals. Stops at one that cannot be beaten.
 
-    Raises ValueError for a trace that `replay` refuses, and without an order.
+    Raises ValueError or TypeError for a trace that `replay` refuses, and ValueError without an order.
     """
     if not orders:
         raise ValueError(f"expected at least one order, such as {next(iter(ORDERS))!r}, found none")
