@@ -53,7 +53,9 @@ def read_snapshot(
     """What `torch.cuda.memory._dump_snapshot` pickled, as plain data, with nothing of the file run.
 
     source: the file, or its bytes. frames: keep the stack traces, which are most of a file that was recorded with them
-    and name the recorder's files. max_values: how many values it may have, shared ones counted wherever they are seen.
+    and name the recorder's files. max_values: how many opcodes it may have, together with the values that they put into
+    lists, dicts and tuples, and how many values it may come to, shared ones counted wherever they are seen. An event
+    counts for about 32, so 300,000 events are read unless this is raised.
 
     Raises ValueError for anything but such a pickle (protocol 2 to 5): with the opcode, its position and what it would
     have done, for one that is no data; and for one that is truncated, too large, too deep, or within itself.
