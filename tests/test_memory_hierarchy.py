@@ -206,6 +206,8 @@ def test_no_pieces_or_pieces_without_values_are_refused():
         online_softmax([], [])
     with pytest.raises(ValueError, match="shorter"):
         online_softmax([torch.randn(2, 3)], [])
+    with pytest.raises(ValueError, match="at least one key in every piece of scores"):
+        online_softmax([torch.randn(2, 3), torch.randn(2, 0)], [torch.randn(3, 4), torch.randn(0, 4)])
 
 
 # ---- bytes

@@ -40,7 +40,7 @@ def online_softmax(scores_in_pieces: Iterable[Tensor], values_in_pieces: Iterabl
 
     scores_in_pieces: each (..., rows, keys of this piece); values_in_pieces: each (..., keys of this piece, width).
     Returns (..., rows, width) and (..., rows, 1), in the dtype of the pieces; NaN for a row whose scores are all −∞.
-    Raises ValueError without a piece, and for more pieces of the one than of the other.
+    Raises ValueError without a piece, for one without keys, and for more pieces of the one than of the other.
 
     >>> online_softmax([torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0]])], [torch.eye(2, 3), torch.eye(3)[2:]])[0]
     tensor([[0.0900, 0.2447, 0.6652]])
@@ -49,6 +49,8 @@ def online_softmax(scores_in_pieces: Iterable[Tensor], values_in_pieces: Iterabl
     """
     m = None
     for s, v in zip(scores_in_pieces, values_in_pieces, strict=True):
+        if not s.shape[-1]:
+            raise ValueError("expected at least one key in every piece of scores, found one of none; leave it out")
         if m is None:  # the lowest finite number, since −∞ − (−∞) would be no number
             m, z, a = torch.full_like(s[..., :1], torch.finfo(s.dtype).min), 0, 0
         larger = torch.maximum(m, s.amax(-1, keepdim=True))
