@@ -128,8 +128,9 @@ def test_figures_are_those_of_the_kernels_own_summary(child):
     text = Path(f"/proc/{child.pid}/smaps_rollup").read_text()
     told = {name: int(value) * KiB for name, value in re.findall(r"^(\w+): +(\d+) kB$", text, re.MULTILINE)}
     figures = OtherProcess(child.pid, children=True).read()
-    assert figures["proportional"] == told["Pss"] and figures["swap"] == told["Swap"]
+    assert abs(figures["proportional"] - told["Pss"]) < SLACK  # a process that ends leaves its share to the others
     assert abs(figures["resident"] - told["Rss"]) < SLACK  # /proc/pid/status counts in batches
+    assert figures["swap"] == told["Swap"]
 
 
 @LINUX

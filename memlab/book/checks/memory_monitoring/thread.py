@@ -7,7 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from memlab.book.checks.answers import Wrong, a_function, exercise
 
@@ -83,7 +83,8 @@ def _quietly() -> Iterator[None]:
         yield
     finally:
         for thread in set(threading.enumerate()) - threads:
-            thread.join(0.1)  # one that never was told to stop ends at its next look
+            with suppress(RuntimeError):  # one that is just being started cannot be waited for
+                thread.join(0.1)  # one that never was told to stop ends at its next look
         threading.excepthook = said
 
 
