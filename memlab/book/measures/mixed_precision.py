@@ -101,10 +101,8 @@ def cast_step_cast(weights: list[nn.Parameter], chunk_bytes: int, how: dict) -> 
     With a block of FP32 gradients that is always there, and nothing looked up or checked.
     """
     bounds = chunks([weight.numel() for weight in weights], chunk_bytes)
-    parts, block = (
-        [],
-        torch.empty(max(sum(w.numel() for w in weights[a:b]) for a, b in bounds), device=weights[0].device),
-    )
+    largest = max(sum(weight.numel() for weight in weights[start:stop]) for start, stop in bounds)
+    parts, block = [], torch.empty(largest, device=weights[0].device)
     for start, stop in bounds:
         masters = [nn.Parameter(weight.detach().float()) for weight in weights[start:stop]]
         numels = [master.numel() for master in masters]
