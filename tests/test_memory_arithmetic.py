@@ -151,6 +151,7 @@ CPU = {
 GPU = {
     "GPT on a GPU, FP32": Case(heads=2, batch=8),
     "GPT on a GPU, FP32, tokens that are no multiple of 32": Case(tokens=20, batch=8, implementation="fused"),
+    "GPT on a GPU, FP32, heads wider than flash attention takes": Case(layers=1, width=528, heads=2),
     "GPT on a GPU, FP32, by hand, dropout": Case(**BY_HAND, dropout=0.1, batch=8),
     "GPT on a GPU, few tokens: foreach is the default": Case(**SHORT),
     "GPT on a GPU, BF16": Case(precision="bf16"),
@@ -555,12 +556,22 @@ def test_a_wrong_option_is_refused_with_what_is_allowed(options, error, message)
         ({"family": "llama"}, {"attention": "by hand"}, "use family='gpt'"),
         ({"family": "llama", "kv_heads": 2}, {}, "reads no grouped keys"),
         ({"heads": 8}, {"precision": "bf16"}, "heads of a multiple of 8 wide, 256 at most; found 4"),
-        ({"heads": 16}, {}, "heads of a multiple of 4 wide, 256 at most; found 2"),
+        ({"width": 528, "heads": 2}, {"precision": "bf16"}, "heads of a multiple of 8 wide, 256 at most; found 264"),
+        ({"heads": 16}, {}, "heads of a multiple of 4 wide; found 2"),
+        ({"heads": 32}, {"attention": "by hand"}, "heads of 2 features or more, found 32 heads for a width of 32"),
+        ({"heads": 32}, {"hardware": "cpu", "dropout": 0.1}, "heads of 2 features or more"),
     ],
 )
-def test_what_no_fused_kernel_runs_is_refused(sizes, options, message):
+def test_attention_that_no_fused_kernel_runs_or_nobody_has_counted_is_refused(sizes, options, message):
     with pytest.raises(ValueError, match=message):
         training_step(Transformer(**SIZES | sizes), 1, 8, **options)
+
+
+def test_heads_of_one_feature_are_refused_only_where_scores_are_stored():
+    narrow = Case(width=8, heads=8, attention="fused")
+    assert metered(narrow).peak_bytes == narrow.predicted().peak_bytes
+    one = Case(**BY_HAND | {"width": 1, "heads": 1})
+    assert metered(one).peak_bytes == one.predicted().peak_bytes
 
 
 def test_an_unknown_preset_suggests_the_nearest():

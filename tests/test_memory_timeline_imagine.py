@@ -1,10 +1,12 @@
 """Imagined hardware: what runs on it is the real stream of events, with the GPU's ops where those differ."""
 
+import contextlib
 import copy
 import inspect
 import re
 import sys
 import threading
+import warnings
 
 import pytest
 import torch
@@ -182,12 +184,72 @@ def test_the_memory_efficient_kernel_keeps_nothing_for_a_backward_that_will_not_
         assert not [s for s in meter.timeline.storages.values() if s.shape == (1, 1, 32)]
 
 
-def test_a_masks_rows_are_padded_to_16_for_the_memory_efficient_kernel():
+@pytest.mark.parametrize(
+    ("width", "row", "padded"), [(20, 20, 24), (16, 16, 0), (24, 24, 0), (20, 24, 0), (16, 17, 24)]
+)
+def test_a_masks_rows_are_padded_to_8_for_the_memory_efficient_kernel_unless_they_are_aligned(width, row, padded):
     with imagine("H100-80GB"):
-        q, mask = torch.randn(1, 1, 20, 8), torch.zeros(20, 20)
+        q, mask = torch.randn(1, 1, width, 8), torch.zeros(width, row)[:, :width]
         with Meter(inputs=(q, mask)) as meter:
             F.scaled_dot_product_attention(q, q, q, mask)
-        assert [s for s in meter.timeline.storages.values() if s.shape == (20, 32)]
+        made = {s.shape for s in meter.timeline.storages.values() if s.op == "constant_pad_nd"}
+        assert made == ({(width, padded)} if padded else set())
+
+
+BY_OPS = {
+    "plain": {},
+    "a mask of bools": {"mask": torch.bool},
+    "causal, in BF16": {"causal": True, "dtype": BF16},
+    "under autocast": {"cast": True},
+    "causal under autocast": {"cast": True, "causal": True},
+    "a mask of bools under autocast": {"cast": True, "mask": torch.bool},
+    "FP16 under an autocast to BF16": {"cast": True, "dtype": torch.float16},
+}
+
+
+def by_ops(device, mask=None, causal=False, dtype=torch.float32, cast=False, dropout=0.0):
+    q, k, v = (torch.randn(2, 4, 20, 8, dtype=dtype, requires_grad=True) for _ in range(3))
+    given = None if mask is None else torch.ones(20, 20, dtype=mask)
+    with Meter(inputs=(q, k, v, given)) as meter, nn.attention.sdpa_kernel(nn.attention.SDPBackend.MATH):
+        with torch.autocast(device, BF16, enabled=cast):
+            out = F.scaled_dot_product_attention(q, k, v, given, dropout, causal)
+        out.sum().backward()
+    return meter.timeline
+
+
+@pytest.mark.parametrize("options", BY_OPS.values(), ids=BY_OPS.keys())
+def test_attention_by_ops_is_the_one_that_pytorch_takes_apart_in_c(options):
+    real = by_ops("cpu", **options)
+    with imagine("H100-80GB"):
+        imagined = by_ops("cuda", **options)
+    assert [(e.op, e.delta, e.phase) for e in imagined.events] == [(e.op, e.delta, e.phase) for e in real.events]
+
+
+@pytest.mark.parametrize("options", [*BY_OPS.values()][:3], ids=[*BY_OPS][:3])
+def test_dropout_in_attention_by_ops_keeps_a_byte_an_element_and_else_nothing_differs(options, monkeypatch):
+    with imagine("H100-80GB"):
+        found = kept(by_ops("cuda", dropout=0.1, **options))
+    assert ("native_dropout", (2, 4, 20, 20), "bool") in found
+    real = by_ops("cpu", dropout=0.1, **options)
+    with imagine("H100-80GB"):
+        monkeypatch.setattr(F, "dropout", lambda x, p: torch.dropout(x, p, True))  # a CPU's, as C++ calls it
+        imagined = by_ops("cuda", dropout=0.1, **options)
+        monkeypatch.undo()
+    assert [(e.op, e.delta) for e in imagined.events] == [(e.op, e.delta) for e in real.events]
+
+
+def test_autocast_casts_attentions_mask_of_floats_too():
+    with imagine("H100-80GB"), torch.autocast("cuda", BF16):
+        q, mask = torch.randn(1, 1, 16, 8), torch.zeros(16, 16)
+        with Meter(inputs=(q, mask)) as meter:
+            F.scaled_dot_product_attention(q, q, q, mask)
+    assert ("_to_copy", (16, 16), "bfloat16") in {(s.op, s.shape, s.dtype) for s in meter.timeline.storages.values()}
+
+
+def test_attention_of_two_dtypes_is_refused_as_on_a_gpu():
+    with imagine("H100-80GB"), pytest.raises(RuntimeError, match="of one dtype"):
+        q, k = torch.randn(1, 1, 8, 8, dtype=BF16), torch.randn(1, 1, 8, 8)
+        F.scaled_dot_product_attention(q, k, k)
 
 
 def test_flash_attention_keeps_its_output_and_one_float_a_query():
@@ -213,6 +275,15 @@ def test_layernorm_of_16_bit_input_keeps_statistics_of_32_bit_on_a_gpu(card, dty
         model = nn.LayerNorm(16).to(BF16)
         found = kept(forward_backward(model, torch.randn(8, 16, dtype=BF16)))
     assert ("native_layer_norm", (8, 1), dtype) in found
+
+
+def test_batchnorm_of_16_bit_input_keeps_statistics_of_32_bit_on_a_gpu():
+    with imagine("H100-80GB"):
+        model, x = nn.BatchNorm1d(16).to(BF16), torch.randn(8, 16, dtype=BF16, requires_grad=True)
+        timeline = forward_backward(model, x)
+    statistics = [s.dtype for s in timeline.storages.values() if s.op == "native_batch_norm" and s.shape == (16,)]
+    assert statistics == ["float32"] * 2
+    assert model.weight.grad.dtype is x.grad.dtype is BF16
 
 
 def test_rmsnorm_is_one_op_on_a_gpu_and_keeps_one_float_a_row(bf16):
@@ -252,6 +323,17 @@ def test_step_counters_lie_in_main_memory_unless_the_optimizer_is_fused():
             for step in two_steps(make, batch, OPTIMIZERS[name]):
                 counters = [s for s in step.on(device).storages.values() if s.name.startswith("step of")]
                 assert len(counters) == count and {s.nbytes for s in counters} == {4}
+
+
+def test_a_meter_that_is_not_given_the_optimizer_sees_a_later_step_too():
+    with imagine("H100-80GB"):
+        model = nn.Linear(4, 4)
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        with Meter(model) as meter:
+            optimizer.step()
+    assert meter.timeline.on("imagined H100-80GB").bytes_at(0) == 2 * (4 * 4 + 4) * 4  # parameters and gradients
 
 
 def test_what_is_made_in_main_memory_lies_beside_the_card_and_counts_for_no_budget():
@@ -353,12 +435,65 @@ def test_autocast_begins_inside_the_block_and_ends_with_it():
     assert not torch.is_autocast_enabled("cpu")
 
 
+def test_an_autocast_for_cuda_that_was_made_before_the_block_casts_in_it():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # without a GPU it is switched off at once, and torch says so
+        cast = torch.autocast("cuda", BF16)
+    cast._enabled = True  # as it is where there is a GPU
+    with imagine("H100-80GB"):
+        x = torch.ones(2, 2)
+        for _ in range(2):
+            with cast:
+                assert (x @ x).dtype is BF16 and (x @ x).softmax(-1).dtype is torch.float32
+            assert (x @ x).dtype is torch.float32 and cast.device == "cuda"
+
+
 def test_autocast_that_is_switched_off_inside_casts_nothing():
     with imagine("H100-80GB"), torch.autocast("cuda", BF16):
         x = torch.randn(4, 4)
         assert (x @ x).dtype is BF16 and (x @ x).softmax(-1).dtype is torch.float32
         with torch.autocast("cuda", enabled=False):
             assert (x @ x).dtype is torch.float32 and x.to(BF16).softmax(-1).dtype is BF16
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+def test_autocast_of_an_imagined_card_gives_the_dtypes_of_cudas(dtype):
+    with imagine("H100-80GB"), torch.autocast("cuda", dtype):
+        image, volume = torch.randn(1, 2, 8, 8, dtype=dtype), torch.randn(1, 2, 4, 4, 4, dtype=dtype)
+        for as_it_is in (
+            nn.AvgPool3d(2)(volume),
+            nn.AdaptiveAvgPool3d(1)(volume),
+            nn.ReflectionPad2d(1)(image),
+            nn.ReplicationPad3d(1)(volume),
+            F.pad(image, (1, 1, 1, 1), "replicate"),
+            F.grid_sample(image, torch.zeros(1, 4, 4, 2, dtype=dtype), align_corners=False),
+        ):
+            assert as_it_is.dtype is dtype
+        matrix, vector = torch.ones(4, 4), torch.ones(4)
+        for product in (torch.mv(matrix, vector), vector.addmv(matrix, vector), torch.addr(matrix, vector, vector)):
+            assert product.dtype is dtype
+        with pytest.raises(RuntimeError, match="binary_cross_entropy_with_logits"):
+            nn.BCELoss()(vector, vector)
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+def test_autocast_takes_softmaxs_arguments_by_name_and_place_and_keeps_a_dtype_that_is_asked_for(dtype):
+    with imagine("H100-80GB"), torch.autocast("cuda", dtype):
+        x = torch.randn(4, 4, dtype=dtype)
+        for found in (torch.softmax(input=x, dim=-1), torch.softmax(x, -1, None), torch.sum(input=x)):
+            assert found.dtype is torch.float32
+        for asked in (torch.float32, torch.float64, dtype):
+            assert torch.softmax(x, -1, asked).dtype is x.softmax(-1, dtype=asked).dtype is asked
+
+
+@pytest.mark.parametrize("norm", [lambda x: x.norm(), lambda x: torch.norm(x, 1, 1), F.normalize])
+def test_a_norm_under_autocast_reads_16_bit_and_keeps_no_copy_in_32(norm):
+    with imagine("H100-80GB"), torch.autocast("cuda", BF16):
+        x = torch.randn(64, 64, dtype=BF16, requires_grad=True)
+        with Meter(inputs=x) as meter:
+            found = norm(x)
+    assert found.dtype is torch.float32
+    assert not [s for s in meter.timeline.storages.values() if s.op == "_to_copy"]
 
 
 def test_autocasts_list_for_32_bit_is_the_one_that_torch_tests_itself_with():
@@ -446,6 +581,16 @@ def test_gradients_and_states_are_named_as_what_they_are():
         assert re.search(rf"{kind}, \d+ × ", message), message
 
 
+def test_who_holds_a_full_card_is_told_also_where_main_memory_holds_more():
+    with imagine("H100-80GB", "1 MiB"), pytest.raises(OutOfMemory) as caught:
+        with main_memory():
+            beside = torch.empty(10 * MiB)  # noqa: F841
+        on_card = torch.empty(MiB // 8)  # noqa: F841
+        torch.empty(MiB // 4)
+    holders = str(caught.value).split("The largest holders:\n")[1]
+    assert "on_card = torch.empty" in holders and "beside" not in holders
+
+
 def test_out_of_memory_is_what_torch_raises_too():
     with pytest.raises(torch.OutOfMemoryError), imagine("T4-16GB", "1 MiB"):
         torch.empty(MiB + 1, dtype=torch.uint8)
@@ -512,16 +657,23 @@ def test_cuda_is_the_imagined_card():
         assert model(torch.ones(2).to(device="cuda:0")).shape == x.shape and x.dtype is BF16
 
 
-def test_a_model_and_its_gradients_can_be_copied():
-    with imagine("H100-80GB"):
-        model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-        model(torch.randn(3, 2)).sum().backward()
-        twin = copy.deepcopy(model)
-        assert [type(p) for p in twin.parameters()] == [type(p) for p in model.parameters()]
-        assert twin[0].weight.grad.shape == (2, 2)
-        assert twin[0].weight.untyped_storage()._cdata != model[0].weight.untyped_storage()._cdata
-        torch.optim.swa_utils.AveragedModel(model)
-        assert nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, batch_first=True), 2)(torch.ones(1, 3, 8)).shape
+def test_a_copy_of_a_model_has_no_gradients_and_one_of_a_tensor_has_as_with_real_ones():
+    for card in (None, "cpu", "H100-80GB"):
+        with imagine(card) if card else contextlib.nullcontext():
+            model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+            tensor = torch.randn(3, 2, requires_grad=True)
+            model(tensor).sum().backward()
+            twin, other = copy.deepcopy((model, tensor))
+            assert [type(p) for p in twin.parameters()] == [type(p) for p in model.parameters()]
+            assert [p.grad for p in twin.parameters()] == [None] * 4
+            assert other.grad.shape == (3, 2) and other.grad is not tensor.grad
+            assert twin[0].weight.untyped_storage()._cdata != model[0].weight.untyped_storage()._cdata
+            with pytest.raises(RuntimeError, match="deepcopy"):
+                copy.deepcopy(tensor * 2)
+            torch.optim.swa_utils.AveragedModel(model)
+            assert nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, batch_first=True), 2)(
+                torch.ones(1, 3, 8)
+            ).shape
 
 
 def test_torch_may_read_values_in_its_own_initialisation_and_optimizers():

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from memlab.gradient_checkpointing import checkpoint as our_checkpoint
 from memlab.memory_timeline import Meter, Timeline
+from memlab.memory_timeline.nodes import STRETCH
 
 ROWS = 20
 
@@ -247,3 +248,105 @@ def test_an_interrupt_that_falls_into_a_death_is_not_lost_and_neither_is_the_dea
             raise AssertionError("the block went on")
     assert [event.delta for event in meter.timeline.events] == [4000, -4000]
     assert sys.unraisablehook is before
+
+
+# ---- which op a node of autograd's is of
+
+
+def passing(timeline: Timeline) -> list[tuple[str, str]]:
+    """Reason and line of all that was made in backward, in order, but the gradient that it begins with."""
+    found = [s for s in timeline.storages.values() if s.phase == "backward" and s.op != "ones_like"]
+    return [(storage.reason, storage.line.source) for storage in found]
+
+
+def test_an_in_place_op_on_a_view_answers_for_the_copies_that_its_backward_makes():
+    x, scale = torch.ones(ROWS, 30, requires_grad=True), torch.ones(ROWS, 3, requires_grad=True)
+    with Meter(inputs=(x, scale)) as meter:
+        h = x * 1
+        factor = scale.exp()
+        h[:, :3].mul_(factor)
+        h.sum().backward()
+    clone, *_ = (s for s in meter.timeline.storages.values() if s.op == "clone")
+    assert clone.reason == "saved by mul for its backward" and clone.line.source == "h[:, :3].mul_(factor)"
+    *before, of_factor, of_x = passing(meter.timeline)
+    assert set(before) == {("gradient passing through mul", "h[:, :3].mul_(factor)")} and len(before) == 4
+    assert of_factor == ("gradient passing through exp", "factor = scale.exp()")
+    assert of_x == ("gradient passing through mul", "h = x * 1")
+
+
+@pytest.mark.parametrize("follows", [torch.sin, torch.detach], ids=["an op with a node", "an op without one"])
+def test_the_view_through_which_a_tensor_was_written_is_that_ops_too(follows):
+    x = torch.ones(ROWS, 30, requires_grad=True)
+    with Meter(inputs=x) as meter:
+        view = (x * 1)[:, :3]
+        view.mul_(2)
+        follows(view)
+        view.cos().sum().backward()
+    lines = [line for reason, line in passing(meter.timeline) if reason == "gradient passing through mul"]
+    assert lines == ["view.mul_(2)"] * 4 + ["view = (x * 1)[:, :3]"]
+    assert {line for _, line in passing(meter.timeline)} == {"view.cos().sum().backward()", *lines}
+
+
+def test_an_in_place_op_answers_for_what_it_cloned_to_overwrite_it():
+    x, scale = torch.ones(ROWS, 30, requires_grad=True), torch.ones(ROWS, 30, requires_grad=True)
+    with Meter(inputs=(x, scale)) as meter:
+        h = x * 1
+        h.mul_(scale)
+        h.sum().backward()
+    clone, *_ = (s for s in meter.timeline.storages.values() if s.op == "clone")
+    assert clone.reason == "saved by mul for its backward"
+    assert set(passing(meter.timeline)[:2]) == {("gradient passing through mul", "h.mul_(scale)")}
+
+
+def test_a_function_is_called_by_its_own_name_and_not_by_its_first_op():
+    x = torch.ones(ROWS, 30, requires_grad=True)
+    with Meter(inputs=x) as meter:
+        Swish.apply(x * 2).sum().backward()
+    storages = list(meter.timeline.storages.values())
+    assert {s.reason for s in storages if s.category == "activation"} >= {"saved by Swish for its backward"}
+    assert not [s.reason for s in storages if "sigmoid" in s.reason]
+    assert {s.reason for s in storages if s.line.source.startswith("return gradient")} == {
+        "gradient passing through Swish"
+    }
+
+
+class Reversal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.mark_dirty(x)  # else autograd makes a view, which is an op
+        return x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return -gradient
+
+
+def test_a_function_without_ops_is_not_taken_for_the_op_that_follows_it():
+    x = torch.ones(ROWS, 30, requires_grad=True)
+    with Meter(inputs=x) as meter:
+        Reversal.apply(x * 2).exp().sum().backward()
+    negated = [s for s in meter.timeline.storages.values() if s.op == "neg"]
+    assert [(s.reason, s.line.source) for s in negated] == [
+        ("result of neg in backward, saved by nobody", "return -gradient")
+    ]
+
+
+def test_nodes_of_two_threads_with_the_same_numbers_are_told_apart():
+    # Nested deeper than the engine follows in one thread, reentrant backwards go on in others, as all do on a GPU.
+    def nested(depth, x):
+        for _ in range(0 if depth else ROWS):
+            x = x.tanh()
+        return checkpoint(nested, depth - 1, x, use_reentrant=True) if depth else x
+
+    x = torch.ones(500, requires_grad=True)
+    with Meter(inputs=x) as meter:
+        h = x
+        for _ in range(ROWS):
+            h = h.sin()
+        nested(130, h).sum().backward()
+    threads = [made // STRETCH for made in meter._nodes._forward_of]
+    assert len(set(threads)) > 1, "expected more than one thread to have made nodes"
+    storages = meter.timeline.storages.values()
+    expected = [("tanh_backward", "tanh"), ("cos", "sin")]
+    found = {(s.op, s.reason) for s in storages if s.op in dict(expected)}
+    assert found == {(op, f"gradient passing through {of}") for op, of in expected}

@@ -1,9 +1,13 @@
 """A meter leaves nothing behind, keeps to its own thread, and says what is wrong with what it is given."""
 
+import contextlib
 import gc
 import importlib
+import signal
+import sys
 import threading
 import weakref
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -131,6 +135,92 @@ def test_an_exception_while_entering_takes_everything_off_again(monkeypatch, sta
     with meter:
         model(torch.ones(2, 10))
     assert meter.timeline.bytes_at(0) == 440
+
+
+class InterruptedAt:
+    """Sends a Ctrl-C at one of the lines that run inside the meter, the `line`-th, and counts them all."""
+
+    def __init__(self, line: int, inside: Callable):
+        self.line, self.inside, self.lines = line, inside.__code__, 0
+
+    def __enter__(self):
+        self.before = sys.gettrace(), signal.signal(signal.SIGINT, signal.default_int_handler)
+        sys.settrace(self.trace)
+        return self
+
+    def __exit__(self, *error):
+        trace, handler = self.before
+        sys.settrace(trace)
+        signal.signal(signal.SIGINT, handler)
+
+    def trace(self, frame, event, _):
+        if event == "line":
+            while frame is not None and frame.f_code is not self.inside:
+                frame = frame.f_back
+            self.lines += frame is not None
+            if frame is not None and self.lines == self.line:
+                signal.raise_signal(signal.SIGINT)
+        return self.trace
+
+
+@pytest.mark.parametrize("stage", ["__enter__", "__exit__"])
+def test_a_ctrl_c_while_a_meter_is_put_on_or_taken_off_waits_until_that_is_done(stage):
+    model = nn.Linear(2, 2)
+    before, dropped = installed(model), sys.unraisablehook
+    with Meter(model):  # the first of all measures something once
+        pass
+    line, lines = 0, 1
+    while line < lines:
+        meter = Meter(model)
+        with InterruptedAt(line, getattr(Meter, stage)) as ctrl_c:
+            with pytest.raises(KeyboardInterrupt) if line else contextlib.nullcontext(), meter:
+                torch.ones(3)
+            assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        assert (installed(model), sys.unraisablehook) == (before, dropped), f"line {line} of {stage}"
+        lines, line = lines if line else ctrl_c.lines, line + 1
+    assert lines > 40
+
+
+def test_a_ctrl_c_while_the_meter_notes_something_costs_it_no_note():
+    def block(line: int) -> tuple[list, int, int]:
+        interrupted = 0
+        with InterruptedAt(line, Meter.__torch_dispatch__) as ctrl_c, Meter() as meter:
+            for width in (100, 200, 300):
+                try:
+                    torch.ones(width)
+                except KeyboardInterrupt:
+                    interrupted += 1
+                    torch.ones(width)
+        return [event.delta for event in meter.timeline.events], interrupted, ctrl_c.lines
+
+    events, interrupted, lines = block(0)
+    assert (interrupted, events) == (0, [400, -400, 800, -800, 1200, -1200]) and lines > 60
+    for line in range(1, 2 * lines // 3, 3):
+        assert block(line)[:2] == (events, 1), f"line {line}"
+
+
+def test_what_dies_while_a_meter_is_taken_off_dies_after_the_block():
+    kept = [torch.ones(100)]
+    with Meter(inputs=kept) as meter:
+        meter._undo.callback(kept.clear)
+    assert len(meter.timeline) == 0 and meter.timeline.totals == [400]
+
+
+def test_meters_that_are_left_in_another_order_than_entered_each_see_their_own_block():
+    first, second, dropped = Meter(), Meter(), sys.unraisablehook
+    watched = torch.utils._python_dispatch._is_in_torch_dispatch_mode
+    first.__enter__()
+    second.__enter__()
+    torch.ones(10)
+    first.__exit__(None, None, None)
+    torch.ones(20)
+    assert torch.utils._python_dispatch._is_in_torch_dispatch_mode
+    second.__exit__(None, None, None)
+    torch.ones(30)
+    assert [e.delta for e in first.timeline.events] == [40, -40]
+    assert [e.delta for e in second.timeline.events] == [40, -40, 80, -80]
+    assert sys.unraisablehook is dropped
+    assert torch.utils._python_dispatch._is_in_torch_dispatch_mode is watched
 
 
 def test_after_leaving_nothing_is_recorded_any_more():
@@ -344,6 +434,45 @@ def test_several_modules_are_one_model():
     timeline = meter.timeline
     assert timeline.bytes_by_category(0)["parameter"] == (4 * 8 + 8 + 8 + 1) * 4
     assert timeline.bytes_by_category(len(timeline))["gradient"] == (4 * 8 + 8 + 8 + 1) * 4
+
+
+@pytest.mark.parametrize("error", [None, KeyError])
+def test_a_model_that_moves_to_meta_inside_lets_its_bytes_go_and_the_block_ends_as_it_would(error):
+    model = nn.Linear(10, 10)
+    meter = Meter(model)
+    with pytest.raises(error) if error else contextlib.nullcontext(), meter:
+        model(torch.ones(2, 10)).sum().backward()
+        model.to("meta")
+        if error:
+            raise error
+    assert meter.timeline.bytes_by_category(0)["parameter"] == 440
+    assert meter.timeline.totals[-1] == 0
+
+
+def test_of_several_models_each_name_says_which_one_it_is_of():
+    first, second, buffers = nn.Linear(4, 8), nn.Linear(8, 2), nn.BatchNorm1d(2)
+    shared = nn.Linear(8, 8)
+    models = [nn.Sequential(first, shared), nn.Sequential(shared, second, buffers)]
+    with Meter(models) as meter:
+        models[1](models[0](torch.ones(3, 4))).sum().backward()
+    storages = list(meter.timeline.storages.values())
+    for category in ("parameter", "gradient"):
+        assert {(s.name, s.nbytes) for s in storages if s.category == category} == {
+            *[("0.0.weight", 128), ("0.0.bias", 32), ("0.1.weight", 256), ("0.1.bias", 32)],
+            *[("1.1.weight", 64), ("1.1.bias", 8), ("1.2.weight", 8), ("1.2.bias", 8)],
+        }
+    assert {s.name for s in storages if s.category == "buffer"} == {
+        f"1.2.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")
+    }
+    assert [s.module for s in storages if s.op == "addmm"] == ["0.0", "0.1", "0.1", "1.1"]
+
+
+def test_a_model_that_moves_to_meta_before_the_meter_begins_is_refused():
+    model = nn.Linear(2, 2)
+    meter = Meter(model)
+    model.to("meta")
+    with pytest.raises(ValueError, match="to_empty"):
+        meter.__enter__()
 
 
 def test_lazy_parameters_count_from_the_moment_they_have_a_size():

@@ -476,3 +476,21 @@ def test_a_gradient_scattered_into_zeros_takes_them_twice_while_any_mode_is_on(n
     watched = peak(blocks(allocations(event_tree(idle))))
     assert watched - unwatched == pytest.approx(400_000, abs=64), name
     assert peak(events_of(meter.timeline)) == pytest.approx(watched, abs=64)
+
+
+def test_a_sparse_gradient_is_copied_on_its_way_to_the_parameter_while_any_mode_is_on():
+    def backward():
+        embedding, rows = nn.Embedding(1000, 100, sparse=True), torch.arange(1000)
+        embedding(rows).backward(torch.ones(1000, 100))
+
+    def idle():
+        with Idle():
+            backward()
+
+    backward()
+    with Meter(workspace=True) as meter:
+        backward()
+    unwatched = peak(blocks(allocations(event_tree(backward))))
+    watched = peak(blocks(allocations(event_tree(idle))))
+    assert watched - unwatched == pytest.approx(1000 * 100 * 4 + 1000 * 8, abs=64)
+    assert peak(events_of(meter.timeline)) == pytest.approx(watched, abs=64)

@@ -177,7 +177,7 @@ def test_the_tables_cells_are_words_and_shares_of_the_truth(looks):
     assert list(rows) == list(TOOLS)
     share = f"{1 - LEAK_BYTES / peak_bytes(STEPS):.1%}"
     assert rows["memlab's Meter"][1:] == [
-        share, "the line: gradient passing through view", "the leak", "the line", "2 of 3",
+        share, "the line: gradient passing through Scratch", "the leak", "the line", "2 of 3",
     ]  # fmt: skip
     assert rows["torch.profiler, its table"][2] == "an op, aten::empty"
     assert rows["MemTracker"][2] == "a kind, Temp"

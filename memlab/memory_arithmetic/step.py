@@ -224,21 +224,31 @@ def refuse_dropout(dropout: float) -> None:
 
 
 def refuse_attention(model: Transformer, precision: str, attention: str, dropout: float, hardware: str) -> None:
-    """Raise ValueError for attention that a family does not have, or that no fused kernel of a GPU computes.
+    """Raise ValueError for attention that a family does not have, or whose bytes on a GPU are others than counted here.
 
-    Without one, PyTorch would store the scores of every block after all, and say nothing.
+    FP32 takes the memory-efficient kernel, for heads of whole 16 bytes and without grouped keys; else PyTorch stores
+    the scores of every block after all, and says nothing. 16 bits take flash attention, which pads other heads than
+    multiples of 8, and leaves those above 256 to the memory-efficient kernel. (PyTorch's sdp_utils.cpp.)
+    Where scores are stored, a head of one feature is refused, too: heads side by side are then a view, and the Linear
+    after it makes the copy.
     """
     if model.family == "llama" and (dropout or attention == "by hand"):
         asked = "dropout" if dropout else "attention='by hand'"
         raise ValueError(f"family 'llama' has no dropout and fused attention, found {asked}; use family='gpt' for it")
+    if model.heads == model.width > 1 and (attention == "by hand" or (hardware == "cpu" and dropout)):
+        raise ValueError(
+            f"attention that stores its scores is counted for heads of 2 features or more, found {model.heads} heads "
+            f"for a width of {model.width}; pick fewer heads"
+        )
     if hardware == "cpu" or attention == "by hand":
         return
     width, fp32 = model.width // model.heads, precision == "fp32"
-    multiple = 4 if fp32 else 8
-    if width % multiple or width > 256:
+    multiple, widest = (4, width) if fp32 else (8, 256)
+    if width % multiple or width > widest:
+        most = "" if fp32 else ", 256 at most"
         raise ValueError(
-            f"a GPU's fused attention in {precision} takes heads of a multiple of {multiple} wide, 256 at most; found "
-            f"{width} ({model.width} over {model.heads} heads); pick other heads, or attention='by hand'"
+            f"a GPU's fused attention in {precision} is counted for heads of a multiple of {multiple} wide{most}; "
+            f"found {width} ({model.width} over {model.heads} heads); pick other heads, or attention='by hand'"
         )
     if fp32 and model.kv_heads != model.heads:
         raise ValueError(

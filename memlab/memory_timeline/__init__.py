@@ -8,10 +8,10 @@
 
 Read the pages in this order: `events` and `timeline` (the record), `documents` and `timeline_file` (how it is saved),
 `meter` (how it is taken) and `history` (what its notes come to), `lines` (whose line it was), `ownership` (what existed
-before, and what a storage became), `resizing` (sizes that change without an op), `accumulation` (the observer's own
-footprint, and how it is undone), `workspace` (what kernels allocate for themselves, from the allocator's log), and
-`imagine` (hardware that isn't there) with `fake_tensors` (what its tensors lack), `gpu_ops` and `gpu_autocast` (where
-it works unlike a CPU) and `budget` (when it is full).
+before, and what a storage became), `resizing` (sizes that change without an op), `interrupts` (Ctrl-C at the wrong
+moment), `accumulation` (the observer's own footprint, and how it is undone), `workspace` (what kernels allocate for
+themselves, from the allocator's log), and `imagine` (hardware that isn't there) with `fake_tensors` (what its tensors
+lack), `gpu_ops` and `gpu_autocast` (where it works unlike a CPU) and `budget` (when it is full).
 """
 
 from memlab.memory_timeline.budget import OutOfMemory

@@ -10,8 +10,9 @@ One condition is a reference count, which reads higher from Python by a constant
 It is not assumed but measured, once, on a gradient known to have one owner. Python's own count is asked as well: a
 tensor that a hook keeps in a list is one more reference to the Python object, and none to the tensor behind it.
 
-Two footprints stay. torch computes a gradient that it scatters into zeros (of indexing, gather, max) by a formula that
-holds the zeros twice while any mode is on: a test says how large that is. And a few gradients (of prod, cumprod,
+Three footprints stay. torch computes a gradient that it scatters into zeros (of indexing, gather, max) by a formula
+that holds the zeros twice while any mode is on. A sparse gradient (of an embedding with sparse=True) it copies then,
+where it would give it to the parameter as it is: tests say how large both are. And a few gradients (of prod, cumprod,
 masked_fill with a tensor, max of all elements) it computes by another formula then, so that their last bits may differ
 from those of an unwatched run; they are what they are under a mode that does nothing.
 """

@@ -68,7 +68,8 @@ class Budget(Meter):
                 self._recognise([Owned(tensor, category, name), *gradients_of([tensor], {id(tensor): name})])
         for optimizer in self._optimizers:
             self._recognise(owned_by_optimizer(optimizer, {}))
-        timeline, asked = self.timeline, self._history.sizes[number]
+        timeline = self.timeline.on(f"imagined {self._card}")  # main memory may hold more
+        asked = self._history.sizes[number]
         groups: dict[tuple, list[int]] = {}
         for storage in timeline.alive(len(timeline)):
             if storage.id != number:

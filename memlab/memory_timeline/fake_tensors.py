@@ -34,14 +34,18 @@ def usable_fake_tensors() -> Iterator[None]:
 
 
 def _deepcopy(tensor: FakeTensor, memo: dict) -> FakeTensor:
-    """`copy.deepcopy` of a fake tensor, as of a real one: other bytes, the same gradient."""
+    """`copy.deepcopy` of a fake tensor, as of a real one: other bytes, and a gradient only where it is no Parameter."""
+    if not tensor.is_leaf:
+        raise RuntimeError("expected a tensor that no op made, as copy.deepcopy does of real ones; detach it first")
     if id(tensor) not in memo:
         with torch.no_grad():
             copied = tensor.clone()
-        copied = Parameter(copied, tensor.requires_grad) if isinstance(tensor, Parameter) else copied
-        memo[id(tensor)] = copied.requires_grad_(tensor.requires_grad)
-        if tensor.grad is not None:
-            copied.grad = _deepcopy(tensor.grad, memo)
+        if isinstance(tensor, Parameter):
+            memo[id(tensor)] = Parameter(copied, tensor.requires_grad)
+        else:
+            memo[id(tensor)] = copied.requires_grad_(tensor.requires_grad)
+            if tensor.grad is not None:
+                copied.grad = _deepcopy(tensor.grad, memo)
     return memo[id(tensor)]
 
 

@@ -1,8 +1,9 @@
 """Autocast as a GPU does it, on imagined tensors, which for PyTorch are a CPU's.
 
-A CPU's autocast casts the same matrix products to 16 bit, and caches the same casts of weights. What it lacks is CUDA's
-list of ops that run in 32 bit: softmax, norms, losses. They are cast before they are called, so a function that calls
-one of them inside itself (attention by nn.MultiheadAttention, say) is not followed there.
+A CPU's autocast casts almost the same matrix products to 16 bit, and caches the same casts of weights. What it lacks is
+CUDA's list of ops that run in 32 bit: softmax, norms, losses. They are cast before they are called, so a function that
+calls one of them inside itself (attention by nn.MultiheadAttention, say) is not followed there. Pooling and padding,
+which it runs in 32 bit and CUDA's does not, it does not get to see.
 
 Source: aten/src/ATen/autocast_mode.h.
 """
@@ -20,16 +21,20 @@ from torch.utils._pytree import tree_map_only
 
 aten = torch.ops.aten
 HALF = (torch.bfloat16, torch.float16)
+AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 # What CUDA's autocast runs in 32 bit: casting the arguments, or asking for a result of that dtype.
 CAST_TO_FP32 = """
     acos asin binary_cross_entropy_with_logits cdist cosh cosine_embedding_loss cosine_similarity cross_entropy
     dist erfinv exp expm1 group_norm hinge_embedding_loss huber_loss interpolate kl_div l1_loss layer_norm log log10
-    log1p log2 logsumexp margin_ranking_loss mse_loss multi_margin_loss multilabel_margin_loss nll_loss norm
-    normalize pdist poisson_nll_loss pow __pow__ __rpow__ reciprocal renorm rsqrt sinh smooth_l1_loss soft_margin_loss
+    log1p log2 logsumexp margin_ranking_loss mse_loss multi_margin_loss multilabel_margin_loss nll_loss
+    pdist poisson_nll_loss pow __pow__ __rpow__ reciprocal renorm rsqrt sinh smooth_l1_loss soft_margin_loss
     softplus tan triplet_margin_loss upsample
 """
-RESULT_IN_FP32 = "cumprod cumsum linalg_vector_norm log_softmax prod softmax sum"
+RESULT_IN_FP32 = "cumprod cumsum linalg_matrix_norm linalg_vector_norm log_softmax norm prod softmax sum"
 CAST_TO_FP32, RESULT_IN_FP32 = frozenset(CAST_TO_FP32.split()), frozenset(RESULT_IN_FP32.split())
+# What a CPU's list has and CUDA's has not, or not in 32 bit; and products of vectors, which a CPU's list lacks.
+AS_IT_IS = frozenset({"adaptive_avg_pool3d", "avg_pool3d", "grid_sample", "grid_sampler", "pad"})
+CAST_TO_HALF = frozenset({"addmv", "addr", "mv"})
 
 FROM_FP16 = {"softmax": aten._softmax, "log_softmax": aten._log_softmax}
 
@@ -45,16 +50,39 @@ class _FP32Ops(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if name in FROM_FP16 and autocasting() and args[0].dtype is torch.float16:
-            dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
-            if isinstance(dim, int):  # CUDA reads FP16 and writes FP32, without a copy between
-                return FROM_FP16[name](args[0], dim, True)
-        if name in RESULT_IN_FP32 and autocasting() and args and getattr(args[0], "dtype", None) in HALF:
-            if kwargs.get("dtype") is None:  # F.softmax passes a None on
+        if not autocasting():
+            return func(*args, **kwargs)
+        if name in RESULT_IN_FP32:
+            first = args[0] if args else kwargs.get("input")
+            asked = args[2] if name in FROM_FP16 and len(args) > 2 else kwargs.get("dtype")
+            if asked is None and getattr(first, "dtype", None) in HALF:
+                dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
+                if name in FROM_FP16 and first.dtype is torch.float16 and isinstance(dim, int):
+                    return FROM_FP16[name](first, dim, True)  # CUDA reads FP16 and writes FP32, without a copy between
+                args = args[:2] if name in FROM_FP16 else args  # a None for a dtype may stand third
                 kwargs = {**kwargs, "dtype": torch.float32}
-        elif name in CAST_TO_FP32 and autocasting():
+        elif name in CAST_TO_FP32:
             args, kwargs = tree_map_only(Tensor, lambda t: t.float() if t.dtype in HALF else t, (args, kwargs))
+        elif name in CAST_TO_HALF:
+            dtype = torch.get_autocast_dtype("cpu")
+            cast = lambda t: t.to(dtype) if t.dtype in (*HALF, torch.float32) else t  # noqa: E731
+            args, kwargs = tree_map_only(Tensor, cast, (args, kwargs))
+        elif name in AS_IT_IS:
+            with torch._C._ExcludeDispatchKeyGuard(AUTOCAST):
+                return func(*args, **kwargs)
+        elif name == "normalize" and kwargs.get("out") is None:  # it calls a norm inside itself
+            return _normalize(*args, **{key: value for key, value in kwargs.items() if key != "out"})
+        elif name == "binary_cross_entropy":
+            raise RuntimeError(
+                "expected binary_cross_entropy_with_logits (nn.BCEWithLogitsLoss), found binary_cross_entropy under "
+                "autocast, which CUDA's refuses, since its logarithm of a 16-bit probability overflows"
+            )
         return func(*args, **kwargs)
+
+
+def _normalize(input: Tensor, p: float = 2.0, dim: int = 1, eps: float = 1e-12) -> Tensor:
+    dtype = torch.float32 if input.dtype in HALF else None
+    return input / torch.linalg.vector_norm(input, p, dim, True, dtype=dtype).clamp_min(eps).expand_as(input)
 
 
 def _autocast_init(init: Callable) -> Callable:
@@ -68,9 +96,11 @@ def _autocast_init(init: Callable) -> Callable:
 
 def _autocast_enter(enter: Callable) -> Callable:
     def __enter__(self):
+        before = self.device
+        self.device = "cpu" if before == "cuda" else before  # one that was made before the block, as a decorator is
         result = enter(self)
-        self._fp32_ops = [*getattr(self, "_fp32_ops", ()), _FP32Ops()]  # one instance may be entered inside itself
-        self._fp32_ops[-1].__enter__()
+        self._fp32_ops = [*getattr(self, "_fp32_ops", ()), (before, _FP32Ops())]  # it may be entered inside itself
+        self._fp32_ops[-1][1].__enter__()
         return result
 
     return __enter__
@@ -78,9 +108,14 @@ def _autocast_enter(enter: Callable) -> Callable:
 
 def _autocast_exit(leave: Callable) -> Callable:
     def __exit__(self, *error):
+        before = self.device
         if getattr(self, "_fp32_ops", None):
-            self._fp32_ops.pop().__exit__(*error)
-        return leave(self, *error)
+            before, fp32_ops = self._fp32_ops.pop()
+            fp32_ops.__exit__(*error)
+        try:
+            return leave(self, *error)
+        finally:
+            self.device = before
 
     return __exit__
 

@@ -5,15 +5,16 @@ choices are made as CUDA would make them:
 
 - dropout keeps a mask of one byte an element, not of the input's dtype;
 - fused attention is flash (16 bit) or memory-efficient (32 bit, or a mask), and keeps one float a query;
-- LayerNorm keeps its mean and deviation in 32 bit when its input has 16, and so does RMSNorm, in one fused op;
+- LayerNorm and BatchNorm keep their mean and deviation in 32 bit when their input has 16, and so does RMSNorm, in one
+  fused op;
 - optimizers and gradient clipping work on all tensors at once (*foreach*) unless told otherwise;
 - autocast runs softmax, norms and losses in 32 bit (gpu_autocast.py).
 
 Only attributes of Python modules are replaced, for as long as the block lasts and for its own thread; PyTorch's tables
 stay as they are. So names that were imported from torch.nn.functional one by one, before the block, do as on a CPU. On
 Hopper a recent cuDNN may take over from flash attention: it keeps the same two tensors, and is not imitated.
-Source: aten/src/ATen/native (Dropout.cpp, transformers/cuda/sdp_utils.cpp, cuda/layer_norm_kernel.cu),
-torch/optim/optimizer.py.
+Source: aten/src/ATen/native (Dropout.cpp, transformers/attention.cpp, transformers/cuda/sdp_utils.cpp,
+cuda/layer_norm_kernel.cu, cuda/Normalization.cu), torch/optim/optimizer.py.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.optim import optimizer, swa_utils
 
-from memlab.memory_timeline.gpu_autocast import CHOICES, HALF, autocasting
+from memlab.memory_timeline.gpu_autocast import AUTOCAST, CHOICES, HALF, autocasting
 
 aten = torch.ops.aten
 AMPERE = (8, 0)  # the first architecture with flash attention, and with matrix units for BF16
@@ -124,7 +125,7 @@ def _dropout(on_cpu: Callable) -> Callable:
 
 def as_cuda_returns(func, result):
     """An op's result with the dtypes, and in the memory, in which CUDA's kernel returns it."""
-    if func is aten.native_layer_norm.default and result[0].dtype in HALF:
+    if func in (aten.native_layer_norm.default, aten.native_batch_norm.default) and result[0].dtype in HALF:
         return result[0], result[1].float(), result[2].float()
     if func is aten._scaled_dot_product_efficient_attention.default:
         for random_state in result[2:]:
@@ -184,8 +185,20 @@ def _attention(architecture: tuple[int, int]) -> Callable:
     ) -> Tensor:
         if autocasting():
             dtype = torch.get_autocast_dtype("cpu")
-            # The last argument first, as C++ does.
-            value, key, query = (t.to(dtype) if t.dtype is torch.float32 else t for t in (value, key, query))
+            # The last argument first, as C++ does; inside, as there, nothing is cast any more.
+            attn_mask, value, key, query = (
+                t.to(dtype) if t is not None and t.dtype in (*HALF, torch.float32) else t
+                for t in (attn_mask, value, key, query)
+            )
+            with torch._C._ExcludeDispatchKeyGuard(AUTOCAST):
+                return scaled_dot_product_attention(
+                    query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+                )
+        if not query.dtype == key.dtype == value.dtype:
+            raise RuntimeError(
+                "expected query, key and value of one dtype, for a GPU refuses others; found "
+                f"{query.dtype}, {key.dtype}, {value.dtype}"
+            )
         choice = _choose(query, key, value, attn_mask, is_causal, enable_gqa, architecture)
         if choice == "flash":
             width = query.shape[-1]
@@ -194,12 +207,15 @@ def _attention(architecture: tuple[int, int]) -> Callable:
                 query, key, value = (F.pad(t, (0, -width % 8)) for t in (query, key, value))
             out = aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
             return out[..., :width] if width % 8 else out
+        attn_mask = _as_floats(attn_mask, query.dtype)
         if choice == "efficient":
             bias = _as_bias(attn_mask, query, key)
             keep = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
             return aten._scaled_dot_product_efficient_attention(
                 query, key, value, bias, keep, dropout_p, is_causal, scale=scale
             )[0]
+        if dropout_p > 0:
+            return _attention_by_ops(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         return aten._scaled_dot_product_attention_math(
             query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
         )[0]
@@ -234,13 +250,43 @@ def _choose(query, key, value, mask, is_causal: bool, grouped: bool, architectur
     return "efficient" if fits and allowed.mem_efficient_sdp_enabled() else "math"
 
 
+def _as_floats(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """A mask as something to add: 0 where a key counts, and -inf where it does not."""
+    if mask is None or mask.dtype is not torch.bool:
+        return mask
+    return torch.where(mask, 0.0, torch.scalar_tensor(float("-inf"), dtype=dtype))
+
+
 def _as_bias(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
-    """A mask as the memory-efficient kernel wants it: floats, one row for each query, rows aligned to 16."""
+    """A mask as the memory-efficient kernel wants it: one row for each query, each row aligned to 8 numbers."""
     if mask is None:
         return None
-    if mask.dtype is torch.bool:
-        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
-    length = key.shape[-2]
-    if length % 16:
-        mask = F.pad(mask, (0, -length % 16))[..., :length]
-    return mask.expand(*query.shape[:-1], length)
+    if mask.stride(-1) != 1 or any(stride % 8 for stride in mask.stride()[:-1]):
+        length = mask.shape[-1]
+        mask = F.pad(mask, (0, 8 - length % 8))[..., :length]
+    return mask.expand(*query.shape[:-1], key.shape[-2])
+
+
+def _attention_by_ops(query, key, value, mask, dropout_p, is_causal, scale, grouped) -> Tensor:
+    """PyTorch's attention op by op, for its dropout's sake: from inside C++ that would be a CPU's.
+
+    What C++ keeps until it returns has a name of its own here too.
+    """
+    dtype = query.dtype
+    halved = dtype in HALF and not torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
+    queries, keys, values = (t.float() if halved else t for t in (query, key, value))
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    root = abs(scale) ** 0.5
+    scaled = queries * (-root if scale < 0 else root)
+    if is_causal:
+        mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool).tril()
+        mask = _as_floats(mask, queries.dtype)
+    if grouped and not query.shape[-3] == key.shape[-3] == value.shape[-3]:
+        keys, values = (t.repeat_interleave(query.shape[-3] // t.shape[-3], -3) for t in (keys, values))
+    weights = scaled @ (keys.transpose(-2, -1) * root)
+    if mask is not None:
+        weights = weights + mask
+    weights = torch._safe_softmax(weights, -1)
+    weights = F.dropout(weights, dropout_p)
+    returned = weights.to(dtype)  # noqa: F841
+    return (weights @ values).to(dtype)

@@ -18,6 +18,7 @@ from memlab.memory_timeline.timeline import Timeline
 
 HELD = "; a variable still holds it"
 OUTSIDE = ("input", "a tensor from outside the meter")
+CLONE = torch.ops.aten.clone.default
 SET = {getattr(torch.ops.aten.set_, name) for name in torch.ops.aten.set_.overloads()}  # how one comes from a process
 BEFORE, FORWARD, BACKWARD, RECOMPUTE, OPTIMIZER = "before", "forward", "backward", "recompute", "optimizer"
 
@@ -111,6 +112,7 @@ class History:
         self.last_read: list[int] = []  # the op that read each storage last (-1: none did)
         self.owners: dict[int, tuple[str, str]] = {}  # storage → (category, name), when somebody owns it
         self.read_in_backward: list[int] = []  # pairs: a storage, and the forward op in whose backward it was read
+        self.functions: dict[int, str] = {}  # the first op of a Function's forward → the Function's name
         self.workspace = False
         self.levels: dict[str, dict[str, int]] = {}
 
@@ -230,10 +232,21 @@ class History:
                 return "held by a variable, not by autograd: backward never read it"
             also = f" and {len(readers) - 1} more" if len(readers) > 1 else ""
             again = "recomputed: " if op.phase == RECOMPUTE else ""
-            return f"{again}saved by {friendly(self.ops[readers[0]].name)}{also} for its backward"
+            return f"{again}saved by {self._op_of_node(readers[0])}{also} for its backward"
         if op.phase == BACKWARD and op.forward_op >= 0:
-            return f"gradient passing through {friendly(self.ops[op.forward_op].name)}"
+            return f"gradient passing through {self._op_of_node(op.forward_op)}"
         return f"result of {friendly(op.name)} in {op.phase}, saved by nobody"
+
+    def _op_of_node(self, number: int) -> str:
+        """The op, or Function, whose node was made before op `number`: an in-place op may clone what it overwrites."""
+        if number in self.functions:
+            return self.functions[number]
+        op = self.ops[number]
+        if op.func is CLONE and number + 1 < len(self.ops):
+            following = self.ops[number + 1]
+            if following.line == op.line and following.name.endswith("_"):
+                op = following
+        return friendly(op.name)
 
 
 def _any_between(ordered: list[int], after: int, until: int) -> bool:

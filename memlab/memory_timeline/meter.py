@@ -11,30 +11,31 @@ was kept, is worked out once, afterwards, from the notes.
 
 from __future__ import annotations
 
-import contextlib
-import inspect
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from types import FrameType
 
 import torch
 from torch import Tensor, UntypedStorage
-from torch.nn.modules import module as nn_module
 from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from memlab.memory_timeline.accumulation import ADD, ADD_, sole_owner_counts, would_add_in_place
-from memlab.memory_timeline.history import BACKWARD, BEFORE, FORWARD, OPTIMIZER, OUTSIDE, RECOMPUTE, History
-from memlab.memory_timeline.lines import AUTOGRAD, BACKWARD_CALLS, ENGINE, Owners, recomputes
+from memlab.memory_timeline.history import BACKWARD, BEFORE, FORWARD, OPTIMIZER, OUTSIDE, History
+from memlab.memory_timeline.interrupts import noticing_interrupts
+from memlab.memory_timeline.lines import AUTOGRAD, BACKWARD_CALLS, ENGINE
 from memlab.memory_timeline.lines import OPTIMIZER as OPTIMIZER_CODE
+from memlab.memory_timeline.nodes import Nodes
 from memlab.memory_timeline.ownership import (
     Owned,
+    check_memory,
     gradients_of,
     modules_of,
+    named_roots,
     owned_by_model,
     owned_by_optimizer,
     owned_inputs,
@@ -42,6 +43,7 @@ from memlab.memory_timeline.ownership import (
 )
 from memlab.memory_timeline.resizing import watch_resizing
 from memlab.memory_timeline.timeline import Timeline
+from memlab.memory_timeline.whereabouts import Whereabouts
 from memlab.memory_timeline.workspace import CPULog, CUDACounters, CUDALevels
 
 DEVICE_OF = torch.ops.prim.device.default
@@ -50,6 +52,7 @@ LIFT_FRESH = torch.ops.aten.lift_fresh.default
 _current_task = torch._C._current_graph_task_id  # -1 outside backward
 _current_node = torch._C._current_autograd_node
 _next_sequence_number = torch._C._autograd._get_sequence_nr
+_this_thread = threading.get_ident
 _grad_enabled = torch._C.is_grad_enabled
 
 
@@ -79,9 +82,9 @@ class Meter(TorchDispatchMode):
         meter.timeline.peak_bytes
 
     model: an nn.Module, a list of them, or None to meter bare tensor code. Its parameters, gradients and buffers count
-      from the start and give names. optimizer: its states likewise (those of any optimizer that steps inside are
-      recognised anyway). inputs: the batch, in tuples, lists or dicts; a tensor not named here counts from its first
-      use on, as an input.
+      from the start and give names, in a list after their model's place in it ("0.weight"). optimizer: its states
+      likewise (those of any optimizer that steps inside are recognised anyway). inputs: the batch, in tuples, lists or
+      dicts; a tensor not named here counts from its first use on, as an input.
     workspace: also record what kernels allocate for themselves, from the allocator's own log; slower.
 
     The timeline can be read during the block and after it, also when the block raised. A Meter records once.
@@ -104,8 +107,7 @@ class Meter(TorchDispatchMode):
     def __init__(self, model=None, optimizer=None, inputs=(), *, workspace: bool = False):
         super().__init__()
         self._modules = modules_of(model)
-        for _ in owned_by_model(self._modules):  # refuse what has no bytes here, before anything is set up
-            pass
+        check_memory(self._modules)  # here, before anything is set up
         if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"expected an optimizer (torch.optim.Optimizer) or None, found {type(optimizer).__name__}")
         for _ in owned_inputs(inputs):
@@ -125,24 +127,42 @@ class Meter(TorchDispatchMode):
             raise ValueError(
                 "expected workspace=False, since imagined hardware runs no kernels; found True: measure it on a GPU"
             )
+        self._changing = True  # so long, any number of interrupts wait
         self._sole_owner = sole_owner_counts(imagined=bool(self._imagined))
         with ExitStack() as stack:
             self._set_up(stack)
             super().__enter__()
-            stack.callback(super().__exit__, None, None, None)
+            stack.callback(self._take_off_mode)
+            if self._interrupted:
+                raise KeyboardInterrupt
             self._undo = stack.pop_all()
         del self._inputs, self._optimizer
+        self._changing = False
         return self
 
     def __exit__(self, *error) -> None:
+        self._changing = True
         try:
             if self._interrupted:
                 self._interrupt()
         finally:
+            self._deaths.clear()  # what dies from here on dies after the block
             try:
                 self._undo.close()
             finally:
                 self._modules = []  # the record may outlive the model
+        if self._interrupted:
+            raise KeyboardInterrupt
+
+    def _take_off_mode(self) -> None:
+        """Take this mode off, also from under those that were entered later and are still on."""
+        modes = _get_current_dispatch_mode_stack()
+        above = modes[modes.index(self) + 1 :] if self in modes else []
+        for mode in reversed(above):
+            TorchDispatchMode.__exit__(mode, None, None, None)
+        super().__exit__(None, None, None)
+        for mode in above:
+            TorchDispatchMode.__enter__(mode)
 
     def _set_up(self, stack: ExitStack) -> None:
         history = self._history = History(self._imagined and f"imagined {self._imagined}")
@@ -153,26 +173,24 @@ class Meter(TorchDispatchMode):
             history.sizes,
         )
         self._interrupted = False
-        stack.enter_context(self._noticing_interrupts())
-        self._owners = Owners()
+        stack.enter_context(noticing_interrupts(self._notice_interrupt, self._died))
         self._live: dict[int, int] = {}  # a storage's address → its number; addresses are used again after a free
         self._deaths: dict[int, _Death] = {}
         stack.callback(self._deaths.clear)
-        # The node that autograd made last is from before the meter; the next ones each belong to the op that follows.
-        self._sequence = _next_sequence_number()
-        self._forward_of: dict[int, int] = {self._sequence - 1: -1}
-        self._thread = threading.get_ident()
-        self._stepping = False  # inside the step of the reader's own optimizer
-        self._step_line: int | None = None  # inside the step of one of torch's: the line that called it
-        self._module_names = {id(m): name for root in self._modules for name, m in root.named_modules()}
-        self._modules_inside = [""]  # names of the modules whose forward is running, outermost first
-        self._parameter_names = {id(p): name for root in self._modules for name, p in root.named_parameters()}
+        self._here = Whereabouts(named_roots(self._modules), history.lines)
+        self._nodes = Nodes(self._here.thread)
+        history.functions = self._nodes.functions
+        self._parameter_names: dict[int, str] = {}
+        for prefix, root in named_roots(self._modules):
+            for name, parameter in root.named_parameters(prefix):
+                self._parameter_names.setdefault(id(parameter), name)
 
         device = next((p.device for root in self._modules for p in root.parameters()), torch.device("cpu"))
         levels = CUDALevels(history, device) if device.type == "cuda" else None
         self._log = None
         if self._workspace:
             self._log = CPULog(history) if levels is None else CUDACounters(history, device, levels)
+        check_memory(self._modules)
         self._adopt(owned_by_model(self._modules))
         if self._optimizer is not None:
             self._adopt(owned_by_optimizer(self._optimizer, self._parameter_names))
@@ -183,8 +201,7 @@ class Meter(TorchDispatchMode):
 
         stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
         stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
-        stack.callback(nn_module.register_module_forward_pre_hook(self._enter_module).remove)
-        stack.callback(nn_module.register_module_forward_hook(self._leave_module, always_call=True).remove)
+        self._here.watch(stack)
         for root in self._modules:
             for parameter in root.parameters():
                 if parameter.requires_grad and parameter.is_leaf and not is_lazy(parameter):
@@ -224,7 +241,7 @@ class Meter(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is DEVICE_OF:  # asking an imagined tensor's device is no op
             return func(*args, **(kwargs or {}))
-        if self._interrupted and threading.get_ident() == self._thread:
+        if self._interrupted and _this_thread() == self._here.thread:
             self._interrupt()
         if types and (wrappers := [kind for kind in types if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__]):
             fake = [kind.__name__ == "FakeTensor" for kind in wrappers]
@@ -232,8 +249,8 @@ class Meter(TorchDispatchMode):
                 return func(*args, **(kwargs or {}))  # somebody else's, such as a compiler's: they have no bytes
             if not all(fake):  # a wrapper such as DTensor: let it unwrap itself, and see the ops on what is inside
                 return NotImplemented
-        live, forward_of, flat = self._live, self._forward_of, self._ops.flat
-        number = len(flat) // 6
+        live, nodes, here, flat = self._live, self._nodes, self._here, self._ops.flat
+        number, thread = len(flat) // 6, _this_thread()
         try:
             caller = sys._getframe(1)
             while caller.f_code is DISPATCH:  # a meter inside this one
@@ -242,45 +259,44 @@ class Meter(TorchDispatchMode):
             caller = None
         node = forward_op = -1
         in_formula = caller is None or caller.f_code is ENGINE
-        in_backward = in_formula or _current_task() != -1
+        task = _current_task()
+        in_backward = in_formula or task != -1
         if in_backward and (evaluated := _current_node()) is not None:
-            node = evaluated._sequence_nr()
-            forward_op = forward_of.get(node, -1)
+            node, forward_op = nodes.find(evaluated, task, caller, thread)
             if in_formula and func is ADD and self._engine_accumulates(args, kwargs, evaluated, node):
                 func = ADD_
         if in_formula and forward_op >= 0:
             phase = BACKWARD
             line, module = flat[6 * forward_op + 2], flat[6 * forward_op + 3]
         elif (
-            self._step_line is not None
+            here.step_line is not None
             and not in_backward
             and not _grad_enabled()  # a closure's gradients are on
-            and self._owners[caller.f_code.co_filename] & OPTIMIZER_CODE  # else the step raised, and is over
+            and here.in_torchs_step(caller)
         ):
-            phase, line, module = OPTIMIZER, self._step_line, ""
+            phase, line, module = OPTIMIZER, here.step_line, ""
         else:
-            frame, owners, passed = caller, self._owners, 0
+            frame, owners, passed = caller, here.owners, 0
             while frame is not None and (owner := owners[frame.f_code.co_filename]):
                 passed |= owner
                 frame = frame.f_back
             line = self._numbers.get((id(frame.f_code), frame.f_lasti)) if frame is not None else -1
             if line is None:
                 line = self._lines.number(frame)
-            module = self._modules_inside[-1]
-            if not in_backward and not passed & (OPTIMIZER_CODE | AUTOGRAD) and not self._stepping:
+            module = here.modules[-1]
+            if not in_backward and not passed & (OPTIMIZER_CODE | AUTOGRAD) and not here.stepping:
                 phase = FORWARD
             elif in_formula:  # of a node that is no op's, such as the one that hands a gradient to its parameter
                 phase, (line, module) = BACKWARD, self._birthplace(args, line, module)
             else:
-                phase = self._phase(caller, passed)
+                phase = here.phase(caller, passed)
                 if phase is BACKWARD and forward_op >= 0:  # Python code called by the engine: a Function's backward
                     line, module = flat[6 * forward_op + 2], flat[6 * forward_op + 3]
                     if own := owners.climb_below_engine(caller):
                         line = self._lines.number(own)
         sequence = _next_sequence_number()
-        if sequence != self._sequence:  # autograd made a node, and this is the op that it is for
-            self._sequence = sequence
-            forward_of.setdefault(sequence - 1, number)
+        if sequence != nodes.next_of[thread]:  # autograd made a node, and this is the op that it is for
+            nodes.made(sequence, thread, number)
         flat += (func, phase, line, module, forward_op, node)
 
         if phase is not OPTIMIZER:  # an optimizer reads parameters, gradients and states, which are known
@@ -318,24 +334,6 @@ class Meter(TorchDispatchMode):
         elif kind is list:
             self._note_all(result, number, phase, line)
         return result
-
-    def _phase(self, caller: FrameType | None, passed: int) -> str:
-        """What the code is doing, from the frames that were passed on the way up to the reader's own."""
-        if passed & OPTIMIZER_CODE:  # also when a hook steps it inside backward
-            return OPTIMIZER
-        if _current_task() != -1:
-            in_formula = caller is None or caller.f_code is ENGINE
-            return RECOMPUTE if not in_formula and recomputes(caller) else BACKWARD
-        if self._stepping and self._steps(caller):
-            return OPTIMIZER
-        return BACKWARD if passed & AUTOGRAD else FORWARD
-
-    def _steps(self, frame: FrameType | None) -> bool:
-        """Whether the step of the reader's own optimizer still runs: one that raised never said that it had ended."""
-        while frame is not None and frame.f_code is not self._own_step:
-            frame = frame.f_back
-        self._stepping = frame is not None
-        return self._stepping
 
     def _birthplace(self, args: tuple, line: int, module: str) -> tuple[int, str]:
         """Line and module of the op that made the first argument, a gradient; these, if nobody saw that."""
@@ -401,31 +399,19 @@ class Meter(TorchDispatchMode):
         caller = sys._getframe().f_back
         if caller is None or caller.f_code is ENGINE:
             phase, line = BACKWARD, self._ops.flat[-4] if len(self._ops) else -1  # by the node evaluated last
-        elif self._step_line is not None and self._owners[caller.f_code.co_filename] & OPTIMIZER_CODE:
-            phase, line = OPTIMIZER, self._step_line
+        elif self._here.in_torchs_step(caller):
+            phase, line = OPTIMIZER, self._here.step_line
         else:
-            phase, line = self._place(caller)
+            phase, line = self._here.place(caller)
             if caller is not None and caller.f_code in BACKWARD_CALLS:  # the gradient that backward began with
                 phase = BACKWARD
         self._history.resized(number, 0, len(self._ops) - 1, phase, line)
         self._deaths.pop(number, None)
 
-    @contextlib.contextmanager
-    def _noticing_interrupts(self) -> Iterator[None]:
-        """Python drops what a weak reference's callback raises: of a Ctrl-C that falls into one, take notice."""
-
-        def noticed(unraisable) -> None:
-            if unraisable.exc_type is KeyboardInterrupt and unraisable.object == self._died:
-                self._interrupted = True
-            else:
-                before(unraisable)
-
-        before, sys.unraisablehook = sys.unraisablehook, noticed
-        try:
-            yield
-        finally:
-            if sys.unraisablehook is noticed:  # else somebody has put theirs over it, which calls it
-                sys.unraisablehook = before
+    def _notice_interrupt(self) -> bool:
+        """A Ctrl-C inside the meter. Returns whether it waits: the second one in a long op does not."""
+        waits, self._interrupted = self._changing or not self._interrupted, True
+        return waits
 
     def _interrupt(self) -> None:
         """Note the deaths that a Ctrl-C kept from being noted, and let it through."""
@@ -433,11 +419,6 @@ class Meter(TorchDispatchMode):
         for death in [death for death in self._deaths.values() if death() is None]:
             self._died(death)
         raise KeyboardInterrupt
-
-    def _place(self, caller: FrameType | None) -> tuple[str, int]:
-        """Phase and line of something that happens at `caller` without being an op."""
-        frame, passed = self._owners.climb(caller)
-        return self._phase(caller, passed), self._lines.number(frame)
 
     # ---- the engine's sum of two gradients (see accumulation.py)
 
@@ -491,22 +472,12 @@ class Meter(TorchDispatchMode):
         # An optimizer that steps inside backward frees a gradient before the meter's own hook comes to see it.
         for group in optimizer.param_groups:
             self._recognise(gradients_of(group["params"], self._parameter_names))
-        if threading.get_ident() != self._thread:  # another meter's step, or one inside a GPU's backward
-            return
-        if self._is_torchs(optimizer):  # one line answers for all its ops
-            self._step_line = self._lines.number(self._owners.climb(sys._getframe())[0])
-        else:
-            self._stepping, self._own_step = True, inspect.unwrap(type(optimizer).step).__code__
+        self._here.begin_step(optimizer)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_) -> None:
         self._recognise(owned_by_optimizer(optimizer, self._parameter_names))
         self._place_counters(optimizer)
-        if threading.get_ident() != self._thread:
-            return
-        if self._is_torchs(optimizer):
-            self._step_line = None
-        else:
-            self._stepping = False
+        self._here.end_step(optimizer)
 
     def _place_counters(self, optimizer: torch.optim.Optimizer) -> None:
         """On a GPU, unless fused, an optimizer keeps each parameter's step counter in main memory: so imagined ones."""
@@ -516,24 +487,9 @@ class Meter(TorchDispatchMode):
             if not (group.get("fused") or group.get("capturable")):
                 for parameter in group["params"]:
                     step = optimizer.state.get(parameter, {}).get("step")
-                    if isinstance(step, Tensor):
-                        self._history.moved(self._live[step.untyped_storage()._cdata], "cpu")
-
-    def _is_torchs(self, optimizer: torch.optim.Optimizer) -> bool:
-        return bool(self._owners[inspect.unwrap(type(optimizer).step).__code__.co_filename])
-
-    def _enter_module(self, module, _args) -> None:
-        if _current_task() == -1 and threading.get_ident() == self._thread:
-            self._stepping, self._step_line = False, None  # a step that raised never said that it had ended
-        name = self._module_names.get(id(module))
-        if name:
-            self._modules_inside.append(name)
-
-    def _leave_module(self, module, _args, _result) -> None:
-        name = self._module_names.get(id(module))
-        if name and name in self._modules_inside:  # after an exception, inner modules may still be on the list
-            while self._modules_inside.pop() != name:
-                pass
+                    number = self._live.get(step.untyped_storage()._cdata) if isinstance(step, Tensor) else None
+                    if number is not None:  # else it is from before, of an optimizer that the meter was not given
+                        self._history.moved(number, "cpu")
 
     # ---- sizes that change without an op (see resizing.py)
 
@@ -541,7 +497,7 @@ class Meter(TorchDispatchMode):
         """Note a storage's other size under an op of its own, if it is one of those that are known."""
         if storage._cdata not in self._live:
             return resize()
-        phase, line = self._place(caller)
+        phase, line = self._here.place(caller)
         op = len(self._ops)
         self._ops.flat += ("resize_", phase, line, "", -1, -1)
         result = resize() if self._log is None else self._log.run(op, resize, (), {})

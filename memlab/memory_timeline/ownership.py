@@ -76,30 +76,36 @@ def modules_of(model: object) -> list[torch.nn.Module]:
     return modules
 
 
+def named_roots(modules: Iterable[torch.nn.Module]) -> list[tuple[str, torch.nn.Module]]:
+    """Each model with a prefix for the names in it: its place in the list, "" when it is the only one."""
+    roots = list(modules)
+    return [(str(place) if len(roots) > 1 else "", root) for place, root in enumerate(roots)]
+
+
 def owned_by_model(modules: Iterable[torch.nn.Module]) -> Iterator[Owned]:
-    """Parameters, their gradients, and buffers. Tied parameters come once. Raises ValueError for a model on meta.
+    """Parameters, their gradients, and buffers. Tied parameters come once a model, and by the first model's name first.
 
     A Parameter that is registered as a buffer is a parameter: weights that are gathered from elsewhere for a time.
     """
-    for module in modules:
-        for name, parameter in module.named_parameters():
-            _check_memory(parameter, name)
+    for prefix, module in named_roots(modules):
+        for name, parameter in module.named_parameters(prefix):
             if not torch.nn.parameter.is_lazy(parameter):
                 yield Owned(parameter, "parameter", name)
                 if parameter.grad is not None:
                     yield Owned(parameter.grad, "gradient", name)
-        for name, buffer in module.named_buffers():
-            _check_memory(buffer, name)
+        for name, buffer in module.named_buffers(prefix):
             gathered = isinstance(buffer, torch.nn.Parameter)  # kept as a buffer, so that no optimizer finds it
             yield Owned(buffer, "parameter" if gathered else "buffer", name)
 
 
-def _check_memory(tensor: Tensor, name: str) -> None:
-    if tensor.is_meta:
-        raise ValueError(
-            f"expected a model with memory, found {name} on the meta device, which has shapes and no bytes; "
-            "build it on the cpu or a GPU, or give it bytes with model.to_empty(device=...)"
-        )
+def check_memory(modules: Iterable[torch.nn.Module]) -> None:
+    """Raises ValueError for a model on meta."""
+    for name, tensor in (each for module in modules for each in (*module.named_parameters(), *module.named_buffers())):
+        if tensor.is_meta:
+            raise ValueError(
+                f"expected a model with memory, found {name} on the meta device, which has shapes and no bytes; "
+                "build it on the cpu or a GPU, or give it bytes with model.to_empty(device=...)"
+            )
 
 
 def owned_by_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> Iterator[Owned]:
