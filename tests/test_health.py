@@ -160,6 +160,21 @@ def test_a_gpu_has_free_and_total_memory_and_one_that_is_taken_is_a_problem(monk
     assert [problem[:6] for problem in found.problems if problem.startswith("GPU ")] == ["GPU 1:", "GPU 2:"]
 
 
+@pytest.mark.parametrize("error", [RuntimeError, torch.cuda.DeferredCudaCallError])
+def test_a_gpu_that_is_broken_is_told_and_not_raised(monkeypatch, error):
+    with_gpu(monkeypatch, 70 * 2**30)
+
+    def broken(index):
+        raise error("CUDA error: uncorrectable ECC error encountered")
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", broken)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", broken)
+    found = Health()
+    rows = dict(found.machine().rows)
+    assert rows["GPU"] == "a GPU that does not answer" and rows["free on GPU 0"] == "does not answer"
+    assert [problem[:6] for problem in found.problems if problem.startswith("GPU ")] == ["GPU 0:"]
+
+
 @pytest.mark.parametrize(
     ("version", "cuda", "driver", "problem"),
     [

@@ -247,6 +247,16 @@ def test_a_metered_history_is_the_closed_form_of_a_toy_leak(imagined):
     assert max(monitor.history.peaks) == meter.timeline.peak_bytes
 
 
+def test_a_meters_peak_is_the_most_since_it_was_asked_last():
+    with Meter() as meter:
+        source, held = MeteredMemory(meter), torch.zeros(10)
+        torch.zeros(1000)
+        assert source.peaks() == {"storages": 4040}
+        torch.zeros(100)
+        assert source.peaks() == {"storages": 440}
+        assert source.peaks() == source.read() == {"storages": held.nbytes}
+
+
 def test_a_meters_timeline_says_the_same_as_the_monitor():
     model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64))
     optimizer = torch.optim.AdamW(model.parameters())

@@ -91,6 +91,19 @@ def test_when_all_sources_are_gone_the_loop_still_counts_its_steps(tmp_path):
     assert [line["end"] for line in read_log(tmp_path / "log") if line["kind"] == "step"] == [1] + [None] * 10
 
 
+def test_a_figure_that_is_no_number_is_its_sources_trouble_and_the_others_are_sampled():
+    source, other = Failing(driver=1), Figures(allocated=1)
+    with (
+        pytest.warns(MemoryWarning, match="figures failed: TypeError"),
+        Monitor(every=0.002, sources=[other, source]) as monitor,
+    ):
+        source.figures["driver"] = None
+        wait_until(lambda: monitor.alarms)
+        seen = len(monitor.samples)
+        wait_until(lambda: len(monitor.samples) > seen + 5)
+    assert monitor.samples[-1].figures == {"allocated": 1} and kinds(monitor) == ["source"]
+
+
 def test_a_driver_that_stumbles_is_left_alone_for_a_while_and_asked_again(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
@@ -106,16 +119,16 @@ def test_a_driver_that_stumbles_is_left_alone_for_a_while_and_asked_again(monkey
         assert monitor.history.steps == 0
         now[0] += 1.1
         monitor.step()
-        assert monitor.history.steps == 1
+        assert monitor.history.steps == monitor.steps == 3  # those without figures have their places
         source.error = OSError("busy")
         monitor.step()
         source.error = None
         now[0] += 1.1  # the second time it is left alone for twice as long
         monitor.step()
-        assert monitor.history.steps == 1
+        assert monitor.history.steps == 3
         now[0] += 1.1
         monitor.step()
-    assert monitor.history.steps == 2 and kinds(monitor) == ["source"]
+    assert monitor.history.steps == monitor.steps == 6 and kinds(monitor) == ["source"]
 
 
 def test_a_process_that_ends_is_gone_also_before_its_parent_has_asked_how():
@@ -570,6 +583,8 @@ def test_a_monitor_is_for_one_block():
         ({"budget": 1, "warn_at": 0}, r"warn_at in \(0, 1\].*found 0"),
         ({"budget": 1, "warn_at": (0.5, 90)}, r"warn_at in \(0, 1\].*found 90"),
         ({"warn_at": 1.1}, r"warn_at in \(0, 1\].*found 1.1"),
+        ({"warn_at": "0.9"}, r"warn_at in \(0, 1\].*found '0.9'"),
+        ({"warn_at": None}, r"warn_at in \(0, 1\].*found None"),
     ],
 )
 def test_arguments_without_sense_are_refused(arguments, message):

@@ -8,7 +8,8 @@ import random
 import pytest
 
 from memlab.memory_monitoring import Forecast, Forecaster, Growth, StepHistory, forecast, growth
-from memlab.memory_monitoring.forecasts import LINE
+from memlab.memory_monitoring.forecasts import LINE, PATIENCE
+from memlab.memory_monitoring.leaks import STRETCHES
 from memlab.memory_monitoring.steps import BLOCKS
 from tests.judged_histories import first_call, judge
 from tests.leaky_histories import BUDGET, CLEANS, LEAKS, NOISES, clean, leak
@@ -71,6 +72,16 @@ def test_a_cache_that_fills_evenly_is_called_beyond_three_quarters_of_the_way_an
         ends = [int(base + share * way * min(1, step / steps)) for step in range(2 * steps)]
         call, _ = first_call([(end, end) for end in ends], budget)
         assert (call is not None) == (share > 0.75), share
+
+
+def test_a_run_that_begins_near_its_budget_is_called_by_the_half_of_what_was_left():
+    base, budget, history = 700, 1000, StepHistory()
+    for step in range(200):
+        history.append(base + step, base + step)
+        if forecast(history, budget).runs_out:
+            break
+    way = PATIENCE / (1 + PATIENCE) * (budget - base) / 2
+    assert way <= step <= way * STRETCHES / (STRETCHES - 1)  # floors have risen by all but a stretch
 
 
 def test_a_growth_that_slows_down_may_never_end():
@@ -167,6 +178,20 @@ def test_a_run_without_steps_does_not_grow():
 def test_a_forecast_says_never_where_its_latest_step_is_infinite():
     said = Forecast(9, 4 * MIB, 2 * MIB, Growth(True, MIB, 0.0, 2.0 * MIB, 0, 9, 100), 2.0, 1.0, math.inf)
     assert str(said) == "step 9: grows by 1.0 MiB a step; 4.0 MiB are full in 2 steps (1 or more, or never)"
+
+
+def test_steps_of_which_nothing_is_known_are_at_rest_or_on_a_line_and_are_counted():
+    resting, rising = StepHistory(), StepHistory()
+    for history, evenly in ((resting, False), (rising, True)):
+        history.skip(evenly=evenly)
+        history.append(10, 12)
+        for _ in range(3):
+            history.skip(evenly=evenly)
+        assert history.steps == 2
+        history.append(50, 92)
+        assert history.steps == 6
+    assert (list(resting.ends), list(resting.peaks)) == ([10, 10, 10, 10, 10, 50], [12, 12, 12, 12, 12, 92])
+    assert (list(rising.ends), list(rising.peaks)) == ([10, 10, 20, 30, 40, 50], [12, 12, 32, 52, 72, 92])
 
 
 def test_the_forecaster_and_the_function_agree_whenever_it_looks():

@@ -191,6 +191,23 @@ def test_work_that_grows_longer_is_no_leak_though_a_part_of_it_is_held_at_the_en
             assert not growth(history).grows
 
 
+@pytest.mark.parametrize("kept, called", [(0.65, False), (0.75, True)])
+def test_a_warm_up_whose_second_half_rises_less_than_a_quarter_of_the_first_is_no_growth(kept, called):
+    rises = 10**6 * kept**4  # the second half's, beside 10**6 of the first
+    assert (rises >= 10**6 / 4) == called
+    found = growth(history_of([round(10**6 * (1 - kept ** (step // 2))) for step in range(16)]))
+    assert found.grows == called
+
+
+def test_of_late_nothing_grows_that_rose_less_than_what_came_down_again_long_ago():
+    teeth = [1000 + 10 * (step % 150) for step in range(1200)]
+    rest, late = [1000] * 520, [1000 + 5 * step for step in range(60)]
+    history = history_of(teeth + rest + late)
+    assert history.steps_in_block >= 4 and len(history.recent_ends) < len(rest + late)
+    assert not growth(history).grows
+    assert growth(history_of([1000] * 1200 + rest + late)).grows
+
+
 def test_a_leak_is_told_when_it_began():
     start = 700
     found = growth(history_of([1000 + 10 * max(0, step - start) for step in range(1000)]))

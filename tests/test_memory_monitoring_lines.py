@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from memlab.memory_monitoring import (
     LineWatch,
+    MemoryWarning,
     MeteredMemory,
     Monitor,
     PythonLineWatch,
@@ -25,7 +26,9 @@ from memlab.memory_monitoring import (
 )
 from memlab.memory_monitoring.lines import piling_up
 from memlab.memory_timeline import Meter, Timeline, imagine
+from memlab.units import MiB
 from tests.memory_timeline_helpers import fresh, one_thread  # noqa: F401
+from tests.test_memory_monitoring import Figures, run
 
 ROWS, WIDTH = 8, 64
 
@@ -498,6 +501,16 @@ def test_what_tensors_explain_is_not_traced():
     assert rows[0].bytes_per_step == 4000 and not watch.running
 
 
+def test_what_was_full_by_the_first_half_of_the_steps_does_not_pile_up():
+    cache, marks = [], []
+    with Meter() as meter:
+        for step in range(20):
+            if step < 8:
+                cache.append(torch.zeros(100))
+            marks.append(meter.event_count)
+    assert piling_up(meter.timeline, marks) == []
+
+
 # ---- holders
 
 
@@ -526,7 +539,60 @@ def test_a_readers_own_locals_survive_the_search():
     assert names["tensor"] is tensor
 
 
+class Unbound:
+    """A proxy that stands for nothing yet, as those of web frameworks do."""
+
+    def __init__(self, kept):
+        object.__setattr__(self, "kept", kept)
+
+    def __getattribute__(self, name):
+        raise RuntimeError("unbound")
+
+
+class Loading(dict):
+    """A dict that does something else when it is asked."""
+
+    def items(self):
+        raise RuntimeError("nothing to load from")
+
+    get = items
+
+
+@pytest.mark.parametrize(
+    "hold, said",
+    [
+        (lambda one: {one: 1}, "key of dict, list, global `MODULE`"),
+        (lambda one: {"__name__": [], "it": one}, "dict, list, global `MODULE`"),
+        (lambda one: Loading(it=one), "Loading, list, global `MODULE`"),
+        (Unbound, "attribute `kept` of Unbound, list, global `MODULE`"),
+    ],
+    ids=["a key", "a name that is none", "a dict of its own kind", "a proxy"],
+)
+def test_holders_call_nothing_of_an_objects_own(hold, said):
+    tensor = torch.zeros(1)
+    held = weakref.ref(tensor)
+    MODULE.append(hold(tensor))
+    del tensor
+    gc.unfreeze()
+    try:
+        found = holders(held())
+        assert found.startswith(said)
+    finally:
+        MODULE.pop()
+
+
 # ---- a monitor
+
+
+def test_what_stood_for_a_tensor_inside_vmap_or_grad_does_not_end_the_search_for_lines():
+    kept, outlived = [], []
+    torch.vmap(lambda x: outlived.append(x) or x)(torch.zeros(2, 3))
+    torch.func.grad(lambda x: outlived.append(2 * x) or x.sum())(torch.zeros(3))
+    with LineWatch(steps=8) as watch:
+        for _ in range(9):
+            kept.append(torch.zeros(1000))
+            rows = watch.step_done()
+    assert watch.failed == "" and [row.bytes_per_step for row in rows] == [4000]
 
 
 def test_a_monitor_names_the_lines_when_it_has_called_growth():
@@ -545,6 +611,18 @@ def test_a_monitor_names_the_lines_when_it_has_called_growth():
     assert [alarm.kind for alarm in monitor.alarms] == ["growth", "lines"]
     assert [row.bytes_per_step for row in monitor.lines] == [4000, 4]
     assert "kept.append(torch.zeros(1000))" in monitor.alarms[-1].message
+
+
+def test_after_lines_of_main_memory_were_named_the_forecast_is_right_and_of_the_runs_own_step():
+    source = Figures(heap=0)
+    with (
+        pytest.warns(MemoryWarning),
+        Monitor("200 MiB", sources=[source], every=60, name_lines=True) as monitor,
+    ):
+        run(monitor, source, [step * MiB for step in range(1, 191)], "heap")
+    said = monitor.forecast()
+    assert (said.step, said.earliest, said.latest) == (190, 10, 10) and monitor.history.steps == 190
+    assert [alarm.kind for alarm in monitor.alarms][:3] == ["growth", "lines", "growth"]
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])

@@ -503,7 +503,7 @@ def test_runs_that_share_a_log_are_told_apart(tmp_path):
     assert "held     10 B after the first step, 20 B after the last" in out
 
 
-def test_what_is_cut_off_foreign_or_without_figures_is_left_out_of_a_summary(tmp_path):
+def test_what_is_cut_off_or_foreign_is_left_out_of_a_summary(tmp_path):
     torn = '{"kind": "step", "run": "a", "st'
     odd = [
         {"kind": "step", "run": "a"},
@@ -518,8 +518,15 @@ def test_what_is_cut_off_foreign_or_without_figures_is_left_out_of_a_summary(tmp
         tmp_path / "log", start(), *odd, step(1, 10), step(2, None), {"kind": "gap", "run": "a", "lost": 4}, torn
     )
     out = "\n".join(summary(log))
-    assert "1 step, and no end in the log: it still runs, or was killed" in out and "lost     4 lines" in out
+    assert "2 steps, and no end in the log: it still runs, or was killed" in out and "lost     4 lines" in out
     assert "called   no budget is known" in out
+
+
+def test_a_summary_names_the_runs_own_steps_also_behind_some_without_figures(tmp_path):
+    held = [step(k, None if 131 <= k <= 170 else k * MiB) for k in range(1, 181)]
+    out = "\n".join(summary(written(tmp_path / "log", start(budget=200 * MiB), *held)))
+    assert "180 steps" in out and "highest  180.0 MiB of 200.0 MiB, at step 180" in out
+    assert "would be full after 20 more steps (20 to 20)" in out.splitlines()[-1]
 
 
 def test_a_run_that_was_changed_is_judged_anew_from_there(tmp_path):

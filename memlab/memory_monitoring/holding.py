@@ -16,6 +16,7 @@ import gc
 import inspect
 import os
 import sys
+from collections import deque
 from collections.abc import Container, Iterator
 from types import (
     BuiltinMethodType,
@@ -52,7 +53,7 @@ def holders(held: object) -> str:
             reached, above = gc.get_referrers(*frontier), []
             own = {id(frontier), id(above), id(reached), id(told)}
             for one in reached:
-                if id(one) in told or id(one) in own or (isinstance(one, FrameType) and _ours(one)):
+                if id(one) in told or id(one) in own or (type(one) is FrameType and _ours(one)):
                     continue
                 for value, link, final in _links(one, ids, told):
                     text = _joined(told[value], link)
@@ -79,7 +80,7 @@ def known_holders(objects: list) -> set[int]:
     found: set[int] = set()
     reached = gc.get_referrers(*objects)
     for one in reached:
-        if one is not objects and not (isinstance(one, FrameType) and _ours(one)):
+        if one is not objects and not (type(one) is FrameType and _ours(one)):
             found.update(ids.intersection(map(id, gc.get_referents(one))))
     del reached
     for frame in _running():
@@ -94,25 +95,28 @@ def _joined(way: str, link: str) -> str:
 def _links(one: object, ids: set[int], told: Container[int]) -> Iterator[tuple[int, str, bool]]:
     """How `one` refers to an object of `ids`: the object's id, the link in words, and whether it is a name.
 
-    told: the ids of all that the search has come by.
+    told: the ids of all that the search has come by. Nothing of an object's own is called: a proxy may be unbound, a
+    dict of its own kind may load what it is asked for.
     """
     kind = type(one)
-    if kind is dict or isinstance(one, dict):
-        key, value = next(((key, id(value)) for key, value in list(one.items()) if id(value) in ids), (None, 0))
+    if issubclass(kind, dict):
+        key, value = next(((key, id(value)) for key, value in list(dict.items(one)) if id(value) in ids), (None, 0))
         if not value:
+            yield from ((id(key), f"key of {kind.__name__}", False) for key in list(dict.keys(one)) if id(key) in ids)
             return
-        if (module := sys.modules.get(one.get("__name__", ""), None)) is not None and vars(module) is one:
-            yield value, f"global `{key}` of {module.__name__}", True
+        name = dict.get(one, "__name__")
+        if type(name) is str and _attributes(sys.modules.get(name)) is one:
+            yield value, f"global `{key}` of {name}", True
         elif (owner := _owner(one)) is not None:
             yield value, *owner(key)
         else:
             yield value, kind.__name__, False
-    elif isinstance(one, FrameType):
+    elif kind is FrameType:
         if found := _local(one, ids):
             yield found[1], found[0], False
-    elif isinstance(one, CellType):
+    elif kind is CellType:
         yield id(one.cell_contents), "", False
-    elif isinstance(one, FunctionType):
+    elif kind is FunctionType:
         if id(one.__closure__) in ids:
             named = zip(one.__code__.co_freevars, one.__closure__, strict=True)
             name = next((name for name, cell in named if id(cell) in told), "?")
@@ -120,26 +124,26 @@ def _links(one: object, ids: set[int], told: Container[int]) -> Iterator[tuple[i
         for what in (one.__defaults__, one.__kwdefaults__, one.__dict__):
             if id(what) in ids:
                 yield id(what), f"default or attribute of {one.__qualname__}()", False
-    elif isinstance(one, GeneratorType):
+    elif kind is GeneratorType:
         if one.gi_frame is not None and (found := _local(one.gi_frame, ids)):
             yield found[1], found[0], False
-    elif isinstance(one, TracebackType):
+    elif kind is TracebackType:
         yield (id(one.tb_frame) if id(one.tb_frame) in ids else id(one.tb_next)), "", False
-    elif isinstance(one, BaseException) and id(one.__traceback__) in ids:
+    elif issubclass(kind, BaseException) and id(one.__traceback__) in ids:
         yield id(one.__traceback__), f"traceback of {kind.__name__}", False
-    elif isinstance(one, type):
+    elif issubclass(kind, type):
         for name, value in list(vars(one).items()):
             if id(value) in ids:
                 yield id(value), f"attribute `{name}` of class {one.__qualname__}", True
-    elif isinstance(one, (MethodType, BuiltinMethodType)):
+    elif kind in (MethodType, BuiltinMethodType):
         yield id(one.__self__), "", False
-    elif not isinstance(one, ModuleType):
-        for name, value in list((getattr(one, "__dict__", None) or {}).items()):
+    elif not issubclass(kind, ModuleType):
+        for name, value in list((_attributes(one) or {}).items()):
             if id(value) in ids:
                 yield id(value), f"attribute `{name}` of {kind.__name__}", False
         inside = next((id(item) for item in gc.get_referents(one) if id(item) in ids), 0)
         if inside:
-            bound = getattr(one, "maxlen", None) if kind.__name__ == "deque" else None
+            bound = one.maxlen if kind is deque else None
             link = kind.__name__ if bound is None else f"deque of at most {bound}"
             closure = kind is tuple and all(type(item) is CellType for item in one)
             yield inside, "" if closure else link, False
@@ -148,13 +152,22 @@ def _links(one: object, ids: set[int], told: Container[int]) -> Iterator[tuple[i
 def _owner(namespace: dict):
     """For the dict of an object's or a class's attributes: a function from key to a link in words; else None."""
     for owner in gc.get_referrers(namespace):
-        if isinstance(owner, type):
+        kind = type(owner)
+        if issubclass(kind, type):
             if any(key in vars(owner) and vars(owner)[key] is value for key, value in namespace.items()):
                 return lambda key, name=owner.__qualname__: (f"attribute `{key}` of class {name}", True)
-        elif not isinstance(owner, (dict, FrameType, *_SEQUENCES)) and getattr(owner, "__dict__", None) is namespace:
-            kind = type(owner).__name__
-            return lambda key, name=kind: (f"attribute `{key}` of {name}", False)
+        elif not issubclass(kind, (dict, FrameType, *_SEQUENCES)) and _attributes(owner) is namespace:
+            return lambda key, name=kind.__name__: (f"attribute `{key}` of {name}", False)
     return None
+
+
+def _attributes(one: object) -> dict | None:
+    """An object's own attributes; None where it has none, or hides them."""
+    try:
+        found = object.__getattribute__(one, "__dict__")
+    except Exception:
+        return None
+    return found if type(found) is dict else None
 
 
 def _running() -> Iterator[FrameType]:

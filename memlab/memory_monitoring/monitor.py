@@ -49,7 +49,8 @@ class Monitor:
     the run, so that what was before no longer counts. What it raises is an alarm, too, and ends nothing: to end the
     training, let it set a flag that the loop looks at.
     name_lines: when growth is called, meter the steps that follow and name the lines whose bytes grow, once: an Alarm
-    "lines", and `lines`. Those steps are slower, and where main memory is watched, left out of the history.
+    "lines", and `lines`. Those steps are slower, and where main memory is watched, not measured: in the history they
+    lie on a line between their neighbours.
 
     exact_peaks: whether the history's peaks are a high-water mark's, which misses nothing, or the highest sample's. A
     mark is set back at each step, so what the program itself or `time` says of *resident*'s highest is the last step's.
@@ -184,7 +185,9 @@ class Monitor:
         end, peak = self._end(), None
         self.peaks = self._readings.peaks(self.watch) if self.exact_peaks else {}
         lines = self._line_watch
-        if end is not None and not (lines is not None and lines.running and self.watch in IN_MAIN_MEMORY):
+        if end is None or (lines is not None and lines.running and self.watch in IN_MAIN_MEMORY):
+            self._outlook.skip()
+        else:
             of_step, sampled = self._sampled
             peak = max(end, self.peaks.get(self.watch, sampled if of_step == self.steps else 0))
             self._outlook.history.append(end, peak)

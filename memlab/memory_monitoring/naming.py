@@ -18,6 +18,7 @@ from memlab.memory_monitoring.holding import holders, known_holders
 from memlab.memory_monitoring.lines import GrowingLine, Pile, piling_up
 from memlab.memory_monitoring.slipped import modes_now
 from memlab.memory_timeline import Line, Meter
+from memlab.memory_timeline.nodes import Nodes
 
 NAMED = 8  # rows of which the holder is looked for
 CYCLES = "in reference cycles, which Python's collector frees when it comes round; gc.collect() frees them now"
@@ -26,14 +27,19 @@ UNSEEN = "made where no op is seen: by NumPy, another thread or process, or comp
 
 
 def live_tensors() -> Iterator[Tensor]:
-    """All tensors that Python knows of and that have bytes. Those that only C++ holds are not among them."""
+    """All tensors that Python knows of and that have bytes. Those that only C++ holds are not among them.
+
+    What stands for a tensor inside vmap or grad has no bytes of its own, and may outlive them in somebody's list.
+    """
     imagined = any(getattr(mode, "imagines", None) for mode in modes_now())
     for one in [one for one in gc.get_objects() if issubclass(type(one), Tensor)]:
         kind = type(one)
         plain = kind.__torch_dispatch__ is Tensor.__torch_dispatch__
         if not plain and not (imagined and kind.__name__ == "FakeTensor"):
             continue
-        if torch.nn.parameter.is_lazy(one) or one.layout is not torch.strided or one._is_zerotensor():
+        if torch._C._functorch.is_functorch_wrapped_tensor(one) or torch.nn.parameter.is_lazy(one):
+            continue
+        if one.layout is not torch.strided or one._is_zerotensor():
             continue
         if one.device.type != "meta" or imagined:
             yield one
@@ -133,14 +139,13 @@ def _roots(
 ) -> dict[int, list[Pile]]:
     """For tensors that Python holds: the piles whose storages were born in their graph. Each pile goes to one.
 
-    Nodes of the graph are known by their sequence numbers, and so are the ops that made them. What nodes have saved is
-    never read.
+    The meter knows the ops that the graph's nodes are of. What nodes have saved is never read.
     """
-    births, forward_of = meter._history.births, meter._forward_of
+    births = meter._history.births
     held = [number for number in sorted(in_python) if objects[number]().grad_fn is not None and births[number].op >= 0]
     youngest = {meter._history.ops[births[number].op].line: number for number in held}
     first = [next((one for one in pile.old if one in held), None) for pile in every]
-    graphs = {n: _ops_of(objects[n]().grad_fn, forward_of) for n in {*youngest.values(), *first} if n is not None}
+    graphs = {n: _ops_of(objects[n]().grad_fn, meter._nodes) for n in {*youngest.values(), *first} if n is not None}
     found: dict[int, list[Pile]] = {}
     left = [pile for pile in every if any(one not in in_python for one in pile.old)]
     while left and graphs:
@@ -160,15 +165,14 @@ def _born_in(pile: Pile, births, ops: set[int]) -> bool:
     return any(births[one].op in ops for one in pile.old)
 
 
-def _ops_of(node, forward_of: dict[int, int]) -> set[int]:
+def _ops_of(node, nodes: Nodes) -> set[int]:
     """The meter's numbers of the ops whose nodes are in the graph under `node`."""
     seen, ops, stack = set(), set(), [node]
     while stack:
         node = stack.pop()
-        number = node._sequence_nr()
-        if number in seen:
+        if node in seen:
             continue
-        seen.add(number)
-        ops.add(forward_of.get(number, -1))
+        seen.add(node)
+        ops.add(nodes.look_up(node)[1])
         stack.extend(below for below, _ in node.next_functions if below is not None)
     return ops - {-1}

@@ -10,9 +10,10 @@ followed by its source: "allocated of cuda:1".
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -76,11 +77,12 @@ class Readings:
             silent = self._silent_until[id(source)]
             if silent and time.monotonic() < silent:
                 continue
-            for level, nbytes in (self._try(source, getattr(source, what)) or {}).items():
+            told = self._try(source, functools.partial(_figures, getattr(source, what))) or {}
+            for level, nbytes in told.items():
                 if self._owner.setdefault(level, source) is not source:
                     level = f"{level} of {source.name}"
                     self._owner.setdefault(level, source)
-                figures[level] = int(nbytes)
+                figures[level] = nbytes
         return figures
 
     def _try(self, source: Source, ask: Callable):
@@ -99,6 +101,11 @@ class Readings:
             if rest == FIRST_REST_SECONDS:
                 self._tell("source", f"{source.name} failed: {error!r}; it is asked again later")
         return None
+
+
+def _figures(ask: Callable[[], Mapping[str, int] | None]) -> dict[str, int]:
+    """What a source says, as ints: a figure that is none is its source's trouble, and no other's."""
+    return {level: int(nbytes) for level, nbytes in (ask() or {}).items()}
 
 
 def found_sources() -> list[Source]:

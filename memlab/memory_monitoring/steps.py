@@ -21,12 +21,13 @@ class StepHistory:
     `recent_ends` and `recent_peaks` are those of the last RECENT steps, or up to twice as many, step by step.
     """
 
-    __slots__ = ("ends", "peaks", "recent_ends", "recent_peaks", "steps", "steps_in_block")
+    __slots__ = ("_evenly", "_skipped", "ends", "peaks", "recent_ends", "recent_peaks", "steps", "steps_in_block")
 
     def __init__(self):
         self.ends, self.peaks = array("q"), array("q")
         self.recent_ends, self.recent_peaks = array("q"), array("q")
         self.steps_in_block, self.steps = 1, 0
+        self._skipped, self._evenly = 0, False
 
     def append(self, end_bytes: int, peak_bytes: int) -> None:
         """A step is over: `end_bytes` are held now, `peak_bytes` were held at its peak.
@@ -39,6 +40,25 @@ class StepHistory:
         if end_bytes < 0 or peak_bytes < 0:
             raise ValueError(f"expected bytes of 0 or more, found {end_bytes} at the end and {peak_bytes} at the peak")
         peak_bytes = max(peak_bytes, end_bytes)
+        if self._skipped:
+            self._fill(end_bytes, peak_bytes)
+        self._append(end_bytes, peak_bytes)
+
+    def skip(self, *, evenly: bool = False) -> None:
+        """A step is over of which nothing is known. It gets its place as soon as a later one is known.
+
+        It is taken to be as the last known one; evenly: to lie on the line from that to the next known one.
+        """
+        self._skipped, self._evenly = self._skipped + 1, evenly
+
+    def _fill(self, end_bytes: int, peak_bytes: int) -> None:
+        steps, self._skipped = self._skipped, 0
+        end, peak = (self.recent_ends[-1], self.recent_peaks[-1]) if self.steps else (end_bytes, peak_bytes)
+        rise, peaks_rise = (end_bytes - end, peak_bytes - peak) if self._evenly else (0, 0)
+        for step in range(1, steps + 1):
+            self._append(end + rise * step // (steps + 1), peak + peaks_rise * step // (steps + 1))
+
+    def _append(self, end_bytes: int, peak_bytes: int) -> None:
         if self.steps % self.steps_in_block:
             self.ends[-1] = min(self.ends[-1], end_bytes)
             self.peaks[-1] = max(self.peaks[-1], peak_bytes)

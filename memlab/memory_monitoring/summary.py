@@ -35,7 +35,7 @@ class _Run:
 
     def __init__(self, title: str, unit: str, budget_bytes: int | None = None):
         self.title, self.unit, self.budget_bytes = title, unit, budget_bytes
-        self.steps: list[tuple[int, int]] = []  # at each step's end, and at its peak
+        self.steps: list[tuple[int, int | None, int]] = []  # its number; bytes at its end, None: unknown; at its peak
         self.changed: set[int] = set()  # steps after which the run was another one
         self.alarms: list[str] = []
         self.seconds, self.lost = 0.0, 0
@@ -72,13 +72,15 @@ def _look(line: dict, runs: list[_Run], owners: dict[object, _Run]) -> None:
         owners[key] = _Run(f"{line['source']}, {line['level']}", "look")
         runs.append(owners[key])
     owners[key].seconds = seconds
-    owners[key].steps.append((nbytes, nbytes))
+    owners[key].steps.append((len(owners[key].steps) + 1, nbytes, nbytes))
 
 
 def _note(run: _Run, line: dict) -> None:
     kind = line["kind"]
-    if kind == "step" and line["end"] is not None:
-        run.steps.append((_whole(line["end"]), _whole(line["peak"])))
+    if kind == "step":
+        known = line["end"] is not None and line["peak"] is not None  # a metered step has no peak
+        bytes_then = (_whole(line["end"]), _whole(line["peak"])) if known else (None, 0)
+        run.steps.append((_whole(line["step"]), *bytes_then))
     elif kind == "alarm":
         run.alarms.append(f"step {line['step']}, {line['about']}: {line['message']}")
     elif kind == "changed":
@@ -100,12 +102,13 @@ def _about(run: _Run, budget_bytes: int | None) -> Iterator[str]:
     yield from (f"  alarm at {alarm}" for alarm in run.alarms)
     if run.lost:
         yield f"  lost     {run.lost:,} lines, when the log could not be written"
-    if not run.steps:
+    known = [step for step in run.steps if step[1] is not None]
+    if not known:
         return
-    highest = max(range(len(run.steps)), key=lambda i: run.steps[i][1])
+    number, _, highest = max(known, key=lambda step: step[2])
     of = f" of {format_bytes(budget)}" if budget else ""
-    yield f"  highest  {format_bytes(run.steps[highest][1])}{of}, at {run.unit} {highest + 1:,}"
-    first, last = (format_bytes(run.steps[i][0]) for i in (0, -1))
+    yield f"  highest  {format_bytes(highest)}{of}, at {run.unit} {number:,}"
+    first, last = (format_bytes(known[i][1]) for i in (0, -1))
     yield f"  held     {first} after the first {run.unit}, {last} after the last"
     yield from _judged(run, budget)
 
@@ -114,19 +117,21 @@ def _judged(run: _Run, budget: int | None) -> Iterator[str]:
     """Growth, and when it was called: the steps are put to the forecast again, as a Monitor would have."""
     history, began, calls, quiet = StepHistory(), 0, [], True
     stride = max(1, len(run.steps) // JUDGEMENTS)
-    for step, (end, peak) in enumerate(run.steps):
+    for step, (number, end, peak) in enumerate(run.steps):
         if step in run.changed:
             history, began, quiet = StepHistory(), step, True
+        if end is None:
+            history.skip(evenly=not quiet)
+            continue
         history.append(end, peak)
         if budget and quiet and (step % stride == 0 or step + 1 == len(run.steps)):
             said = forecast(history, budget)
             if said.runs_out:
                 quiet = False
-                calls.append(f"at {run.unit} {step + 1:,}: {_in_words(said, run.unit)}")
+                calls.append(f"at {run.unit} {number:,}: {_in_words(said, run.unit)}")
     found = growth(history)
-    rate = (
-        f"{format_bytes(round(found.bytes_per_step))} a {run.unit}, since {run.unit} {began + found.since_step + 1:,}"
-    )
+    since = run.steps[min(began + found.since_step, len(run.steps) - 1)][0]
+    rate = f"{format_bytes(round(found.bytes_per_step))} a {run.unit}, since {run.unit} {since:,}"
     yield f"  growth   {rate if found.grows else 'none that lasts'}"
     if not budget:
         yield '  called   no budget is known; give one: --budget "16 GiB"'

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Iterable
+from numbers import Real
 
 from memlab.memory_monitoring.forecasts import Forecast, Forecaster, forecast
 from memlab.memory_monitoring.steps import StepHistory
@@ -32,10 +33,11 @@ class Thresholds:
 
     def __init__(self, budget_bytes: float, warn_at: float | Iterable[float]):
         self.budget_bytes = budget_bytes
-        self.parts = sorted(set(warn_at)) if isinstance(warn_at, Iterable) else [warn_at]
-        for part in self.parts:
-            if not 0 < part <= 1:
-                raise ValueError(f"expected warn_at in (0, 1], parts of the budget, found {part}; 0.9 warns at 90 %")
+        parts = list(warn_at) if isinstance(warn_at, Iterable) and not isinstance(warn_at, str) else [warn_at]
+        for part in parts:
+            if not isinstance(part, Real) or not 0 < part <= 1:
+                raise ValueError(f"expected warn_at in (0, 1], parts of the budget, found {part!r}; 0.9 warns at 90 %")
+        self.parts = sorted(set(parts))
         self._lowest = min(self.parts, default=math.inf) * budget_bytes
         self._needed = dict.fromkeys(self.parts, QUIET_LOOKS)  # looks below it, until it may be told again
         self._lock = threading.RLock()
@@ -73,6 +75,11 @@ class Calls:
     def __init__(self):
         self._steps_left: float | None = None
 
+    @property
+    def called(self) -> bool:
+        """Whether a growth was called."""
+        return self._steps_left is not None
+
     def see(self, said: Forecast) -> bool:
         """Whether this forecast is to be told."""
         last = self._steps_left
@@ -98,6 +105,10 @@ class Outlook:
         if self._budget_bytes is None:
             raise ValueError("expected a Monitor with a budget, found none: Monitor(budget='16 GiB')")
         return self._of_the_run(forecast(self.history, self._budget_bytes))
+
+    def skip(self) -> None:
+        """A step is over of which nothing is known: a growth that was called went on, and else nothing happened."""
+        self.history.skip(evenly=self._calls.called)
 
     def call(self) -> Forecast | None:
         """The forecast, if it is to be told; to be asked after each step, and on most of them nothing is done."""
