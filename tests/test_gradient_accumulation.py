@@ -436,6 +436,27 @@ def test_a_count_that_makes_no_sense_is_refused(count, error):
         accumulate(lambda batch: batch.sum(), [torch.zeros(2)], count=lambda batch: count)
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_count_of_several_elements_is_refused_wherever_it_is_and_one_of_one_element_is_a_number(device):
+    w = torch.ones(3, requires_grad=True, device=device)
+    batches = torch.ones(4, 3, device=device).split(2)
+    several = torch.ones(2, device=device)
+    with pytest.raises(ValueError, match=r"a micro-batch's count to be one number, found a tensor of shape \(2,\)"):
+        accumulate(lambda x: (x * w).sum(), batches, count=lambda x: several)
+    with pytest.raises(ValueError, match="a micro-batch's count to be one number"):
+        accumulate(lambda x: (x * w).sum(), batches, agree=lambda whole: several)
+    assert accumulate(lambda x: (x * w).sum(), batches, count=lambda x: several[:1]).shape == ()
+    assert w.grad.shape == (3,)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_no_gradient_goes_through_a_count(device):
+    w, weight = (torch.ones(3, requires_grad=True, device=device) for _ in range(2))
+    batches = torch.ones(4, 3, device=device).split(2)
+    mean = accumulate(lambda x: (x * w).sum(), batches, count=lambda x: weight.sum())
+    assert w.grad is not None and weight.grad is None and not mean.requires_grad
+
+
 def test_a_model_without_no_sync_is_refused():
     with pytest.raises(TypeError, match=r"expected model to have no_sync\(\).*found Linear"):
         accumulate(lambda batch: batch.sum(), [torch.zeros(2)], model=nn.Linear(2, 2))
@@ -570,6 +591,13 @@ def test_the_reduction_is_seen_through_smoothing_weights_probabilities_casts_and
 def test_the_reduction_is_seen_through_changes_of_shape_and_copies(reduction):
     loss = F.cross_entropy(made(4, 8), Y, reduction=reduction)
     for same in (loss.clone(), loss.unsqueeze(0), loss.unsqueeze(0).squeeze(), loss.reshape(1).view(())):
+        assert reduction_of(same) == reduction
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_the_reduction_is_seen_through_the_mean_or_sum_of_a_loss_that_is_one_number(reduction):
+    loss = F.cross_entropy(made(4, 8), Y, reduction=reduction)
+    for same in (loss.mean(), loss.sum(), loss.unsqueeze(0).mean(0), loss.reshape(1, 1).sum((0, 1))):
         assert reduction_of(same) == reduction
 
 

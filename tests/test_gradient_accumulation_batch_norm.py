@@ -196,6 +196,18 @@ def test_a_layer_whose_running_statistics_were_taken_away_counts_as_torch_counts
     assert layer.num_batches_tracked == 4 and layer.running_mean is None
 
 
+@pytest.mark.parametrize("momentum", [0.3, None])
+def test_a_layer_without_a_counter_moves_as_torch_moves_it(momentum):
+    layer, full = (nn.BatchNorm1d(6, momentum=momentum, dtype=FP64) for _ in range(2))
+    layer.num_batches_tracked = full.num_batches_tracked = None
+    x = values(16, 6)
+    with deferred_batch_norm(layer):
+        for piece in x.split(RAGGED):
+            layer(piece)
+    full(x)
+    assert layer.num_batches_tracked is None and distance(statistics(layer), statistics(full)) <= 1e-14
+
+
 def test_a_layer_that_no_forward_reaches_does_not_move_and_neither_does_an_empty_block():
     model = nn.ModuleList([nn.BatchNorm1d(3), nn.BatchNorm1d(3)])
     with deferred_batch_norm(model):
@@ -418,6 +430,27 @@ def test_a_forward_that_fails_and_is_tried_again_inside_the_block_leaves_its_lay
             assert layer.momentum == 0.1 and layer.num_batches_tracked == 0
             layer(piece)
     full(x)
+    assert distance(statistics(layer), statistics(full)) <= 1e-14
+
+
+def test_an_interrupted_forward_that_is_caught_inside_the_block_loses_no_statistics():
+    class Interrupted(nn.BatchNorm1d):
+        def _check_input_dim(self, x):
+            if len(x) == 1:
+                raise KeyboardInterrupt
+
+    layer, full = Interrupted(6, dtype=FP64), nn.BatchNorm1d(6, dtype=FP64)
+    x, buffers = values(16, 6), {name: id(b) for name, b in layer.named_buffers()}
+    with deferred_batch_norm(layer):
+        for piece in x.split(RAGGED):
+            with pytest.raises(KeyboardInterrupt):
+                layer(piece[:1])
+            assert torch.equal(layer.eval()(piece), nn.BatchNorm1d(6, dtype=FP64).eval()(piece))
+            with pytest.raises(KeyboardInterrupt):
+                layer.train()(piece[:1])
+            layer(piece)
+    full(x)
+    assert {name: id(b) for name, b in layer.named_buffers()} == buffers and layer.momentum == 0.1
     assert distance(statistics(layer), statistics(full)) <= 1e-14
 
 

@@ -4,7 +4,9 @@ import contextlib
 import gc
 import sys
 import weakref
+from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -238,6 +240,11 @@ def test_a_wrong_prediction_is_told_and_mended_and_never_run_far_over_the_budget
     assert max(step.sizes) == 951 and len(step.sizes) <= 8
     if factor > 1.05 or factor < 0.95:
         assert abs(found.predicted - 950) > 1
+
+
+@pytest.mark.parametrize("number", [np.int64, np.float32, Fraction])
+def test_a_prediction_may_be_any_real_number(number):
+    assert find_batch_size(moments((0, 10)), 1234, predict=lambda n: number(10 * n)).predicted == 123
 
 
 def test_prediction_comes_before_anything_runs():

@@ -194,6 +194,20 @@ def test_lengths_may_be_numbers_of_torch_and_numpy():
     assert token_batches((n for n in (3, 5, 2)), 10) == expected
 
 
+@pytest.mark.parametrize("kind", [torch.uint8, torch.int16, torch.int64])
+def test_waste_is_a_float_that_no_small_integer_type_overflows(kind):
+    lengths, batches = [200, 100, 120], [[0, 1], [2]]
+    few_bits = torch.tensor(lengths).to(kind)
+    many = few_bits.repeat(200), [[i + 3 * j for i in batch] for batch in batches for j in range(200)]
+    for found in (
+        padding_waste(few_bits, batches),
+        padding_waste(few_bits.numpy(), batches),
+        padding_waste(*many),
+        padding_waste(many[0].numpy(), many[1]),
+    ):
+        assert type(found) is float and found == padding_waste(lengths, batches)
+
+
 # ---- bad input
 
 

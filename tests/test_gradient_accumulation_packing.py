@@ -333,6 +333,9 @@ def test_rows_and_examples_that_cannot_be_packed_are_refused():
         pack_rows(examples, [[0], [0, 1, 2]], 10)
     with pytest.raises(TypeError, match="expected examples of torch.int64, found torch.float32 in example 1"):
         pack_rows([examples[0], torch.zeros(5)], [[0, 1]], 10)
+    for lists in ([[1, 2], [3]], [examples[0], [1, 2]]):
+        with pytest.raises(TypeError, match="expected examples of torch.int64, found a list, no tensor, in example "):
+            pad_rows(lists)
     for wrong, found in ((examples[0][None], r"\(1, 5\)"), (examples[0][:0], r"\(0,\)"), (examples[0][0], r"\(\)")):
         with pytest.raises(ValueError, match=rf"expected examples of shape \(tokens,\), found {found} in example 1"):
             pack_rows([examples[0], wrong], [[0, 1]], 10)

@@ -11,6 +11,7 @@ from torch.ao.quantization import MovingAverageMinMaxObserver
 from torch.nn import functional as F
 from torch.nn.modules import module as nn_module
 from torch.nn.utils.parametrizations import spectral_norm
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from memlab.gradient_accumulation.batch_norm import deferred_batch_norm
@@ -227,6 +228,25 @@ def test_an_interrupt_in_the_middle_of_a_layer_leaves_its_own_buffers():
     with pytest.raises(KeyboardInterrupt):
         y.sum().backward()
     assert untouched(layer) and all(buffer is own[name] for name, buffer in layer.named_buffers())
+
+
+def test_a_layer_for_which_there_is_no_room_to_lend_has_its_own_buffers_again():
+    layer, calls = nn.BatchNorm1d(4), []
+
+    class NoRoomForTheSecond(TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            if op is torch.ops.aten.clone.default:
+                calls.append(op)
+                if len(calls) == 2:
+                    raise torch.OutOfMemoryError("no room")
+            return op(*args, **(kwargs or {}))
+
+    own = dict(layer.named_buffers())
+    y = checkpoint(lambda x: layer(x).exp(), values(6, 4))
+    with pytest.raises(torch.OutOfMemoryError), NoRoomForTheSecond():
+        y.sum().backward()
+    assert len(calls) == 2 and untouched(layer)
+    assert all(buffer is own[name] for name, buffer in layer.named_buffers())
 
 
 def test_what_autograd_saved_of_the_buffers_elsewhere_stays_valid():

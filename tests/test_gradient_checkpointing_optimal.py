@@ -587,6 +587,11 @@ def keeps_an_attribute(x: Tensor) -> Tensor:
     return Keeps.apply(x)
 
 
+class OfDetached(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.detach())
+
+
 @pytest.mark.parametrize(
     ("stage", "message"),
     [
@@ -595,6 +600,7 @@ def keeps_an_attribute(x: Tensor) -> Tensor:
         (nn.ReLU(inplace=True), "found stage 1 writing into it.*make it one stage with stage 0"),
         (keeps_an_attribute, "stage 1 to keep for backward only what autograd saves"),
         (lambda x: x.detach(), "nothing to learn"),
+        (OfDetached(4, 4), "stage 1 to send stage 0 a gradient, found none"),
     ],
 )
 def test_a_stage_that_cannot_be_planned_is_named(stage, message):

@@ -296,7 +296,8 @@ def test_the_exponent_is_that_of_a_power_law_and_otherwise_the_least_squares_slo
 
 
 @pytest.mark.parametrize(
-    ("xs", "ys"), [([1], [1]), ([2, 2], [1, 3]), ([1, 2], [1]), ([0, 1], [1, 1]), ([1, 2], [1, -1])]
+    ("xs", "ys"),
+    [([1], [1]), ([2, 2], [1, 3]), (torch.ones(2), [1, 3]), ([1, 2], [1]), ([0, 1], [1, 1]), ([1, 2], [1, -1])],
 )
 def test_what_has_no_exponent_is_refused(xs, ys):
     with pytest.raises(ValueError, match="expected"):

@@ -1,10 +1,12 @@
 """Attention without T×T: the plain one's values, in bytes that grow with the tokens and not with their square."""
 
 import importlib.util
+import json
 import math
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -392,6 +394,17 @@ def test_interpreted_the_kernel_refuses_the_numbers_that_triton_would_multiply_w
 def test_without_triton_the_kernel_says_what_does_without():
     with pytest.raises(RuntimeError, match=r"expected triton, found none.* tiled_attention\(\) does without"):
         triton_attention(*(x.float() for x in qkv()))
+
+
+@pytest.mark.parametrize(("triton", "bf16"), [(False, True), (True, False)])
+def test_on_a_gpu_that_cannot_run_the_kernel_the_chapter_says_so_and_goes_on(monkeypatch, capsys, triton, bf16):
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: bf16 or including_emulation)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: triton or None)
+    chapter = Path(__file__).parents[1] / "chapters" / "03_memory_hierarchy.ipynb"
+    cells = ["".join(cell["source"]) for cell in json.loads(chapter.read_text(encoding="utf-8"))["cells"]]
+    (cell,) = [cell for cell in cells if "found, _ = triton_attention(q, k, v)" in cell]
+    exec(cell, {"device": "cuda", "torch": torch})
+    assert "The kernel was not run" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -234,6 +234,22 @@ def test_a_fused_optimizer_is_given_the_scale_for_one_step_only_and_never_when_i
     assert parameter.grad.item() == 32.0  # unscaling is left to it
 
 
+def test_a_fused_step_that_raised_and_is_tried_again_unscales_the_gradients_after_all():
+    def fails(*_):
+        raise MemoryError
+
+    for unscaled in (False, True):
+        scaler, parameter, optimizer = scaled(optimizer=lambda params, lr: torch.optim.SGD(params, lr=lr, fused=True))
+        if unscaled:
+            scaler.unscale_(optimizer)
+        hook = optimizer.register_step_pre_hook(fails)
+        with pytest.raises(MemoryError):
+            scaler.step(optimizer)
+        hook.remove()
+        scaler.step(optimizer)
+        assert parameter.item() == 0.0
+
+
 def test_a_fused_optimizer_that_was_unscaled_is_given_no_scale_and_the_users_own_is_multiplied_in():
     class Fused(torch.optim.SGD):
         _step_supports_amp_scaling = True
@@ -467,6 +483,22 @@ def test_a_step_that_you_left_out_counts_as_skipped_and_one_that_never_was_is_an
     assert scaler.skipped(optimizer)
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_that_raised_counts_as_skipped_though_the_one_before_it_did_not(fused):
+    def fails(*_):
+        raise MemoryError
+
+    scaler, parameter, optimizer = scaled(optimizer=lambda params, lr: torch.optim.SGD(params, lr=lr, fused=fused))
+    scaler.step(optimizer)
+    scaler.update()
+    assert not scaler.skipped(optimizer)
+    scaler.scale(parameter.sum()).backward()
+    optimizer.register_step_pre_hook(fails)
+    with pytest.raises(MemoryError):
+        scaler.step(optimizer)
+    assert scaler.skipped(optimizer)
+
+
 def test_a_scheduler_of_a_disabled_scaler_always_steps_and_passes_its_arguments_on():
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
     scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
@@ -589,6 +621,12 @@ def test_a_new_scale_that_makes_no_sense_is_refused(value):
     with pytest.raises(ValueError, match="expected scale"):
         scaler.update(value)
     assert scaler.get_scale() == 4.0
+
+
+def test_a_new_scale_of_several_elements_is_refused():
+    scaler, _, _ = scaled(init_scale=4.0)
+    with pytest.raises(ValueError, match=r"expected new_scale to be one number, found one of shape \(2,\)"):
+        scaler.update(torch.ones(2))
 
 
 @pytest.mark.parametrize("value", [32.0, 32, torch.tensor(32.0), torch.tensor([32.0])])

@@ -160,6 +160,21 @@ def test_layouts_of_weights_and_gradients_may_differ():
             assert torch.equal(p, q.to(BF16))
 
 
+@pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}])
+def test_a_widened_gradient_may_have_another_layout_too(options):
+    narrow = [nn.Parameter(torch.randn(6, 4).to(BF16).t()), nn.Parameter(torch.randn(6, 4).to(BF16)[:, 1:3].t())]
+    wide = [nn.Parameter(p.detach().float().contiguous()) for p in narrow]
+    masters, reference = MasterWeights(narrow, optim.AdamW, lr=0.1, **options), optim.AdamW(wide, lr=0.1, **options)
+    for step in range(2):
+        give_gradients(narrow, wide, seed=step)
+        for p in narrow:
+            p.grad = p.grad.contiguous()
+        masters.widen_gradients()
+        masters.step()
+        reference.step()
+    assert all(torch.equal(p, q.to(BF16)) for p, q in zip(narrow, wide, strict=True))
+
+
 def test_a_16_bit_gradient_of_an_fp32_parameter_is_its_own_and_touches_no_other():
     strided, narrow = nn.Parameter(torch.ones(4, 6)[:, ::2]), nn.Parameter(torch.ones(12, dtype=BF16))
     strided.grad_dtype = None

@@ -97,6 +97,7 @@ def test_zero_by_zero_in_a_normalisation_is_nan_from_the_division():
         (lambda: torch.full((2,), 3e38, dtype=torch.complex64) * 10, "mul", "inf"),
         (lambda: torch.sparse_coo_tensor([[0]], [3e38], (2,), check_invariants=True) * 10.0, "mul", "inf"),
         (lambda: torch.linalg.vector_norm(torch.full((2,), 3e38)), "linalg_vector_norm", "inf"),
+        (lambda: torch.linalg.slogdet(torch.zeros(2, 2)), "_linalg_slogdet", "inf"),  # its second result
     ],
 )
 def test_what_makes_an_inf_or_nan_is_named(fn, op, kind):
@@ -334,10 +335,27 @@ def test_a_nan_that_argmax_read_or_that_a_finite_neighbour_hides_is_still_found(
     assert report(neighbours).op == "div_"
 
 
+def test_an_inf_that_was_overwritten_is_found_though_what_stands_there_afterwards_is_read():
+    assert report(lambda: torch.zeros(3).log().zero_() + 1).op == "log"
+
+
 def test_the_inf_of_a_mask_is_not_blamed_for_the_nan_beside_it():
     mask = torch.tensor([0.0, 1.0])
     found = report(lambda: mask.log() + torch.full((2,), -1.0).sqrt())
     assert (found.op, found.kind) == ("sqrt", "nan")
+
+
+def test_a_scalar_beyond_fp32_is_a_number_and_no_inf_on_purpose():
+    large = torch.full((2,), 1e300, dtype=torch.float64)
+    assert report(lambda: large * 1e300).largest_input == 1e300
+    assert report(lambda: torch.ones(2) + 1e39).op == "add"
+    assert first_nonfinite(lambda: large.clamp(max=1e200)) is None
+
+
+def test_a_complex_number_is_counted_once_and_a_complex_scalar_comes_in_like_a_real_one():
+    found = report(lambda: torch.ones(3, dtype=torch.complex64) * complex(NAN, 0))
+    assert (found.kind, found.count, found.came_in) == ("nan", 3, "a scalar")
+    assert report(lambda: torch.full((3,), 3e38 + 3e38j).mul_(10)).count == 3
 
 
 def test_a_nan_scalar_came_in_and_an_inf_one_is_on_purpose():

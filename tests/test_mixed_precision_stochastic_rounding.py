@@ -82,6 +82,10 @@ def test_a_generator_makes_it_repeatable_and_shapes_and_layouts_are_kept():
     assert torch.equal(x, before)
 
 
+def test_no_gradient_of_zero_goes_through_it():
+    assert not round_stochastically(torch.ones(2, requires_grad=True)).requires_grad
+
+
 @pytest.mark.parametrize(
     "dtype", [torch.float64, BF16, torch.float16, torch.int32], ids=lambda dtype: str(dtype).removeprefix("torch.")
 )
@@ -168,6 +172,14 @@ def test_replicas_stay_equal_whatever_the_ranks_have_drawn_themselves():
             optimizer.step()
         found.append(p)
     assert torch.equal(*found) and len(set(found[0].tolist())) > 1
+
+
+def test_a_group_may_be_empty_and_be_the_first():
+    p = nn.Parameter(torch.ones(2, dtype=BF16))
+    optimizer = StochasticRounding([{"params": [], "lr": 0.5}, {"params": [p]}], torch.optim.SGD, lr=1.0)
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert torch.equal(p, torch.zeros_like(p))
 
 
 @pytest.mark.parametrize("generator", [lambda: None, lambda: seeded(1)])

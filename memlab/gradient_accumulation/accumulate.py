@@ -145,9 +145,15 @@ def backward(loss: Callable, micro_batch: Any, part: Count, whole: Count, reduct
 def plain(count: Count) -> Count:
     """A count as a Python number, unless its device would have to be waited for, or is imagined and has no numbers.
 
-    Raises TypeError for what is no number, ValueError for one below 0 or not finite.
+    Raises TypeError for what is no number, ValueError for one below 0 or not finite, and for several.
     """
     if isinstance(count, Tensor):
+        if count.numel() != 1:
+            raise ValueError(
+                f"expected a micro-batch's count to be one number, found a tensor of shape {tuple(count.shape)}; "
+                "add it up with .sum()"
+            )
+        count = count.detach().reshape(())  # gradients go through the losses alone
         if count.device.type != "cpu" or isinstance(count, FakeTensor):
             return count
         count = count.item()

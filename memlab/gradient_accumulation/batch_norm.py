@@ -130,8 +130,8 @@ class _Layer:
         self.name, self.module = name, module
         self.call: int | None = None  # which of this layer's calls in one forward of the model is next; None outside
         self.calls: list[_Moments] = []
-        self.scratch: dict[str, Tensor] | None = None
-        self.own: tuple[dict[str, Tensor], float | None] | None = None  # what is set aside during a forward
+        self.scratch: dict[str, Tensor | None] | None = None
+        self.own: tuple[dict[str, Tensor | None], float | None] | None = None  # what is set aside during a forward
 
     def watch(self, undo: ExitStack) -> None:
         """Put the hooks on, innermost around the forward, and have `undo` take them off."""
@@ -156,11 +156,12 @@ class _Layer:
     @torch._disable_dynamo  # compiled, with the merge, the statistics came out wrong
     def before(self, module: _BatchNorm, args: tuple) -> None:
         """Set the layer's own buffers aside."""
+        self.put_back()  # if a forward was interrupted: at Ctrl-C torch calls no hook
         if not deferrable(module):
             return
         own = {name: module._buffers[name] for name in BUFFERS}
         if self.scratch is None:
-            self.scratch = {name: zeros(buffer) for name, buffer in own.items()}
+            self.scratch = {name: None if buffer is None else zeros(buffer) for name, buffer in own.items()}
         self.own = own, module.momentum
         module._buffers.update(self.scratch)
         module.momentum = 1.0
@@ -200,8 +201,10 @@ class _Layer:
         """Move the running statistics towards the group's, by torch's own formula, once per call."""
         module = self.module
         for moments in self.calls:
-            module.num_batches_tracked.add_(1)
-            factor = 1 / float(module.num_batches_tracked) if module.momentum is None else module.momentum
+            factor = module.momentum or 0.0  # 0, as torch has it, where there is no counter either
+            if module.num_batches_tracked is not None:
+                module.num_batches_tracked.add_(1)
+                factor = 1 / float(module.num_batches_tracked) if module.momentum is None else factor
             found = moments.mean, moments.squares / (moments.count - 1)
             for running, statistic in zip((module.running_mean, module.running_var), found, strict=True):
                 running.copy_(running.to(statistic.dtype).lerp(statistic, factor))

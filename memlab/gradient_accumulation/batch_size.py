@@ -17,6 +17,7 @@ import gc
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from numbers import Real
 
 import torch
 from torch import nn
@@ -226,7 +227,7 @@ def largest_predicted(predict: Callable[[int], int], budget_bytes: int, least: i
     while fails - fits > 1:
         size = (fits + fails) // 2
         nbytes = predict(size)
-        if isinstance(nbytes, bool) or not isinstance(nbytes, (int, float)):
+        if isinstance(nbytes, bool) or not isinstance(nbytes, Real):
             raise TypeError(
                 f"expected predict({size}) to be a number of bytes, found {type(nbytes).__name__}; of a training_step, "
                 "return its peak_bytes"

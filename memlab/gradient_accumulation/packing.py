@@ -89,15 +89,16 @@ def pack_rows(
     """
     if not len(examples):
         raise ValueError("expected at least one example, found none")
-    shape, device = (len(rows), row_tokens), examples[0].device
+    shape, device = (len(rows), row_tokens), getattr(examples[0], "device", None)
     full = lambda value: torch.full(shape, value, dtype=torch.int64, device=device)  # noqa: E731
     packed = Packed(x=full(padding), y=full(ignore_index), documents=full(-1), positions=full(0))
     for r, row in enumerate(rows):
         start = 0
         for document, i in enumerate(row):
             tokens = examples[i]
-            if tokens.dtype != torch.int64:
-                raise TypeError(f"expected examples of torch.int64, found {tokens.dtype} in example {i}")
+            if not isinstance(tokens, Tensor) or tokens.dtype != torch.int64:
+                found = tokens.dtype if isinstance(tokens, Tensor) else f"a {type(tokens).__name__}, no tensor,"
+                raise TypeError(f"expected examples of torch.int64, found {found} in example {i}; make it .long()")
             if tokens.dim() != 1 or not len(tokens):
                 raise ValueError(f"expected examples of shape (tokens,), found {tuple(tokens.shape)} in example {i}")
             stop = start + len(tokens)

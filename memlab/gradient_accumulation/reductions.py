@@ -7,6 +7,7 @@ reduction. Only names and numbers are read, no saved tensor, which a checkpoint 
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from torch import Tensor
@@ -23,7 +24,8 @@ PARTS = (*MEANS, "StackBackward0")  # a sum of these is a sum of means: nobody c
 def reduction_of(loss: Tensor) -> str | None:
     """The reduction that a loss ends in, "mean" or "sum", as autograd's graph shows it; None if it does not show.
 
-    It looks through sums of losses and changes of shape and dtype, and no further: a mean times a number may be a sum.
+    It looks through sums of losses, changes of shape and dtype and the mean or sum of one element, and no further: a
+    mean times a number may be a sum.
     """
     waiting, seen, found = [loss.grad_fn], set(), set()
     while waiting:
@@ -32,7 +34,7 @@ def reduction_of(loss: Tensor) -> str | None:
             continue
         seen.add(node)
         name, noted = _name(node), getattr(node, "_saved_reduction", None)
-        if name in SAME:
+        if name in SAME or (name in (*MEANS, *SUMS) and math.prod(getattr(node, "_saved_self_sym_sizes", (0,))) == 1):
             waiting += _behind(node)
         elif noted == MEAN or name in MEANS:
             found.add("mean")

@@ -112,7 +112,7 @@ def padded_tokens(lengths: Sequence[int], batch: Sequence[int]) -> int:
     >>> padded_tokens([30, 5, 28], [0, 1])
     60
     """
-    return len(batch) * max(lengths[i] for i in batch)
+    return len(batch) * max(operator.index(lengths[i]) for i in batch)
 
 
 def padding_waste(lengths: Sequence[int], batches: Iterable[Sequence[int]]) -> float:
@@ -128,5 +128,5 @@ def padding_waste(lengths: Sequence[int], batches: Iterable[Sequence[int]]) -> f
     batches = list(batches)
     if not batches:
         raise ValueError("expected at least one batch, found none; a sampler that is spent must be made again")
-    tokens = sum(lengths[i] for batch in batches for i in batch)
+    tokens = sum(operator.index(lengths[i]) for batch in batches for i in batch)  # numpy's small ints would overflow
     return 1 - tokens / sum(padded_tokens(lengths, batch) for batch in batches)

@@ -80,9 +80,10 @@ class _Lender:
         return tensor
 
     def close(self) -> None:
-        """Leave no hook, and no lent buffer in a layer whose forward did not come to its end."""
-        for module, hook in self.hooks.items():
+        """Leave no hook, and no lent buffer in a layer whose forward did not begin, or did not come to its end."""
+        for hook in self.hooks.values():
             hook.remove()
+        for module in list(self.aside):
             self.give_back(module)
 
 

@@ -53,8 +53,9 @@ def measure_chain(layers: Sequence[Callable], x: Tensor, *, cost: str = "flops")
     running statistics) and the random state are as they were.
 
     Raises TypeError for what is no function or no tensor. Raises ValueError for no stages, for a stage that returns
-    anything but one tensor, that writes into its input, or that keeps what a checkpoint cannot drop, and for a chain
-    that needs no backward.   Source: Beaumont et al. 2019, section 3 (the model of a chain).
+    anything but one tensor, that writes into its input, that sends no gradient to the stages before it, or that keeps
+    what a checkpoint cannot drop, and for a chain that needs no backward.   Source: Beaumont et al. 2019, section 3
+    (the model of a chain).
     """
     one_of("cost", cost, ("flops", "seconds"))
     layers = list(layers)
@@ -175,6 +176,11 @@ class _Bench:
         if out is not None:
             torch.autograd.backward(out, gradient[0] if last else torch.empty(0, device=out.device))
         done = self.mark()
+        if i and x.requires_grad and not sent:
+            raise ValueError(
+                f"expected stage {i} to send stage {i - 1} a gradient, found none (it detaches its input, or leaves it "
+                f"unused); measure the chain from stage {i} on, and run what is before it under torch.no_grad()"
+            )
         grads = {s._cdata: s.nbytes() for p in new if p.grad is not None for s in storages_of(p.grad)}
         for parameter in self.parameters:
             parameter.grad = None

@@ -171,7 +171,7 @@ def exponent(xs: Iterable[float], ys: Iterable[float]) -> float:
     >>> round(exponent([1, 4, 16], [3, 6, 12]), 12)
     0.5
     """
-    xs, ys = list(xs), list(ys)
+    xs, ys = list(map(float, xs)), list(map(float, ys))
     if len(xs) != len(ys) or len(set(xs)) < 2:
         raise ValueError(f"expected a y for each x and two different x at least, found {len(xs)} x and {len(ys)} y")
     if min(*xs, *ys) <= 0:

@@ -256,7 +256,7 @@ def fates(tensor: Tensor, format: str | Format, scale: float = 1.0) -> dict[str,
     it is normal from half a step below the smallest normal one. It overflows half an ulp beyond max: at that very
     tie to infinity, but not in E4M3, whose max has an even mantissa. Infinity and nan count as overflow.
 
-    tensor: of any shape and floating dtype. Scaled and compared in FP64, so nothing is rounded on the way.
+    tensor: of any shape and floating dtype. Scaled and compared in FP64: FP32 times a power of two is exact.
     Raises ValueError for an unknown format, or a scale that is not a finite number above 0.
     """
     format = number_format(format)

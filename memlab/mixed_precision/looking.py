@@ -27,9 +27,12 @@ class Seen(NamedTuple):
         return not (self.nan or self.plus or self.minus)
 
 
-def look(value: Tensor | float) -> Seen:
-    """Read a floating-point tensor of any shape, once if it is finite; or a scalar."""
-    numbers = torch.tensor(value, device="cpu") if isinstance(value, float) else numbers_of(value)
+def look(value: Tensor | complex) -> Seen:
+    """Read a floating-point tensor of any shape, once if it is finite; or a scalar, which Python keeps in FP64."""
+    if isinstance(value, Tensor):
+        numbers = numbers_of(value)
+    else:
+        numbers = torch.tensor([value.real, value.imag], dtype=torch.float64, device="cpu")
     low, high = torch.stack(numbers.aminmax()).tolist() if numbers.numel() else (0.0, 0.0)
     if math.isfinite(low) and math.isfinite(high):
         return Seen(False, False, False, max(abs(low), abs(high)))
@@ -48,7 +51,7 @@ def numbers_of(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.itemsize == 1 else tensor
 
 
-def floats_in(values: object) -> Iterator[Tensor | float]:
+def floats_in(values: object) -> Iterator[Tensor | complex]:
     """The floating-point tensors and scalars among an op's arguments or results, lists opened.
 
     Raises NotImplementedError for a nested tensor.
@@ -61,7 +64,7 @@ def floats_in(values: object) -> Iterator[Tensor | float]:
             )
         if (values.is_floating_point() or values.is_complex()) and not values.is_meta and not values.is_mkldnn:
             yield values
-    elif isinstance(values, float):
+    elif isinstance(values, (float, complex)):
         yield values
     elif isinstance(values, (list, tuple)):
         for value in values:

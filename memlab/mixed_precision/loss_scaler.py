@@ -154,6 +154,8 @@ class LossScaler:
         scale = getattr(optimizer, "grad_scale", None)
         if stage == READY:
             self._found_inf[optimizer] = self._multiply_gradients(optimizer, torch.ones_like(self._scale))
+            self._latest[optimizer] = None
+            self._stages[optimizer] = READY  # nothing was divided: after an error the next step divides
             scale = self._scale if scale is None else self._scale * scale
         optimizer.grad_scale, optimizer.found_inf = scale, self._found_inf[optimizer]
         try:
@@ -165,11 +167,13 @@ class LossScaler:
         """End the iteration: S backs off if any optimizer met inf or nan, else grows if it is time (and never to inf).
 
         new_scale: take this one instead, a number or a tensor of one element. Raises RuntimeError if nothing was
-        unscaled or stepped since the last update().
+        unscaled or stepped since the last update(); TypeError or ValueError for a new_scale that makes no sense.
         """
         if not self._enabled:
             return
         if new_scale is not None:
+            if isinstance(new_scale, Tensor) and new_scale.numel() != 1:
+                raise ValueError(f"expected new_scale to be one number, found one of shape {tuple(new_scale.shape)}")
             self._init_scale = float(checked("scale", new_scale.item() if isinstance(new_scale, Tensor) else new_scale))
             if self._scale is not None:
                 self._scale.fill_(self._init_scale)

@@ -34,6 +34,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, UntypedStorage
 from torch.nn import Module, Parameter
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
@@ -177,6 +178,7 @@ class _Watch(Meter):
         self.followed = Followed(self)
 
     def _set_up(self, stack: ExitStack) -> None:
+        stack.callback(register_module_forward_pre_hook(self._meet_model).remove)  # before the meter's, which names it
         super()._set_up(stack)
         self._log = self.followed
         stack.callback(setattr, self, "_log", None)
@@ -188,13 +190,12 @@ class _Watch(Meter):
                 elif isinstance(leaf, Tensor):
                     self._adopt_unseen([Owned(leaf, "input", name)])
 
-    def _enter_module(self, module: Module, args: tuple) -> None:
-        if id(module) not in self._module_names and self._modules_inside == [""]:
+    def _meet_model(self, module: Module, args: tuple) -> None:
+        if id(module) not in self._here.names and self._here.modules == [""]:
             self._learn(module)
             for place, leaf in enumerate(tree_leaves(args)):
                 if isinstance(leaf, Tensor):
                     self._adopt_unseen([Owned(leaf, "input", f"argument {place} of {type(module).__name__}")])
-        super()._enter_module(module, args)
 
     def _adopt_gradients(self, optimizer: torch.optim.Optimizer, *_) -> None:
         for group in optimizer.param_groups:
@@ -202,7 +203,7 @@ class _Watch(Meter):
 
     def _learn(self, model: Module) -> None:
         """The names in a model that the run turns out to use."""
-        self._module_names |= {id(module): name or type(model).__name__ for name, module in model.named_modules()}
+        self._here.names |= {id(module): name or type(model).__name__ for name, module in model.named_modules()}
         self._parameter_names |= {id(parameter): name for name, parameter in model.named_parameters()}
         self._adopt_unseen(owned_by_model([model]))
 
@@ -243,9 +244,10 @@ class _Watch(Meter):
 
     def _report(self, number: int, tensor: Tensor, kind: str, largest: float, came_in: str) -> NonFinite:
         op, numbers = self._ops[number], numbers_of(tensor)
+        bad = numbers.isnan() if kind == "nan" else numbers.isinf()
         return NonFinite(
             kind=kind,
-            count=int((numbers.isnan() if kind == "nan" else numbers.isinf()).sum()),
+            count=int((bad.any(-1) if tensor.is_complex() else bad).sum()),
             shape=tuple(tensor.shape),
             dtype=tensor.dtype,
             largest_input=largest,

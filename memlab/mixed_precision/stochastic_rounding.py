@@ -24,13 +24,14 @@ LOW_BITS = 0xFFFF
 def round_stochastically(x: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """x in BF16, each element rounded to one of its two neighbours, with x as expected value.
 
-    x: FP32, of any shape → the same shape. What BF16 can hold stays as it is, inf and nan too. Beyond the largest
-    finite BF16 number (3.39e38) the upper neighbour is inf. generator: of x's device.
+    x: FP32, of any shape → the same shape, without a gradient. What BF16 can hold stays as it is, inf and nan too.
+    Beyond the largest finite BF16 number (3.39e38) the upper neighbour is inf. generator: of x's device.
 
     Raises TypeError for an x that is not FP32.
     """
     if x.dtype is not torch.float32:
         raise TypeError(f"expected x in torch.float32, found {x.dtype}; convert it with x.float()")
+    x = x.detach()
     noise = torch.randint(LOW_BITS + 1, x.shape, dtype=torch.int32, device=x.device, generator=generator)
     high_bits = noise.add_(x.view(torch.int32)).bitwise_and_(~LOW_BITS)
     return torch.where(x.isfinite(), high_bits.view(torch.float32), x).bfloat16()
@@ -61,7 +62,8 @@ class StochasticRounding(MasterWeights):
         **defaults,
     ):
         super().__init__(params, optimizer_class, chunk_bytes=chunk_bytes, **defaults)
-        self.generator = generator or torch.Generator(self.param_groups[0]["params"][0].device).manual_seed(0)
+        first = next(p for group in self.param_groups for p in group["params"])
+        self.generator = generator or torch.Generator(first.device).manual_seed(0)
 
     def add_param_group(self, param_group: dict) -> None:
         """Add parameters, in BF16 or wider. Raises ValueError for FP16."""
