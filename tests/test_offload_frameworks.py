@@ -12,10 +12,12 @@ from torch.distributed.tensor import distribute_tensor
 from torch.nn import functional as F
 
 from memlab.book.frameworks import deepspeed_alone, has_deepspeed
+from memlab.book.measures.offloading import metered, wide_gpt
 from memlab.book.offload_frameworks import Moves, counted_moves, in_host, zero_offload_bytes
 from memlab.book.workloads import GPT, text_batch
 from memlab.memory_timeline import Meter, imagine, main_memory
 from memlab.mixed_precision import MasterWeights
+from memlab.offloading import swap_activations
 from memlab.ranks import one_rank
 
 SIZES = {"layers": 2, "width": 64, "heads": 2, "context": 32}
@@ -24,6 +26,27 @@ CARD = "imagined H100-80GB"
 SIDE_BYTES = 4 * 256 * 256
 
 needs_deepspeed = pytest.mark.skipif(not has_deepspeed(), reason="DeepSpeed is not installed (memlab[frameworks])")
+
+
+# ---- what the benchmark compares
+
+
+def test_bytes_of_a_swap_are_those_left_on_the_models_card_and_not_what_the_host_holds():
+    held, peak = {}, {}
+    with imagine("H100-80GB"):
+        model, x = GPT(**SIZES).bfloat16(), torch.zeros(64, 32, dtype=torch.long)
+        for name, context in {"none": contextlib.nullcontext(), "swap": swap_activations("cpu")}.items():
+            held[name], peak[name], _ = metered(model, (x, x), context)
+    given = 2 * PARAMETERS + x.nbytes
+    assert given < held["swap"] < given + 0.1 * (held["none"] - given)
+    assert held["swap"] < peak["swap"] < peak["none"]
+
+
+def test_the_wide_model_that_a_gpu_swaps_is_never_in_main_memory():
+    with Meter() as meter:
+        model = wide_gpt("meta")
+    assert {(p.device.type, p.dtype) for p in model.parameters()} == {("meta", torch.bfloat16)}
+    assert sum(p.nbytes for p in model.parameters()) > 6 * 2**30 and meter.timeline.peak_bytes == 0
 
 
 # ---- torch.autograd.graph.save_on_cpu

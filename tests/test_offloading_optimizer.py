@@ -31,6 +31,10 @@ def parameters(dtype=BF16, shapes=SHAPES, seed=0) -> list[nn.Parameter]:
     return [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in shapes]
 
 
+def wide_parameters() -> list[nn.Parameter]:
+    return [parameters(dtype, [(300,)])[0] for dtype in (FP32, torch.float64, torch.complex64)]
+
+
 def backward(params, seed, but=()) -> None:
     """Gradients through autograd, the same for every list of parameters of these shapes."""
     generator = torch.Generator().manual_seed(seed)
@@ -128,6 +132,18 @@ def test_frozen_and_unused_parameters_cost_nothing_and_unfreezing_one_needs_no_c
     assert set(offloaded.state) == set(params) and not torch.equal(params[0], before)
     backward(params, 2)
     assert params[0].grad is None
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_a_step_without_any_gradient_changes_nothing_as_torchs_own(gradients, to):
+    (p,) = parameters(shapes=[(4,)])
+    optimizer = OffloadedOptimizer([p], optim.AdamW, to=to, gradients=gradients)
+    before = p.detach().clone()
+    assert optimizer.step() is None and optimizer.step(lambda: 2.0) == 2.0
+    assert torch.equal(p, before) and not optimizer.state_dict()["state"]
+    backward([p], 0)
+    optimizer.step()
+    assert not torch.equal(p, before)
 
 
 def test_a_parameter_added_later_is_stepped_and_its_gradient_leaves_too(to):
@@ -255,6 +271,18 @@ def test_clipping_offloaded_gradients_is_clipping_fp32_ones(norm_type, to):
     assert all(torch.equal(p, q) for p, q in zip(ours, theirs, strict=True))
 
 
+def test_gradients_of_other_dtypes_are_clipped_as_torch_does(to):
+    ours, theirs = wide_parameters(), wide_parameters()
+    offloaded, plain = OffloadedOptimizer(ours, optim.AdamW, to=to, gradients=True), optim.AdamW(theirs)
+    for params in (ours, theirs):
+        sum((p * p.conj()).real.sum() for p in params).backward()
+    norm, expected = offloaded.clip_grad_norm_(0.5), nn.utils.clip_grad_norm_(theirs, 0.5)
+    assert torch.equal(norm, expected) and norm.dtype is torch.float64 and norm > 0.5
+    offloaded.step()
+    plain.step()
+    assert all(torch.equal(p, q) for p, q in zip(ours, theirs, strict=True))
+
+
 def test_clipping_what_stays_is_torchs_clipping(to):
     ours, theirs = parameters(), parameters()
     offloaded = OffloadedOptimizer(ours, optim.AdamW, to=to)
@@ -340,6 +368,19 @@ def test_a_run_that_stops_and_resumes_elsewhere_is_the_run_that_does_not_stop(dt
         torch.save(optimizer.state_dict(), saved := io.BytesIO())
         del optimizer
     assert all(torch.equal(p, q) for p, q in zip(params, whole, strict=True))
+
+
+def test_states_of_several_dtypes_are_saved_as_they_are_and_nothing_else_of_the_file_is(to):
+    ours, theirs = wide_parameters(), wide_parameters()
+    offloaded, plain = OffloadedOptimizer(ours, optim.AdamW, to=to, gradients=True), optim.AdamW(theirs)
+    found, expected = io.BytesIO(), io.BytesIO()
+    for params, optimizer, saved in ((ours, offloaded, found), (theirs, plain, expected)):
+        sum((p * p.conj()).real.sum() for p in params).backward()
+        optimizer.step()
+        torch.save(optimizer.state_dict(), saved)
+    assert abs(found.tell() - expected.tell()) < 300 * FP32.itemsize, "less than the smallest gradient"
+    found.seek(0)
+    assert_same_states(torch.load(found, weights_only=True), plain.state_dict())
 
 
 def test_loading_the_state_of_a_start_forgets_what_there_was(to):

@@ -503,6 +503,21 @@ def test_a_conversion_is_refused(to):
     model.double()
 
 
+@pytest.mark.parametrize("which", ["model", "container", "part of a layer"])
+def test_a_refused_conversion_has_converted_nothing(which, to):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4))))
+    chosen = {"model": model, "container": model[1], "part of a layer": model[1][1][0]}[which]
+    with stream_weights(model, [model[1][1]], to):
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        with pytest.raises(RuntimeError, match="convert or copy it before the block"):
+            chosen.double()
+        assert {p.dtype for p in model.parameters()} == {torch.float32}
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+        model(torch.ones(2, 4)).sum().backward()
+        model[0].double().float()
+    assert not [name for module in model.modules() for name in ("_apply", "__deepcopy__") if name in vars(module)]
+
+
 def test_a_copy_is_refused_whose_weights_would_be_empty(to):
     model = gpt()
     with stream_weights(model, model.blocks, to):
@@ -572,11 +587,12 @@ def test_sparse_gradients_are_refused(to):
         (lambda model: [model.blocks[0], model.blocks[0].attention], "contains one"),
         (lambda model: [model.dropout], "no weights"),
         (lambda model: [], "no weights"),
+        (lambda model: model.blocks[0], "write .layer."),
     ],
 )
 def test_layers_that_cannot_be_streamed_are_refused(layers, message):
     model = gpt()
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         stream_weights(model, layers(model))
 
 

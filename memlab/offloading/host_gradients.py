@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from memlab.memory_timeline import in_main_memory, main_memory
+from memlab.mixed_precision.master_weights import HALVES
 from memlab.offloading.host_link import HostLink, HostLinks
 from memlab.offloading.slab import pinned_bytes
 from memlab.offloading.state_file import StateFile, StateRegion
@@ -96,16 +97,15 @@ class HostGradients:
     def clip_norm(
         self, params: Iterable[Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool
     ) -> Tensor:
-        """The norm of these parameters' gradients, () in FP32; what makes it at most max_norm is left to the step.
+        """The norm of these parameters' gradients, () in FP32, or FP64 if any are; the step makes it at most max_norm.
 
         Raises RuntimeError with `error_if_nonfinite`, if it is inf or nan.
         """
-        norm = functools.partial(torch.linalg.vector_norm, ord=norm_type, dtype=torch.float32)
         with main_memory():
-            norms = [norm(self.loaded(p)) for p in params if p in self.held and p.numel()]
+            norms = [_norm(self.loaded(p), norm_type) for p in params if p in self.held and p.numel()]
             if not norms:
                 return torch.zeros((), device="cpu")
-            total = norm(torch.stack(norms))
+            total = torch.linalg.vector_norm(torch.stack(norms), norm_type)
             if error_if_nonfinite and not total.isfinite():
                 raise RuntimeError(f"expected gradients of a finite norm, found {total.item()}; skip the step")
             self.clipping = (max_norm / (total + 1e-6)).clamp(max=1.0)
@@ -150,6 +150,11 @@ class HostGradients:
         event.synchronize()
         if not first:
             self.held[p].add_(place)
+
+
+def _norm(gradient: Tensor, norm_type: float) -> Tensor:
+    """Of one gradient; of 16 bits in FP32."""
+    return torch.linalg.vector_norm(gradient, norm_type, dtype=torch.float32 if gradient.dtype in HALVES else None)
 
 
 def _take(gradients: weakref.ref[HostGradients], p: Tensor) -> None:

@@ -137,7 +137,7 @@ class OffloadedOptimizer(MasterWeights):
         with ExitStack() as stack:
             stack.callback(self._after_step)
             self._open(stack, chunks)
-            for chunk, following in zip(chunks, [*chunks[1:], []], strict=True):
+            for chunk, following in itertools.zip_longest(chunks, chunks[1:], fillvalue=[]):
                 if chunk is chunks[0]:
                     self._send_for(chunk)
                 self._receive(chunk)
@@ -257,7 +257,8 @@ class OffloadedOptimizer(MasterWeights):
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
-        """As torch.nn.utils.clip_grad_norm_ for all parameters, wherever their gradients are. Returns their norm, FP32.
+        """As torch.nn.utils.clip_grad_norm_ for all parameters, wherever their gradients are. Returns their norm: FP32,
+        or FP64 if any of them is.
 
         With gradients=True the step does it: it multiplies the FP32 gradients, so that nothing is rounded on the way.
         Call it when all gradients are there, once a step. Raises RuntimeError for a norm of inf or nan, if told to.
@@ -285,13 +286,12 @@ class OffloadedOptimizer(MasterWeights):
 
     def state_dict(self) -> dict:
         """As of MasterWeights. States from a file are mapped: read when they are used, so save them before you step."""
-        kept, memory = self.state, self._file.mapped() if self._places else None
+        kept, window = self.state, self._file.mapped() if self._places else None
         self.state = defaultdict(dict)
         try:
             for p, states in kept.items():
                 if p in self._places:
-                    offset, nbytes, _ = place = self._places[p]
-                    states = states | place.tensors(memory[offset : offset + nbytes])
+                    states = states | self._places[p].mapped(window)
                 if p.dtype not in HALVES:
                     states = {name: state for name, state in states.items() if name != "master"}  # only a copy
                 if states:

@@ -41,15 +41,42 @@ class Source:
 class Piece:
     """A part of a storage at one version: in a parcel, or, without one, where it was."""
 
-    __slots__ = ("footprint", "handles", "number", "order", "parcel", "record", "source", "store", "version", "waiting")
+    __slots__ = (
+        "footprint",
+        "handles",
+        "number",
+        "order",
+        "parcel",
+        "record",
+        "source",
+        "store",
+        "version",
+        "waiting",
+        "witness",
+    )
 
-    def __init__(self, source: Source, version: int, footprint: Footprint, record: Record):
-        self.source, self.version, self.footprint, self.record = source, version, footprint, record
+    def __init__(self, source: Source, tensor: Tensor, footprint: Footprint, record: Record):
+        self.source, self.version, self.footprint, self.record = source, tensor._version, footprint, record
+        self.witness = witness_of(tensor)
         self.parcel: Parcel | None = None
         self.store: Store | None = None
         self.order: list[Piece | None] = []  # that left in the same forward; this one is at place `number`
         self.number = self.handles = 0
         self.waiting = 0  # while it is on the device again: the handles that backward has not come to
+
+    def serves(self, version: int, wanted: Footprint) -> bool:
+        """Whether a tensor of this version and footprint can be made from it: nobody has written there since."""
+        return self.witness._version == self.version == version and self.footprint.covers(wanted)
+
+
+def witness_of(tensor: Tensor) -> Tensor:
+    """A tensor without bytes, whose version goes on with this one's.
+
+    Not a storage has a version but a tensor with its views: `x.data` counts from 0 again, whatever x has counted.
+    """
+    witness = tensor.detach()
+    witness.data = witness.new_empty(0)
+    return witness
 
 
 class Handle:

@@ -88,7 +88,7 @@ def resident_bytes(layer_bytes: Sequence[int], prefetch: int = 1) -> int:
     >>> resident_bytes([10, 30, 20, 5]), resident_bytes([10, 30, 20, 5], prefetch=0)
     (50, 30)
     """
-    return max(sum(layer_bytes[i : i + 1 + prefetch]) for i in range(len(layer_bytes)))
+    return max((sum(layer_bytes[i : i + 1 + prefetch]) for i in range(len(layer_bytes))), default=0)
 
 
 def sent_to(home: Home, parameters: list[nn.Parameter]) -> list[nn.Parameter]:

@@ -10,6 +10,7 @@ The file has no name, so the system removes it however the process ends.   Sourc
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 from collections import deque
@@ -34,6 +35,18 @@ class StateRegion(NamedTuple):
     def tensors(self, memory: Tensor) -> dict[str, Tensor]:
         """The region's tensors over `memory`: (nbytes,) of uint8, which holds its bytes."""
         return {name: shape.of(memory) for name, shape in self.shapes.items()}
+
+    def mapped(self, window: mmap.mmap) -> dict[str, Tensor]:
+        """The region's tensors over a window on the whole file.
+
+        Each has a storage of its own, as torch.save writes whole storages and takes none for two dtypes.
+        """
+        return {
+            name: torch.frombuffer(
+                window, dtype=shape.dtype, count=math.prod(shape.size), offset=self.start + shape.offset_bytes
+            ).as_strided(shape.size, shape.stride)
+            for name, shape in self.shapes.items()
+        }
 
 
 class StateFile:
@@ -75,11 +88,9 @@ class StateFile:
         """Read the region's bytes. memory: (region.nbytes,) of uint8."""
         self._file.read(region.start, memory)
 
-    def mapped(self) -> Tensor:
-        """The whole file as a tensor, (bytes,) of uint8, read where it is looked at; what you write to it is yours."""
-        if not self._file.reserved_bytes:
-            return torch.empty(0, dtype=torch.uint8, device="cpu")
-        return torch.frombuffer(self._file.mapped(0, self._file.reserved_bytes, mmap.ACCESS_COPY), dtype=torch.uint8)
+    def mapped(self) -> mmap.mmap | None:
+        """A window on the whole file, read where it is looked at; what you write to it is yours. None: it is empty."""
+        return self._file.mapped(0, self._file.reserved_bytes, mmap.ACCESS_COPY) if self._file.reserved_bytes else None
 
     def close(self) -> None:
         """Give the file's room back."""

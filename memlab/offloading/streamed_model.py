@@ -24,6 +24,8 @@ def parts_of(model: nn.Module, layers: Iterable[nn.Module]) -> list[tuple[nn.Mod
 
     Raises ValueError for a layer that is not in the model or contains another, and if there is nothing to stream.
     """
+    if isinstance(layers, nn.Module) and not isinstance(layers, Iterable):
+        raise TypeError(f"expected layers in a list, found one {type(layers).__name__}; write [layer]")
     layers, modules = list(dict.fromkeys(layers)), set(model.modules())
     for layer in layers:
         if layer not in modules:
@@ -100,9 +102,13 @@ def manners(model: nn.Module, residency: Residency, courier: Courier) -> Iterato
     with ExitStack() as stack:
         clear = functools.partial(zero_grad, model.zero_grad, residency, courier)
         stack.enter_context(replaced_method(model, "zero_grad", clear))
+        inside = {module for layer in residency.layers for module in layer.module.modules()}
+        for module in model.modules():
+            if not inside.isdisjoint(module.modules()):  # what is around layers too, before any of it is converted
+                stack.enter_context(replaced_method(module, "_apply", refuse_conversion))
+            if module in inside:
+                stack.enter_context(replaced_method(module, "__deepcopy__", refuse_conversion))
         for layer in residency.layers:
-            for name in ("_apply", "__deepcopy__"):
-                stack.enter_context(replaced_method(layer.module, name, refuse_conversion))
             for hook in (
                 layer.module.register_state_dict_post_hook(functools.partial(as_at_home, layer)),
                 layer.module.register_load_state_dict_pre_hook(functools.partial(before_loading, layer, residency)),

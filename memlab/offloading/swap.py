@@ -163,16 +163,16 @@ class Swap:
 
     def _piece(self, tensor: Tensor) -> Piece:
         """The piece that covers the tensor: one that left before, or else one of its own, which leaves if it may."""
-        storage, version, wanted = tensor.untyped_storage(), tensor._version, footprint(tensor)
+        storage, wanted = tensor.untyped_storage(), footprint(tensor)
         source = self._known.get(storage._cdata)
         if source is None or source.storage() is not storage:
             source = self._known[storage._cdata] = Source(storage, self._forward)
         for piece in source.pieces:
-            if piece.version == version and piece.footprint.covers(wanted):
+            if piece.serves(tensor._version, wanted):
                 return piece
         forward, nbytes = self._forward, wanted.nbytes
         record, leaves = forward.next_tensor(nbytes, self.budget_bytes - self.elsewhere_bytes)
-        piece = Piece(source, version, wanted, record)
+        piece = Piece(source, tensor, wanted, record)
         if leaves:
             piece.store = self._store(tensor)
             piece.parcel = piece.store.put(needed(tensor, wanted), nbytes)
