@@ -15,7 +15,7 @@ from memlab.data_parallelism import rank_bytes
 from memlab.data_parallelism.arithmetic import unit_sizes
 from memlab.memory_arithmetic import Transformer
 from memlab.memory_timeline import imagine
-from memlab.ranks import run_ranks
+from memlab.ranks import imagined_ranks, run_ranks
 
 
 def is_page(package, name: str) -> bool:
@@ -66,6 +66,13 @@ def test_a_metered_step_of_one_of_many_imagined_ranks_begins_with_what_its_stage
     buckets = [*units, root] if stage == 3 else [sum([*units, root], [])]
     formula = rank_bytes(buckets, 7, stage, weight_bytes=2, state_bytes=12, counter_bytes=4)
     assert (found["parameter"], found["optimizer_state"]) == (formula.parameters, formula.optimizer_states)
+
+
+def test_fsdp2_is_compared_on_the_cpu_where_ours_is_also_on_a_machine_with_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch._C, "_get_accelerator", lambda *_: torch.device("cuda"))  # where FSDP2 goes by itself
+    with imagined_ranks(2):
+        model, _ = measures.theirs(small(), 3)
+    assert {parameter.device_mesh.device_type for parameter in model.parameters()} == {"cpu"}
 
 
 def test_the_benchmarks_rows_of_launches_say_that_all_went_well():

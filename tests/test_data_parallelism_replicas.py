@@ -1,8 +1,11 @@
 """DataParallel beside one process and beside DDP: equal numbers, exact bytes, and nothing that hangs or stays."""
 
+import copy
 import gc
+import pickle
 import threading
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -286,6 +289,18 @@ def frozen_meanwhile(rank, **options):
         return gradients(model.module)
 
 
+def taken_by_a_hook(rank, **options):
+    """The reader's own hooks, older than the wrapper's, have set gradients to None: of `left` on one rank."""
+    torch.manual_seed(5)
+    model = Two().double()
+    for name, p in model.named_parameters():
+        if name.startswith("never") or name.startswith("left") and rank == 0:
+            p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    with DataParallel(model, "200 B", **options) as replica:
+        replica(rows_of(rank), "left", "right", "never").square().mean().backward()
+    return gradients(model)
+
+
 def group_of_one_and_two(rank, **options):
     group = distributed.new_group([1, 2])
     if rank not in (1, 2):
@@ -307,6 +322,7 @@ CASES = {
     "two forwards": two_forwards,
     "twice": twice,
     "frozen meanwhile": frozen_meanwhile,
+    "taken": taken_by_a_hook,
     "nonfinite": nonfinite,
     "all raise": lambda rank, **options: after_an_error(rank, (0, 1), "left", "right", **options),
     "one raises": lambda rank, **options: after_an_error(rank, (1,), "left", "right", **options),
@@ -438,6 +454,17 @@ def test_a_parameter_frozen_after_it_was_wrapped_gets_no_gradient(cases, how, fi
     expected = mean(*(alone_of(rank, "left", "right") for rank in (0, 1)))
     for rank in cases:
         close(rank["frozen meanwhile", how, find], expected, find=True)
+
+
+@every_way
+def test_a_gradient_that_a_hook_took_away_counts_as_one_that_never_came(cases, how, find):
+    parts = [alone_of(rank, "left", "right", "never") for rank in range(2)]
+    for name in parts[0]:
+        if not name.startswith("right"):
+            for part in parts[: 2 if name.startswith("never") else 1]:
+                part[name] = torch.zeros_like(part[name])
+    for rank in cases:
+        close(rank["taken", how, find], mean(*parts), find)
 
 
 def test_a_group_of_some_ranks_averages_among_them():
@@ -714,6 +741,9 @@ def buffers(rank):
     model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4, dtype=torch.bfloat16))
     for name, value in (("flags", [rank == 0]), ("count", [rank]), ("wave", [complex(rank, 1)])):
         model.register_buffer(name, torch.tensor(value))
+    model.register_buffer("short", torch.tensor([rank], dtype=torch.int16))
+    model.register_buffer("strided", torch.arange(16)[rank::2])
+    model.register_buffer("expanded", torch.tensor([rank]).expand(2, 3))
     model[1].weight.data = model[1].weight.data.t()
     replica = DataParallel(model)
     begun = {name: value.clone() for name, value in model.state_dict().items()}
@@ -779,3 +809,65 @@ class CheckpointedFirst(nn.Module):
 def test_a_tied_weight_across_a_reentrant_checkpoint_is_refused_and_not_averaged_wrongly():
     with pytest.raises(RankError, match="expected one gradient of a parameter .* use_reentrant=False"):
         run_ranks(tied_across_a_checkpoint, 2)
+
+
+def second_gradient(rank, change, wrap=lambda replica: replica):
+    """A layer's gradient of 1 on rank 0, 2 on rank 1, after its first one was changed and zeroed."""
+    model = nn.Linear(3, 2, bias=False)
+    replica = DataParallel(model)
+    ready = wrap(replica)
+    for _ in range(2):
+        gradient = model.weight.grad
+        if gradient is not None:
+            change(replica, gradient)
+            gradient.zero_()
+        ready(torch.full((1, 3), rank + 1.0, dtype=model.weight.dtype)).sum().backward()
+    return model.weight.grad.tolist()
+
+
+def led_elsewhere(_, gradient):
+    gradient.data = gradient.data.clamp(-1, 1)
+
+
+CHANGES = {"data": led_elsewhere, "in place": lambda _, g: g.clamp_(-1, 1), "dtype": lambda r, _: r.double()}
+
+
+def all_changes(rank):
+    found = {name: second_gradient(rank, change) for name, change in CHANGES.items()}
+    compiled = partial(torch.compile, backend="eager")
+    return found | {"compiled": second_gradient(rank, CHANGES["in place"], compiled)}
+
+
+def test_a_gradient_that_was_led_out_of_its_bucket_and_the_compiled_models_are_averaged_all_the_same():
+    for rank in run_ranks(all_changes, 2):
+        assert rank == dict.fromkeys([*CHANGES, "compiled"], [[1.5] * 3] * 2)
+
+
+def test_a_parameter_that_came_after_the_wrapper_is_refused_since_nobody_would_average_it():
+    with imagined_ranks(2):
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        replica = DataParallel(model)
+        model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+        with pytest.raises(RuntimeError, match="expected 0.weight as when it was wrapped, found another parameter"):
+            replica(torch.ones(2))
+        with torch.no_grad():
+            replica(torch.ones(2))
+        replica = DataParallel(model)
+        model.append(nn.Linear(2, 2).requires_grad_(False))
+        replica(torch.ones(2)).sum().backward()
+        model[2].requires_grad_(True)
+        with pytest.raises(RuntimeError, match="expected 2.weight as when it was wrapped"):
+            replica(torch.ones(2))
+
+
+def test_what_does_not_fit_a_state_dict_is_said_by_the_models_own_names():
+    with imagined_ranks(2):
+        replica = DataParallel(nn.Linear(2, 2))
+        found = replica.load_state_dict({"weight": torch.ones(2, 2), "other": torch.ones(1)}, strict=False)
+    assert found.missing_keys == ["bias"] and found.unexpected_keys == ["other"]
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, pickle.dumps])
+def test_a_copy_of_the_wrapper_whose_gradients_nobody_would_average_is_refused(duplicate):
+    with imagined_ranks(2), pytest.raises(TypeError, match="expected state_dict.* or a copy of its .module"):
+        duplicate(DataParallel(nn.Linear(2, 2)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import io
 import traceback
 import weakref
 from contextlib import nullcontext
@@ -24,13 +25,15 @@ from memlab.data_parallelism import (
     fully_shard,
     load_full_optimizer_state,
     load_full_state_dict,
+    traffic_bytes,
 )
+from memlab.data_parallelism.arithmetic import padded_elements
 from memlab.data_parallelism.shard import divide_factors
 from memlab.data_parallelism.sharding import units_of
 from memlab.gradient_checkpointing import checkpoint
 from memlab.memory_timeline import Meter, imagine
 from memlab.mixed_precision import MasterWeights
-from memlab.ranks import run_ranks
+from memlab.ranks import Traffic, run_ranks
 
 SIZES = {"layers": 3, "width": 16, "heads": 2, "context": 8, "vocabulary": 32}
 
@@ -415,6 +418,18 @@ def checkpointed(rank, world, how, inside):
     return True
 
 
+def a_checkpointed_layer_of_the_root_tied_to_a_units(rank, world):
+    def make():
+        model = stack(around=partial(torch_checkpoint, use_reentrant=False))
+        model.layers[0][2].weight = model.layers[3][2].weight
+        return model
+
+    plain, model = make(), make()
+    fully_shard(model.layers[3])  # whose backward is through before the first layer's begins
+    fully_shard(model)
+    return same_twice(plain, model, rank, world)
+
+
 def two_units_in_one_checkpoint(rank, world):
     plain, model = stack(), stack()
     first, second = model.layers[:2], model.layers[2:]
@@ -446,6 +461,19 @@ def several_forwards_and_backwards(rank, world):
         for _ in range(3):
             loss.backward(retain_graph=True)
     return same_gradients(model, plain)
+
+
+def gradients_of_gradients(rank, world, reshard):
+    """A penalty on the gradient of the input, after which nothing is gathered."""
+    plain, model = both(stack, reshard_after_forward=reshard)
+    for _ in range(2):
+        for each, x in zip((plain, model), rows(rank, world), strict=True):
+            x = x.clone().requires_grad_()
+            (gradient,) = torch.autograd.grad(each(x).square().sum(), x, create_graph=True)
+            (each(x).square().mean() + (gradient.norm(dim=1) - 1).square().mean()).backward()
+        assert same_gradients(model, plain)
+        assert gathered_bytes(model) == 0
+    return True
 
 
 def gradients_of_inputs(rank, world):
@@ -620,7 +648,7 @@ def master_weights(rank, world):
 def clipping(rank, world):
     plain, model = both(stack)
     everyone, mine = rows(rank, world)
-    for norm in (2.0, 1.0, float("inf")):
+    for norm in (2.0, 1.0, "inf"):
         plain(everyone).square().mean().backward()
         model(mine).square().mean().backward()
         expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e-3, norm)
@@ -634,6 +662,26 @@ def clipping(rank, world):
     model.zero_grad()
     with pytest.raises(ValueError, match="in no unit"):
         clip_grad_norm_(plain, 1.0)
+    return True
+
+
+def clipping_of_complex_numbers(rank, world):
+    def made(*dtypes):
+        return nn.ParameterList(
+            [torch.arange(1, 4) * torch.ones((), dtype=dtype) * (1 + 1j if dtype.is_complex else 1) for dtype in dtypes]
+        )
+
+    for dtypes in ([torch.complex64], [torch.complex64, torch.float32]):
+        for norm in (2.0, 1.0, "inf"):
+            plain, model = made(*dtypes), fully_shard(made(*dtypes))
+            for each in (plain, model):
+                for p in each.parameters():
+                    p.grad = p.detach().clone()
+            expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0, norm)
+            found = clip_grad_norm_(model, 1.0, norm)
+            assert found.dtype is expected.dtype is torch.float32
+            assert abs(found - expected) <= 1e-6 * expected
+            assert same_gradients(model, plain, 1e-6)
     return True
 
 
@@ -710,6 +758,9 @@ def what_is_wrong_is_said(rank, world):
     for change in (model.half, lambda: copy.deepcopy(model), lambda: nn.Sequential(model).double()):
         with pytest.raises(RuntimeError, match="before fully_shard"):
             change()
+    for whole in (model, nn.Sequential(model)):
+        with pytest.raises(TypeError, match="full_state_dict"):
+            torch.save(whole, io.BytesIO())
     _, mine = rows(rank, world)
     assert all(torch.isfinite(p).all() and p.dim() == 1 for p in model.parameters())  # a sharded weight may be read
     loss = model(mine).square().mean()
@@ -729,6 +780,19 @@ def what_is_wrong_is_said(rank, world):
     used(mine).sum().backward()
     with pytest.raises(ValueError, match="without gradients"):
         fully_shard(used)
+    hooked, came = nn.Linear(8, 4).double(), []
+    handle = hooked.weight.register_hook(came.append)
+    with pytest.raises(ValueError, match="without register_hook, found one at weight; autograd .* would never call it"):
+        fully_shard(hooked)
+    handle.remove()
+    hooked.weight.register_post_accumulate_grad_hook(lambda p: came.append(p.grad.shape == p.shape))
+    fully_shard(hooked)(mine).sum().backward()
+    assert came == [True]
+    handle = hooked.bias.register_hook(came.append)
+    with pytest.raises(RuntimeError, match="expected no register_hook on bias of Linear"):
+        hooked(mine)
+    handle.remove()
+    hooked(mine)
     with pytest.raises(ValueError, match="expected prefetch"):
         fully_shard(stack(), prefetch=-1)
     with pytest.raises(ValueError, match="found a plain Stack"):
@@ -751,6 +815,12 @@ def states_that_do_not_fit_are_refused(rank, world):
     other = torch.optim.AdamW([{"params": [*stack().parameters()][:3]}, {"params": [*stack().parameters()][3:]}])
     with pytest.raises(ValueError, match="parameter groups"):
         load_full_optimizer_state(model, optimizer, other.state_dict())
+    with pytest.raises(ValueError, match="expected state and param_groups"):
+        load_full_optimizer_state(model, optimizer, {})
+    packed = optimizer.state_dict()
+    for number, complaint in {99: "number 99, which is not", 0: r"of shape \(12, 8\), found \(9,\)"}.items():
+        with pytest.raises(ValueError, match=complaint):
+            load_full_optimizer_state(model, optimizer, packed | {"state": {number: {"exp_avg": torch.ones(9)}}})
     assert all(torch.equal(after[key], value) for key, value in before.items())
     load_full_state_dict(model, state if rank == 0 else {})
     assert all(torch.equal(state[key], value) for key, value in full_state_dict(model).items())
@@ -760,16 +830,81 @@ def states_that_do_not_fit_are_refused(rank, world):
     return True
 
 
+class Scaled(nn.Module):
+    """A layer, a factor that is one number, and a count that travels as extra state. x: (n, 4) → a loss, ()."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.factor, self.seen = nn.Linear(4, 4), nn.Parameter(torch.tensor(0.5)), 0
+
+    def forward(self, x):
+        return (self.layer(x) * self.factor).square().mean()
+
+    def get_extra_state(self):
+        return {"seen": self.seen}
+
+    def set_extra_state(self, state):
+        self.seen = state["seen"]
+
+
+def a_unit_of_one_number_goes_on_and_the_saved_state_stays_as_it_was(rank, world):
+    def made():
+        torch.manual_seed(0)
+        model = Scaled()
+        fully_shard(model.layer)
+        fully_shard(model)  # of the factor alone
+        return model, torch.optim.NAdam(model.parameters(), lr=0.1)
+
+    def steps(model, optimizer):
+        for _ in range(2):
+            model(torch.ones(2, 4)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    first, optimizer = made()
+    first.seen = 7 * (1 - rank)
+    steps(first, optimizer)
+    with torch.inference_mode():
+        saved, states = full_state_dict(first), full_optimizer_state(first, optimizer)
+    before = copy.deepcopy(states)
+    steps(first, optimizer)
+    for _ in range(2):  # twice from one state: what the first did to it, the second would see
+        second, other = made()
+        load_full_state_dict(second, saved)
+        load_full_optimizer_state(second, other, states)
+        steps(second, other)
+        assert second.seen == 7
+        assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+    for number, state in states.get("state", {}).items():
+        assert all(torch.equal(before["state"][number][name], value) for name, value in state.items())
+    return True
+
+
 def buffers_are_rank_0s(rank, world):
     torch.manual_seed(rank)
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     model[1].running_mean.normal_()
+    own = {
+        "short": torch.tensor([rank], dtype=torch.int16),
+        "strided": (torch.arange(16.0) + 100 * rank)[::2],
+        "expanded": torch.tensor([rank]).expand(2, 3),
+    }
+    for name, value in own.items():
+        model.register_buffer(name, value, persistent=name != "expanded")
     fully_shard(model)
     mean = model[1].running_mean.clone()
     distributed.broadcast(mean, 0)
     assert torch.equal(mean, model[1].running_mean)
+    assert model.short.item() == 0 and model.expanded.tolist() == [[0] * 3] * 2
+    assert model.strided.tolist() == [*range(0, 16, 2)]
+    assert model.strided._base[1::2].tolist() == [n + 100 * rank for n in range(1, 16, 2)]
     state = full_state_dict(model)
-    return rank > 0 or list(state) == list(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).state_dict())
+    if rank == 0:
+        state["strided"] += 1
+    load_full_state_dict(model, state)
+    assert model.strided.tolist() == [*range(1, 17, 2)]
+    plain = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).state_dict()
+    return rank > 0 or sorted(state) == sorted([*plain, "short", "strided"])
 
 
 def prefetched(rank, world, prefetch):
@@ -810,6 +945,8 @@ FACTS = {
     "two units in one checkpoint": two_units_in_one_checkpoint,
     "several forwards and backwards": several_forwards_and_backwards,
     "gradients of inputs": gradients_of_inputs,
+    "gradients of gradients": partial(gradients_of_gradients, reshard=None),
+    "gradients of gradients, kept": partial(gradients_of_gradients, reshard=False),
     "hidden outputs": hidden_outputs,
     "in place on inputs and views": in_place_on_inputs_and_views,
     "an LSTM": an_lstm,
@@ -817,13 +954,16 @@ FACTS = {
     "kept units": partial(kept_units, reshard=False),
     "a root that is resharded": partial(kept_units, reshard=True),
     "an optimizer of before and one in backward": an_optimizer_of_before_and_one_in_backward,
+    "a checkpointed layer of the root tied to a unit's": a_checkpointed_layer_of_the_root_tied_to_a_units,
     "mixed precision": mixed_precision,
     "master weights": master_weights,
     "clipping": clipping,
+    "clipping of complex numbers": clipping_of_complex_numbers,
     "bytes are as the formula says": bytes_are_as_the_formula_says,
     "the graph is freed with its last reference": the_graph_is_freed_with_its_last_reference,
     "what is wrong is said": what_is_wrong_is_said,
     "states that do not fit are refused": states_that_do_not_fit_are_refused,
+    "a unit of one number goes on": a_unit_of_one_number_goes_on_and_the_saved_state_stays_as_it_was,
     "buffers are rank 0's": buffers_are_rank_0s,
 }
 
@@ -918,6 +1058,18 @@ def test_traffic_is_two_gathers_and_a_reduce_scatter_of_each_unit(reshard):
     assert gathers == sorted([root] * (2 if reshard else 1) + 2 * blocks)
     if reshard:  # 1.5 times what an all-reduce of all gradients takes, 2Ψ(N − 1) / N
         assert sum(gathers) + sum(scatters) == 3 * sum(padded)
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+def test_a_root_that_returns_what_its_last_unit_does_gathers_nothing_a_third_time(rank_0_of_64, prefetch):
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)), nn.Linear(8, 2, bias=False))
+    for layer in model:
+        fully_shard(layer, prefetch=prefetch)
+    fully_shard(model, prefetch=prefetch)
+    with Traffic() as traffic:
+        model(torch.ones(1, 8)).sum().backward()
+    whole = 4 * padded_elements([*[[64, 8]] * 4, [16]], 64)
+    assert traffic.sent_bytes == traffic_bytes(whole, whole, 64, stage=3)
 
 
 @pytest.mark.parametrize("prefetch, most", [(0, 1), (1, 2), (2, 3)])

@@ -392,6 +392,45 @@ def odd_backwards(rank):
     return facts
 
 
+def frozen_late(rank, stage):
+    """How far from torch: frozen between backward and step, by one bucket or all; thawed for a backward in between."""
+    made = [parameters(FP64, [(8, 4), (8, 4), (3,)]) for _ in range(2)]
+    ours, whole = made
+    options = {"lr": 0.1, "weight_decay": 0.1}
+    optimizer = ZeroOptimizer(ours, optim.AdamW, stage, bucket_bytes=SMALL, **options)
+    reference, found = optim.AdamW(whole, **options), []
+    for before, frozen in (([0, 1, 2], [1]), ([0, 2], [0, 2]), ([0, 1, 2], [0, 1, 2]), ([1], [])):
+        for params in made:
+            for number, p in enumerate(params):
+                p.requires_grad_(number in before)
+        sum((1 + rank) * ours[n].square().sum() for n in before if rank == 0 or n != 1 or len(before) == 1).backward()
+        for each in range(2):
+            used = [n for n in before if each == 0 or n != 1 or len(before) == 1]
+            (sum((1 + each) * whole[n].square().sum() for n in used) / 2).backward()
+        for params in made:
+            for number in frozen:
+                params[number].requires_grad_(False)
+        optimizer.step()
+        reference.step()
+        reference.zero_grad()
+        found.append(apart(ours, whole))
+    never = [nn.Parameter(torch.ones(3), requires_grad=False), nn.Parameter(torch.ones(3))]
+    optimizer = ZeroOptimizer(never, optim.SGD, stage, lr=0.1)
+    never[0].grad = torch.ones(3)
+    return found, raised(optimizer.step)
+
+
+def taken_by_a_hook(rank):
+    """What stage 2 makes of a gradient that the reader's own hook has set to None, on one rank and on both."""
+    params = parameters(FP64, [(4,), (3,), (5,)])
+    for number, p in enumerate(params[:2]):
+        if number <= rank:
+            p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    optimizer = ZeroOptimizer(params, optim.SGD, 2, bucket_bytes=8, find_unused_parameters=True, lr=0.1)
+    sum(p.sum() for p in params).backward()
+    return [None if part.grad is None else set(part.grad.tolist()) for part in optimizer.param_groups[0]["params"]]
+
+
 def tied(rank):
     torch.manual_seed(rank)
     first, last, other = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
@@ -548,6 +587,8 @@ def as_two(rank, state, values):
         "ten steps": {(stage, k): ten_steps(rank, 2, stage, k) for stage in (1, 2) for k in (1, 2)},
         "resumed": saved(rank, state, values, range(3, 6), None),
         "odd": odd_backwards(rank),
+        "frozen late": [frozen_late(rank, stage) for stage in (1, 2)],
+        "taken": taken_by_a_hook(rank),
         "nonfinite": nonfinite(rank),
         "norms": norms(rank),
         "torch": beside_torchs_own(rank),
@@ -693,6 +734,17 @@ def test_frozen_thawed_tied_and_checkpointed_parameters_have_the_gradients_they_
         assert facts["odd"]["thawed"] and facts["odd"]["reentrant"] and facts["odd"]["tied"]
 
 
+def test_a_parameter_frozen_between_backward_and_step_is_stepped_on_all_ranks_as_by_torch(two):
+    for facts in two:
+        for apart_by, refusal in facts["frozen late"]:
+            assert max(apart_by) <= 1e-12
+            assert "freeze it again after step(), or set its grad to None" in refusal
+
+
+def test_a_gradient_that_a_hook_took_away_counts_as_one_that_never_came(two):
+    assert [facts["taken"] for facts in two] == [[None, {0.5}, {1.0}]] * 2
+
+
 def test_an_inf_on_one_rank_makes_all_skip_with_a_scaler_that_agrees_and_nan_for_all_without(two):
     for facts in two:
         *histories, refused, nan = facts["nonfinite"].values()
@@ -787,7 +839,7 @@ def test_errors_say_what_to_do():
         with_meta = [*params, nn.Parameter(torch.empty(2, device="meta"))]
         assert "all parameters on one device, found cpu, meta" in raised(ZeroOptimizer, with_meta, optim.SGD)
         assert "looks at a parameter's rows and columns" in raised(ZeroOptimizer, parameters(), optim.Adafactor)
-        assert "whose step calls a closure" in raised(ZeroOptimizer, parameters(), optim.LBFGS)
+        assert "at once and would be wrong on parts; use AdamW" in raised(ZeroOptimizer, parameters(), optim.LBFGS)
         assert "expected an optimizer's class" in raised(ZeroOptimizer, parameters(), lambda parts: parts)
 
         model = nn.Embedding(5, 3, sparse=True)

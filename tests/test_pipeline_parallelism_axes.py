@@ -29,7 +29,7 @@ from memlab.pipeline_parallelism import (
     ways,
 )
 from memlab.pipeline_parallelism.axes import AXES
-from memlab.ranks import Traffic, imagined_ranks, mesh
+from memlab.ranks import Traffic, imagined_ranks, mesh, mesh_groups
 from memlab.tensor_parallelism.arithmetic import rank_parameters
 
 SHAPE = Transformer(layers=4, width=32, heads=4, vocabulary=34, context=12)
@@ -133,6 +133,31 @@ def test_the_axis_that_talks_most_belongs_innermost():
     )
     shares = stage_shares(story, 64, 1024, micro_batches=16, **sizes)
     assert way.micro_batches == 16 and way.sent == {axis: max(share.sent[axis] for share in shares) for axis in AXES}
+
+
+def test_a_micro_batch_has_as_many_texts_as_were_said_or_the_way_is_none():
+    for batch, at_once in itertools.product((7, 8, 10, 12), (1, 2, 3, 4)):
+        found = ways(4, SHAPE, batch, TOKENS, texts_at_once=at_once)
+        assert all(way.data * way.micro_batches * at_once == batch for way in found)
+        assert {way.data for way in found} == {data for data in (1, 2, 4) if batch % (data * at_once) == 0}
+
+
+@pytest.mark.parametrize("node", [1, 2, 3, 4, 5, 8, 12])
+def test_an_axis_is_fast_exactly_if_none_of_its_groups_has_ranks_in_two_nodes(node):
+    shape = Transformer(layers=4, width=48, heads=6, vocabulary=36, context=12)
+    for way in ways(12, shape, 12, TOKENS):
+        for order in itertools.permutations(AXES):
+            seconds = axis_seconds(way, order, node, inside=4.0, between=1.0)
+            for axis, groups in mesh_groups({axis: getattr(way, axis) for axis in order}).items():
+                crosses = any(rank // node != group[0] // node for group in groups for rank in group)
+                assert seconds[axis] == way.sent[axis] / (1.0 if crosses else 4.0), (way, order, axis)
+
+
+def test_an_order_of_other_axes_is_refused():
+    way = ways(4, SHAPE, BATCH, TOKENS)[0]
+    for order in (("data", "tensor"), ("data", "tensor", "tensor"), ("data", "tensor", "pipeline", "expert")):
+        with pytest.raises(ValueError, match="expected each of data, pipeline, tensor once, found data, tensor"):
+            axis_seconds(way, order)
 
 
 def test_seconds_of_a_ring_are_those_of_chapter_13():

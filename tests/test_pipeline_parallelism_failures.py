@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from memlab.data_parallelism import DataParallel
 from memlab.memory_timeline import Meter
 from memlab.pipeline_parallelism import (
     Pipeline,
@@ -19,7 +20,7 @@ from memlab.pipeline_parallelism import (
 )
 from memlab.pipeline_parallelism.schedule import BACKWARD, FORWARD, Action
 from memlab.pipeline_parallelism.stage import StageRun
-from memlab.ranks import RankError, Traffic, imagined_ranks, one_rank, run_ranks
+from memlab.ranks import RankError, Traffic, imagined_ranks, mesh, one_rank, run_ranks
 
 make = functools.partial
 SQUARE = make(nn.Linear, 6, 6, bias=False, dtype=torch.float64)
@@ -262,6 +263,54 @@ def test_ranks_that_all_go_on_after_one_has_raised_are_in_step(schedule):
         torch.testing.assert_close(first[0]["0.weight"], model[0].weight.grad, rtol=1e-13, atol=1e-15)
         assert first[1] is None and torch.equal(last[1], total)
         torch.testing.assert_close(last[2], model(X).detach())
+
+
+def goes_on_beside_replicas(rank, clear):
+    """Gradients of two steps, of other rows each, after one that the first replica's last stage did not end."""
+    axes = mesh(data=2, pipeline=2)
+    data, pipeline = axes.get_group("data"), axes.get_group("pipeline")
+    first = axes.get_local_rank("data") == 0
+
+    def loss(out, y):
+        if first and fails:
+            raise fails.pop()
+        return F.mse_loss(out, y)
+
+    torch.manual_seed(0)
+    plan = plan_pipeline(LAYERS, one_forward_one_backward(2, 2), X[:4])
+    wrapped = Pipeline(plan, loss, group=pipeline, wrap=functools.partial(DataParallel, group=data))
+    fails, found = [], []
+    for step in range(4):
+        if step == 1:
+            fails.append(Planted())
+        mine = slice(0, 4) if first else slice(4, 8)
+        try:
+            wrapped.step(X[mine] + step, Y[mine])
+        except Planted:
+            assert first and step == 1
+        if step > 1:
+            found.append({n: p.grad.clone() for n, p in wrapped.named_parameters()})
+        for p in wrapped.parameters():
+            if clear == "None":
+                p.grad = None
+            else:
+                p.grad.zero_()
+    return found
+
+
+@pytest.mark.parametrize("clear", ["None", "zero"])
+def test_replicas_stay_in_step_with_one_whose_step_has_raised(clear):
+    torch.manual_seed(0)
+    model = nn.Sequential(*[layer() for layer in LAYERS])
+    ranks = run_ranks(goes_on_beside_replicas, 4, clear, timeout=20)
+    for number, step in enumerate((2, 3)):
+        model.zero_grad()
+        F.mse_loss(model(X + step), Y).backward()
+        for name, p in model.named_parameters():
+            found = [rank[number][name] for rank in ranks if name in rank[number]]
+            assert len(found) == 2
+            for gradient in found:
+                torch.testing.assert_close(gradient, p.grad, rtol=1e-13, atol=1e-15)
 
 
 def goes_on_after_a_refused_batch(rank, bad):

@@ -24,7 +24,7 @@ from memlab.pipeline_parallelism import (
     load_full_state_dict,
     plan_pipeline,
 )
-from memlab.ranks import ALONE, imagined_ranks, mesh, one_rank, place_in, run_ranks
+from memlab.ranks import ALONE, Traffic, imagined_ranks, mesh, one_rank, place_in, run_ranks
 from memlab.tensor_parallelism import TensorParallelGPT
 from tests.tensor_parallelism_helpers import raised
 
@@ -192,12 +192,72 @@ def test_on_imagined_ranks_norms_and_states_run_and_a_state_has_this_ranks_layer
 # ---- and on several
 
 
+class Twice(torch.nn.Module):
+    """One weight under two names, in one layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+        self.down.weight = self.up.weight
+
+    def forward(self, x):
+        return self.down(self.up(x))
+
+
+def of_one_weight(group) -> list[tuple]:
+    """Of a full state, with a tie between two stages and without: names, which weights share memory, bytes sent."""
+    plan = plan_pipeline([Twice, Twice], gpipe(2, 2), torch.zeros(4, 4), tied=[("0.down.weight", "1.up.weight")])
+    pipeline = Pipeline(plan, torch.nn.functional.mse_loss, group=group)
+    other = plan_pipeline([Twice, Twice], gpipe(2, 2), torch.zeros(4, 4))
+    apart = Pipeline(other, torch.nn.functional.mse_loss, group=group)
+    found = []
+    for each in (pipeline, apart):
+        with Traffic() as traffic:
+            state = full_state_dict(each)
+        sent = sum(message.sent_bytes for message in traffic.records if message.name == "send")
+        places = [t.data_ptr() for name, t in state.items() if name.endswith("weight")]
+        found.append((list(state), [places.index(place) for place in places], sent))
+    return found
+
+
+class Counting(torch.nn.Linear):
+    """What it has counted travels as extra state."""
+
+    def __init__(self):
+        super().__init__(4, 4)
+        self.count = 0
+
+    def get_extra_state(self):
+        return {"count": self.count}
+
+    def set_extra_state(self, state):
+        self.count = state["count"]
+
+
+def of_extra_states(group, tensor) -> list:
+    """The extra states of a full state, this rank's counts after loading it in two ways, and the error without one."""
+    plan = plan_pipeline([Counting, Counting], gpipe(2, 2), torch.zeros(4, 4))
+    pipeline = Pipeline(plan, torch.nn.functional.mse_loss, group=group)
+    (layer,) = (layer for stage in pipeline.layers.values() for layer in stage)
+    layer.count = 5 + torch.distributed.get_rank()
+    state = full_state_dict(pipeline, tensor)
+    found = [{name: value for name, value in state.items() if "extra" in name}]
+    for given in (state, gathered(state)):
+        layer.count = 0
+        load_full_state_dict(pipeline, given, tensor)
+        found.append(layer.count)
+    lacking = {name: t for name, t in state.items() if name != "1._extra_state"}
+    return [*found, raised(lambda: load_full_state_dict(pipeline, lacking, tensor))]
+
+
 def on_four(rank: int) -> dict:
     axes = mesh(pipeline=2, tensor=2)
     pipeline, tensor = axes.get_group("pipeline"), axes.get_group("tensor")
     whole = trained_once(interleaved(2, 2, 2), pipeline, tensor)
     state = full_state_dict(whole, tensor)
     found = {"state": state, "shared": state and state[TIED[0][0]] is state[TIED[0][1]]}
+    found["of one weight"] = of_one_weight(pipeline)
+    found["extra states"] = of_extra_states(pipeline, tensor)
     found["norm"] = clip_grad_norm_(whole, 1.0, tensor_group=tensor).item()
 
     again = trained_once(gpipe(2, 2), pipeline, tensor, seed=5)  # other weights, other stages
@@ -238,6 +298,21 @@ def test_a_full_state_is_the_plain_models_in_its_order_and_on_the_first_rank_onl
     assert list(state) == list(plain)
     assert all(torch.equal(state[name], p) for name, p in plain.items())
     assert ranks[0]["shared"] and all(rank["state"] == {} for rank in ranks[1:])
+
+
+def test_weights_that_are_one_share_memory_in_a_full_state_whether_their_layers_are_on_one_stage_or_two(ranks):
+    names = [f"{n}.{part}.{kind}" for n in (0, 1) for part in ("up", "down") for kind in ("weight", "bias")]
+    (tied, of_tied, _), (apart, of_apart, _) = ranks[0]["of one weight"]
+    assert sorted(tied) == sorted(apart) == sorted(names)
+    assert (of_tied, of_apart) == ([0, 0, 0, 0], [0, 0, 2, 2])
+    assert [sent for *_, sent in ranks[2]["of one weight"]] == [2 * 4 * 4, 2 * 4 * 4 + 4 * 4 * 4]
+
+
+def test_extra_states_of_all_stages_are_in_a_full_state_and_come_back_from_it(ranks):
+    assert ranks[0]["extra states"][0] == {"0._extra_state": {"count": 5}, "1._extra_state": {"count": 7}}
+    for rank, found in enumerate(ranks):
+        assert found["extra states"][1:3] == [7 if rank >= 2 else 5] * 2
+        assert "found no 1._extra_state (1 missing)" in found["extra states"][3]
 
 
 def test_a_full_state_loads_into_other_stages_from_one_rank_or_from_each(ranks):

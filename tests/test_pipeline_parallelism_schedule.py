@@ -116,6 +116,14 @@ def test_1f1b_with_all_micro_batches_in_flight_is_gpipe():
         assert whole.actions == gpipe(stages, micro_batches).actions
 
 
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+@pytest.mark.parametrize("chunks", [1, 2, 3])
+def test_interleaving_sends_a_message_for_each_cut_that_it_makes(ranks, chunks):
+    schedules = interleaved(ranks, chunks, 2 * ranks), one_forward_one_backward(ranks, 2 * ranks)
+    many, few = (sum(action.kind in SENDS for of in each.actions for action in of) for each in schedules)
+    assert many * (ranks - 1) == few * (chunks * ranks - 1)
+
+
 def test_one_chunk_interleaved_is_1f1b_with_nearly_twice_as_much_in_flight():
     eager = one_forward_one_backward(3, 6, in_flight=[5, 3, 1])
     assert interleaved(3, 1, 6).actions == eager.actions

@@ -57,6 +57,10 @@ def results():
         right, left = (rank + 1) % WORLD, (rank - 1) % WORLD
         theirs = exchange(shared.t() + rank, right, torch.zeros(3, 2).t(), left)
         nothing = exchange(torch.empty(0), right, torch.empty(0), left)
+        wave = torch.full((1,), 1 + rank * 1j).conj()  # its imaginary part is negative by a bit of the tensor only
+        conjugate, negative = torch.zeros_like(wave).conj(), torch.zeros_like(wave).conj().imag
+        exchange(wave, right, conjugate, left)
+        exchange(wave.imag, right, negative, left)
         sent = torch.tensor([rank, rank], dtype=torch.int64)
         if rank % 2 == 0:
             send(sent, rank + 1)
@@ -68,7 +72,7 @@ def results():
             (distributed.get_rank(), distributed.get_world_size(), distributed.get_backend()),
             {"piece": piece, "whole": whole, "weight": weight, "view": kept[:2], "half": kept[:1].bfloat16()},
             meter.timeline,
-            {"theirs": theirs, "nothing": nothing, "sent": sent},
+            {"theirs": theirs, "nothing": nothing, "sent": sent, "wave": (conjugate.item(), negative.item())},
         )
 
     shared = torch.arange(6.0).view(3, 2)
@@ -122,6 +126,8 @@ def test_everyone_sends_to_the_right_while_receiving_from_the_left_whatever_the_
         assert torch.equal(facts.talk["theirs"], shared.t() + (rank - 1) % WORLD)
         assert facts.talk["nothing"].numel() == 0
         assert facts.talk["sent"].tolist() == [rank - rank % 2] * 2
+        left = (rank - 1) % WORLD
+        assert facts.talk["wave"] == (1 - left * 1j, -left)
 
 
 def test_more_ranks_than_cores_and_a_single_one():

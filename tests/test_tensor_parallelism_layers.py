@@ -639,6 +639,12 @@ def test_without_a_process_group_layers_say_where_one_comes_from():
             kind(IN, OUT)
 
 
+@pytest.mark.parametrize("region", [gather_from_ranks, scatter_to_ranks, gather_sequence, reduce_scatter_sequence])
+def test_a_single_number_has_no_parts(region):
+    with imagined_ranks(2), pytest.raises(ValueError, match=r"expected x of at least one dimension.*x.reshape\(1\)"):
+        region(torch.tensor(3.0))
+
+
 SAID = {
     "split for a column": (
         "ValueError: expected a whole x, (..., 16), found (8, 4); it is a part already: RowParallelLinear "

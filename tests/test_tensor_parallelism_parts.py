@@ -9,7 +9,13 @@ import pytest
 import torch
 
 from memlab.ranks import imagined_ranks
-from memlab.tensor_parallelism import ColumnParallelLinear, RowParallelLinear, VocabularyParallelEmbedding, cut_of
+from memlab.tensor_parallelism import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabularyParallelEmbedding,
+    cut_evenly,
+    cut_of,
+)
 
 
 @pytest.fixture
@@ -70,3 +76,21 @@ def test_a_layer_with_a_group_of_its_own_is_copied_with_it(layers):
     other = copy.deepcopy(layer, {id(group): group})
     assert other.group is group and other.sending.group is group
     assert cut_of(other.weight) == cut_of(layer.weight)
+
+
+@pytest.mark.parametrize("dim", [-1, -2, -3])
+def test_a_dimension_counted_from_the_end_is_cut_as_the_one_that_it_is(dim):
+    full = torch.arange(4 * 6 * 8).view(4, 6, 8)
+    cuts = [cut_evenly(full.shape, dim, rank, 2) for rank in range(2)]
+    assert cuts == [cut_evenly(full.shape, dim + 3, rank, 2) for rank in range(2)]
+    for cut, part in zip(cuts, full.chunk(2, dim), strict=True):
+        assert cut.part_shape == part.shape and torch.equal(cut.part_of(full), part)
+
+
+def test_a_dimension_and_a_rank_that_are_not_there_are_refused():
+    for dim in (2, -3):
+        with pytest.raises(ValueError, match=rf"expected a dimension of \(8, 4\), from -2 to 1, found {dim}"):
+            cut_evenly((8, 4), dim, 0, 2)
+    for rank in (2, -1):
+        with pytest.raises(ValueError, match=f"expected a rank from 0 to 1, found {rank}"):
+            cut_evenly((8, 4), 0, rank, 2)

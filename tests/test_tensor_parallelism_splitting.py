@@ -278,6 +278,8 @@ def test_checksums_differ_where_one_bit_or_two_places_do():
             assert checksum(x) != checksum(y)
     assert checksum(torch.zeros(3)) != checksum(torch.tensor([0.0, -0.0, 0.0]))
     assert checksum(torch.empty(0)) == 0 and checksum(torch.ones(6, 4).t()) == checksum(torch.ones(4, 6))
+    rows = torch.sparse_coo_tensor([[2, 0, 2]], torch.tensor([[1.0, 2], [3, 4], [5, 6]]), (4, 2), check_invariants=True)
+    assert checksum(rows) == checksum(torch.tensor([[3.0, 4], [0, 0], [6, 8], [0, 0]])) != checksum(2 * rows)
 
 
 def gpt(seed: int = 0, **options) -> TensorParallelGPT:
@@ -367,7 +369,17 @@ def other_place(rank, model):
             model.norm(torch.ones(3, 16))
 
 
+def sparse_gradient(rank, model, twice=True):
+    """Of a whole table beside a parallel layer; each rank has looked up as many rows."""
+    model = nn.Sequential(nn.Embedding(8, 4, sparse=True), ColumnParallelLinear(4, 4))
+    with check_replicas(model):
+        model(torch.arange(4)).sum().backward()
+        if rank == 1 and twice:
+            model[0].weight.grad = 2 * model[0].weight.grad
+
+
 FAULTS = {
+    sparse_gradient: "same gradient of 0.weight on all ranks .*; every rank must run the same backward",
     other_batch: r"the same input of TensorParallelGPT on all ranks of the group, found on rank 0, 3: \(2, 8\) of "
     r"torch.int64 and .*; on rank 1: .*; on rank 2: .*; give every rank of the group the same batch",
     other_targets: "the same input of TensorParallelGPT on all ranks",
@@ -395,6 +407,8 @@ def faults(rank: int) -> dict:
         except ValueError as error:
             hooks = sum(len(module._forward_pre_hooks) for module in model.modules())
             said[fault.__name__] = str(error), hooks
+    torch.manual_seed(0)
+    sparse_gradient(rank, None, twice=False)
     for sequence in (False, True):
         model = gpt(kv_heads=2, dropout=0.2, sequence_parallel=sequence)
         with check_replicas(model), Traffic() as traffic:
@@ -460,12 +474,20 @@ def test_what_would_be_lost_or_cannot_be_made_is_refused_and_the_model_stays_as_
 
     hooked = two(lambda model: model[1].register_forward_hook(lambda *_: None))
     watched = two(lambda model: model[1].weight.register_hook(lambda gradient: gradient))
+    stepped = two(lambda model: model[1].weight.register_post_accumulate_grad_hook(lambda p: None))
+    saved = two(lambda model: model[1].register_state_dict_post_hook(lambda *_: None))
+    loaded = two(lambda model: model[1].register_load_state_dict_pre_hook(lambda *_: None))
+    replaced = two(lambda model: setattr(model[1], "forward", lambda x: x))
     normed = two(lambda model: nn.utils.parametrizations.weight_norm(model[1]))
     plan = {"0": ColumnParallelLinear, "1": RowParallelLinear}
     with imagined_ranks(2):
         for model, error, told in [
             (hooked, ValueError, "no hooks on 1"),
             (watched, ValueError, "no hooks on 1"),
+            (stepped, ValueError, "no hooks on 1"),
+            (saved, ValueError, "no hooks on 1"),
+            (loaded, ValueError, "no hooks on 1"),
+            (replaced, ValueError, "no hooks on 1"),
             (normed, TypeError, "parametrized|nn.Linear"),
         ]:
             with pytest.raises(error, match=told):
@@ -476,4 +498,11 @@ def test_what_would_be_lost_or_cannot_be_made_is_refused_and_the_model_stays_as_
             split_layers(model, {"0": ColumnParallelLinear, "1": (RowParallelLinear, {"sequence": True})})
         with pytest.raises(ValueError, match="sections"):
             split_layers(model, {"1": RowParallelLinear, "0": (ColumnParallelLinear, {"sections": (4, 3)})})
+        for option in ({"bias": False}, {"in_features": 4}):
+            with pytest.raises(TypeError, match=f"expected options for 1 without {[*option][0]}, which its own layer"):
+                split_layers(model, {"0": ColumnParallelLinear, "1": (RowParallelLinear, option)})
+        with pytest.raises(RuntimeError, match="nowhere"):
+            split_layers(model, {"0": ColumnParallelLinear, "1": (RowParallelLinear, {"device": "nowhere"})})
+        with pytest.raises(RuntimeError, match="nowhere"):
+            split_layers(model, plan, device="nowhere")
         assert [type(layer) for layer in model] == [nn.Linear, nn.Linear]

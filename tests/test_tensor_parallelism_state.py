@@ -64,6 +64,39 @@ class Split(nn.Module):
         self.head.weight = self.table.weight
 
 
+class Counting(nn.Module):
+    """A layer in parts; what it has counted travels as extra state, as anything or as a tensor."""
+
+    def __init__(self, group, as_tensor: bool):
+        super().__init__()
+        self.layer, self.count, self.as_tensor = ColumnParallelLinear(8, 8, group=group), 0, as_tensor
+
+    def get_extra_state(self):
+        return torch.tensor(self.count) if self.as_tensor else {"count": self.count}
+
+    def set_extra_state(self, state):
+        self.count = int(state) if self.as_tensor else state["count"]
+
+
+def extra_states(group, folder: Path) -> list:
+    """Counts after loading from rank 0, from every rank and from a file, and the error without them."""
+    model = nn.Sequential(Counting(group, False), Counting(group, True))
+    path, found = folder / f"extra {place_in(group)[1]}, {distributed.get_rank() // place_in(group)[1]}.pt", []
+    model[0].count, model[1].count = 5 + place_in(group)[0], 7 + place_in(group)[0]
+    full = full_state_dict(model, group)
+    save_full(model, path, group)
+    for load in (
+        lambda: load_full_state_dict(model, full, group),
+        lambda: load_full_state_dict(model, torch.load(path), group),
+        lambda: load_full(model, path, group),
+    ):
+        model[0].count = model[1].count = 0
+        load()
+        found.append((model[0].count, model[1].count))
+    lacking = {name: t for name, t in full.items() if name != "1._extra_state"}
+    return [found, raised(lambda: load_full_state_dict(model, lacking, group))]
+
+
 def plain(seed: int = 0) -> Plain:
     torch.manual_seed(seed)
     model = Plain()
@@ -104,6 +137,16 @@ def states(group) -> dict:
         facts["gathered"] = found == {}
     load_full_state_dict(forget(split), found, group)
     facts["loaded from rank 0"] = same(split, expected)
+    split.seen = torch.arange(16.0, dtype=FP64)[::2]  # every other number of its memory
+    strided = torch.arange(8.0, dtype=FP64) + 100
+    load_full_state_dict(split, expected | {"seen": strided} if rank == 0 else {}, group)
+    facts["strided"] = torch.equal(split.seen, strided) and split.seen._base[1::2].tolist() == [*range(1, 16, 2)]
+    split.seen = torch.zeros(4, dtype=torch.float8_e4m3fn)
+    eighths = torch.tensor([0.125, -3, 448, 0]).to(torch.float8_e4m3fn)
+    facts["float8"] = raised(
+        lambda: load_full_state_dict(split, expected | {"seen": eighths} if rank == 0 else {}, group)
+    ) + str(split.seen.tolist())
+    split.seen = torch.tensor(7)
     load_full_state_dict(split, {name: t.float() for name, t in expected.items()}, group)
     facts["converted"] = same(split, {name: t.float().to(t.dtype) for name, t in expected.items()})
 
@@ -253,7 +296,9 @@ def optimizers(group, folder: Path) -> dict:
 def in_rank(rank: int, folder: str) -> list:
     found = []
     for group in groups():
-        found.append((states(group), through_files(group, Path(folder)), norms(group), optimizers(group, Path(folder))))
+        path = Path(folder)
+        found.append((states(group), through_files(group, path), norms(group), optimizers(group, path)))
+        found[-1] += (extra_states(group, path),)
     whole = Split(None)
     found.append(raised(lambda: full_state_dict(whole, groups()[1])))
     return found
@@ -261,7 +306,7 @@ def in_rank(rank: int, folder: str) -> list:
 
 @pytest.fixture(scope="module")
 def ranks_found(tmp_path_factory) -> list:
-    """By rank: [states, files, norms, optimizers] in a group of one, of two and of four."""
+    """By rank: [states, files, norms, optimizers, extra states] in a group of one, of two and of four."""
     return run_ranks(in_rank, 4, str(tmp_path_factory.mktemp("states")), timeout=240)
 
 
@@ -272,6 +317,13 @@ def facts(ranks_found: list, which: int) -> list[tuple[int, dict]]:
 def test_a_full_state_goes_into_parts_and_comes_back_bitwise(ranks_found):
     for size, found in facts(ranks_found, 0):
         assert found["loaded"] and found["gathered"] and found["loaded from rank 0"] and found["converted"], size
+        assert found["strided"] and found["float8"] == "nothing[0.125, -3.0, 448.0, 0.0]", size
+
+
+def test_a_modules_extra_state_is_rank_0s_and_comes_back_from_it_from_every_rank_and_from_a_file(ranks_found):
+    for size, (found, lacking) in facts(ranks_found, 4):
+        assert found == [(5, 7)] * 3, size
+        assert "found no 1._extra_state (1 missing)" in lacking
 
 
 def test_to_gather_a_state_each_rank_sends_its_parts_and_rank_0_holds_one_more_at_most(ranks_found):
@@ -368,6 +420,16 @@ def test_a_checkpoint_of_a_split_gpt_is_the_plain_ones(tmp_path):
     with one_rank("cpu"):
         split = TensorParallelGPT(**sizes)
         assert same(split, expected.state_dict())
+
+
+def test_a_model_on_meta_is_refused_a_state_which_it_would_not_keep():
+    with one_rank("cpu"):
+        model = Split(None)
+        state = full_state_dict(model)
+        with pytest.raises(ValueError, match=r"expected seen in memory, found it on meta.*to_empty"):
+            load_full_state_dict(model.to("meta"), state)
+        load_full_state_dict(model.to_empty(device="cpu"), state)
+        assert same(model, state)
 
 
 def test_states_of_imagined_ranks_have_the_full_models_shapes():

@@ -6,7 +6,7 @@ company, is settled in company first.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -41,13 +41,29 @@ def start_equal(module: nn.Module, group=None, **settings) -> None:
     or in one of the settings.
     """
     refuse_other_models(module, group, **settings)
-    tensors = [t.detach() for t in (*module.parameters(), *module.buffers()) if t.numel()]
-    dense = [t if t.is_contiguous() else t.contiguous() for t in tensors]
-    for work in [distributed.broadcast(t, group=group, group_src=0, async_op=True) for t in dense]:
+    fill_from_rank_0((*module.parameters(), *module.buffers()), group)
+
+
+@torch.no_grad()
+def fill_from_rank_0(tensors: Iterable[Tensor], group=None) -> None:
+    """Give every rank rank 0's numbers in these tensors, of any strides and dtypes. Every rank calls it.
+
+    A broadcast fills memory from end to end, whatever the strides say; and of bytes, since neither gloo nor NCCL knows
+    int16, say.
+    """
+    tensors = [_unexpanded(t.detach()) for t in tensors if t.numel()]
+    dense = [t.contiguous().resolve_conj().resolve_neg() for t in tensors]
+    wires = [t.as_strided((t.numel(),), (1,)).view(torch.uint8) for t in dense]
+    for work in [distributed.broadcast(t, group=group, group_src=0, async_op=True) for t in wires]:
         work.wait()
     for t, received in zip(tensors, dense, strict=True):
         if received is not t:
             t.copy_(received)
+
+
+def _unexpanded(t: Tensor) -> Tensor:
+    """A view of each number once, where `expand` shows one memory several times."""
+    return t[tuple(0 if stride == 0 else slice(None) for stride in t.stride())]
 
 
 def refuse_other_models(module: nn.Module, group=None, **settings) -> None:

@@ -33,7 +33,7 @@ class Averaging:
         self.buckets, self.group, self.find_unused = buckets, group, find_unused
         self.factor = 1 / distributed.get_world_size(group)
         self.syncing = True
-        self.running = False
+        self.running = self.closed = False
         self.arrived: list[set[int]] = [set() for _ in buckets]
         self.sent: list[Callable[[], None]] = []  # what waits for each bucket that is on its way
         scratch_bytes = max(bucket.piece_bytes for bucket in buckets)
@@ -55,7 +55,7 @@ class Averaging:
         """
         bucket = self.buckets[at]
         p = bucket.params[number]
-        if p.grad.is_sparse:
+        if p.grad is not None and p.grad.is_sparse:
             raise TypeError(f"expected dense gradients, found a sparse one of {tuple(p.shape)}; use sparse=False")
         if self.running and number in self.arrived[at]:
             raise RuntimeError(
@@ -64,11 +64,14 @@ class Averaging:
             )
         bucket.fill()
         if not self.syncing:
-            bucket.place(number, 1)
+            if p.grad is not None:
+                bucket.place(number, 1)
             return
         if not self.running:
             self.running = True
             _at_end_of_backward(self.finish)
+        if p.grad is None:  # a hook before this one took it: as if it had not come
+            return
         bucket.place(number, self.factor)
         self.arrived[at].add(number)
         while len(self.sent) < len(self.buckets) and self.full(len(self.sent)):
@@ -148,6 +151,7 @@ class Averaging:
 
     def close(self) -> None:
         """Take the hooks off and end the thread."""
+        self.closed = True
         for hook in self._hooks:
             hook.remove()
         if self.background is not None:

@@ -34,7 +34,7 @@ class GradientBucket:
 
     def fill(self) -> None:
         """Have a buffer. Its values are any but for the padding, which is 0."""
-        if self.flat is None:
+        if self.flat is None or self.flat.dtype is not self.params[0].dtype:  # as after `model.double()`
             self.flat = self.params[0].detach().new_empty(self.layout.padded)
             self.flat[self.layout.numel :].zero_()
             places = self.flat[: self.layout.numel].split(self.layout.numels)
@@ -50,11 +50,11 @@ class GradientBucket:
         p, view = self.params[number], self.views[number]
         if p.grad is None:
             view.zero_()
-        elif p.grad is not view:
+        elif not _same_memory(p.grad, view):
             torch.mul(p.grad, factor, out=view)
         elif factor != 1:
             view.mul_(factor)
-        p.grad = view
+        p.grad = view.detach()  # not the view itself, which `p.grad.data = …` would lead out of the bucket
 
 
 def bucketed(params: Sequence[Tensor], keys: Sequence[Hashable], bucket_bytes: int) -> list[list[int]]:
@@ -84,6 +84,12 @@ def plan_buckets(params: Iterable[nn.Parameter], bucket_bytes: int, ranks: int) 
     params = list(params)
     numbers = bucketed(params, [(p.dtype, p.device) for p in params], bucket_bytes)
     return [GradientBucket([params[n] for n in group], ranks) for group in numbers]
+
+
+def _same_memory(gradient: Tensor, view: Tensor) -> bool:
+    """Whether a gradient lies in its place, and not where `p.grad.data = …` or `model.double()` put it."""
+    ours, theirs = ((t.untyped_storage()._cdata, t.storage_offset(), t.stride()) for t in (view, gradient))
+    return ours == theirs
 
 
 def _shaped(place: Tensor, p: Tensor) -> Tensor:

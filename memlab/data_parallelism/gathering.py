@@ -68,6 +68,8 @@ class Gathering:
     def ahead_of(self, unit: Unit, backward: bool) -> list[Unit]:
         """The units that are expected next."""
         order = self.left[::-1] if backward else self.order
+        if backward and unit is self.root and self.at:  # what it returns is an inner unit's, whose hook came first
+            unit = order[self.at]
         places = [*range(self.at, len(order)), *range(min(self.at, len(order)))]
         here = next((i for i in places if order[i] is unit), None)
         if here is None:
@@ -152,8 +154,8 @@ class Gathering:
         self.settle()
 
     def passed(self, unit: Unit) -> None:
-        """A unit's backward is through."""
-        if not unit.running:
+        """A unit's backward is through. It stays for a unit around that uses its parameters, as in a checkpoint."""
+        if not unit.running and not any(other.shown and unit in other.owners for other in self.units):
             unit.free()
         self.reduce(unit, due=True)
 

@@ -51,14 +51,19 @@ def norm_of_parts(
 
     Raises ValueError for a norm_type that is not above 0; RuntimeError with `error_if_nonfinite`, on every rank.
     """
+    norm_type = float(norm_type)  # "inf", too, as torch has it
     if not norm_type > 0:
         raise ValueError(f"expected a norm_type above 0, or inf, found {norm_type}")
     parts = [part for part in parts if part.numel()]
     largest = norm_type == math.inf
     total = torch.zeros((), dtype=torch.float64, device=device)
-    if parts:
-        wide = functools.reduce(torch.promote_types, {part.dtype for part in parts}, torch.float32)
-        norms = torch.stack(torch._foreach_norm(parts, norm_type, dtype=wide)).to(device, torch.float64)
+    norms = []
+    for kind in ([p for p in parts if not p.is_complex()], [p for p in parts if p.is_complex()]):
+        if kind:  # a complex number counts by its absolute value
+            wide = functools.reduce(torch.promote_types, {part.dtype for part in kind}, torch.float32)
+            norms += torch._foreach_norm(kind, norm_type, dtype=wide)
+    if norms:
+        norms = torch.stack(norms).to(device, torch.float64)
         total = norms.amax() if largest else norms.pow(norm_type).sum()
     distributed.all_reduce(total, distributed.ReduceOp.MAX if largest else distributed.ReduceOp.SUM, group)
     if not largest:

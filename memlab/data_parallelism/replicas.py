@@ -57,8 +57,8 @@ class DataParallel(nn.Module):
     after which all buckets travel.
 
     Raises ValueError if the ranks' models differ, naming rank and parameter, or if nothing is to be trained; in
-    forward, RuntimeError if it was closed, or a parameter is trained that was frozen at the beginning; in backward,
-    TypeError for a sparse gradient.
+    forward, RuntimeError if it was closed, or a parameter is trained that was frozen or not there at the beginning; in
+    backward, TypeError for a sparse gradient; to pickle and deepcopy, TypeError.
     """
 
     def __init__(
@@ -72,12 +72,13 @@ class DataParallel(nn.Module):
         super().__init__()
         self.module, self.group, self.find_unused_parameters = module, group, find_unused_parameters
         _, self.ranks = place_in(group)
-        self._frozen = [(name, p) for name, p in module.named_parameters() if not p.requires_grad]
+        self._frozen = {p for p in module.parameters() if not p.requires_grad}
         limit = parse_bytes(bucket_bytes)
         start_equal(module, group, bucket_bytes=limit, find_unused_parameters=find_unused_parameters)
         trained = [p for p in module.parameters() if p.requires_grad]  # a tied one comes once
         if not trained:
             raise ValueError("expected a model with parameters to train, found none; call a frozen model as it is")
+        self._trained = set(trained)
         self.buckets = plan_buckets(trained, limit, self.ranks)
         self._averaging = Averaging(self.buckets, all_reduce, group, find_unused_parameters)
         self._take_off = weakref.finalize(self, self._averaging.close)
@@ -89,17 +90,23 @@ class DataParallel(nn.Module):
         return sum(bucket.nbytes for bucket in self.buckets)
 
     def forward(self, *args, **kwargs):
-        """The model's own. Raises RuntimeError if this was closed, or what was frozen is to be trained."""
-        if not self._take_off.alive:
+        """The model's own. Raises RuntimeError if this was closed, or a parameter is trained that was not before."""
+        if self._averaging.closed:
             raise RuntimeError("expected a DataParallel that is open, found a closed one; call its .module, or wrap it")
-        for name, p in self._frozen:
-            if p.requires_grad:
-                raise RuntimeError(
-                    f"expected {name} frozen, as when it was wrapped, found it to be trained; wrap again"
-                )
         if torch.is_grad_enabled() and _current_task() == -1:
+            self._refuse_others()
             self._averaging.begin_step()
         return self.module(*args, **kwargs)
+
+    def _refuse_others(self) -> None:
+        """What is trained, and has no hook, every rank would step by its own gradient."""
+        for name, p in self.module.named_parameters():
+            if p.requires_grad and p not in self._trained:
+                if p in self._frozen:
+                    expected, found = "frozen, as when it was wrapped", "it to be trained"
+                else:
+                    expected, found = "as when it was wrapped", "another parameter"
+                raise RuntimeError(f"expected {name} {expected}, found {found}; close() this, and wrap again")
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -127,8 +134,18 @@ class DataParallel(nn.Module):
         """The model's own."""
         return self.module.state_dict(*args, **kwargs)
 
+    def load_state_dict(self, *args, **kwargs):
+        """The model's own: what is missing, or too much, has the model's names."""
+        return self.module.load_state_dict(*args, **kwargs)
+
+    def __getstate__(self) -> dict:
+        raise TypeError(
+            "expected state_dict() to save a DataParallel, or a copy of its .module, found pickle or deepcopy of the "
+            "whole, whose hooks stay behind; wrap the copy"
+        )
+
 
 def _add_prefix(_: nn.Module, state_dict: dict, prefix: str, *others) -> None:
-    """Before loading: the names under which nn.Module looks for the model's own."""
+    """Before loading as a part of another module: the names under which nn.Module looks for the model's own."""
     for name in [name for name in state_dict if name.startswith(prefix)]:
         state_dict[f"{prefix}module.{name[len(prefix) :]}"] = state_dict.pop(name)

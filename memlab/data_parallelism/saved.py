@@ -53,4 +53,6 @@ def _unpack(saved: tuple) -> Tensor:
         unit, shard = holder
         if shard.gathered is not True or unit.expected:
             unit.gathering.need(unit)
+        if torch.is_grad_enabled():  # create_graph: what this backward saves of it must outlive the gathered buffer
+            return tensor.detach().clone()
     return tensor

@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
-from memlab.data_parallelism.agreement import raise_on_all
+from memlab.data_parallelism.agreement import fill_from_rank_0, raise_on_all
 from memlab.data_parallelism.norms import clip_parts_
 from memlab.data_parallelism.shard import FlatShard
 from memlab.data_parallelism.sharding import UNIT, units_of
-from memlab.data_parallelism.states import HeldParts, copied_to_main_memory, gathered, gathered_states, is_cut
+from memlab.data_parallelism.states import SINGLE, HeldParts, gathered, gathered_states, is_cut, kept
 
 
 @torch.no_grad()
@@ -43,7 +44,7 @@ def clip_grad_norm_(
         return torch.tensor(0.0)
     some = next(iter(shards))
     gradients = [p.grad for p in parameters if p.grad is not None]
-    wide = functools.reduce(torch.promote_types, {shard.piece.dtype for shard in shards}, torch.float32)
+    wide = functools.reduce(torch.promote_types, {shard.piece.dtype.to_real() for shard in shards}, torch.float32)
     norm = clip_parts_(gradients, max_norm, norm_type, error_if_nonfinite, device=some.piece.device, group=some.group)
     return norm.to(wide)
 
@@ -59,9 +60,8 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
         whole.update(zip(shard.parts, gathered(shard.layout, shard.piece, shard.group, shard.rank == 0), strict=False))
     if _rank(shards) != 0:
         return {}
-    return {
-        key: whole[p] if p in whole else copied_to_main_memory(p) for key, p in model.state_dict(keep_vars=True).items()
-    }
+    state = model.state_dict(keep_vars=True)
+    return {key: whole[p] if isinstance(p, Tensor) and p in whole else kept(p) for key, p in state.items()}
 
 
 @torch.no_grad()
@@ -73,9 +73,10 @@ def load_full_state_dict(model: nn.Module, state: dict[str, Tensor]) -> None:
     """
     shards = _shards(model)
     rank, group = _rank(shards), shards[0].group
-    slots = model.state_dict(keep_vars=True)
+    everything = model.state_dict(keep_vars=True)
+    slots = {key: value for key, value in everything.items() if not key.endswith(_EXTRA_STATE_KEY_SUFFIX)}
     shapes = {p: shape for shard in shards for p, shape in zip(shard.parts, shard.layout.shapes, strict=True)}
-    raise_on_all(_misfit(slots, shapes, state) if rank == 0 else None, group)
+    raise_on_all(_misfit(everything, slots, shapes, state) if rank == 0 else None, group)
     names = {p: key for key, p in slots.items()}
     for shard in shards:
         whole = [state[names[p]] for p in shard.parts] if rank == 0 else None
@@ -85,7 +86,11 @@ def load_full_state_dict(model: nn.Module, state: dict[str, Tensor]) -> None:
         if value not in shapes:
             if rank == 0:
                 value.copy_(state[key])
-            distributed.broadcast(value.data, group=group, group_src=0)
+            fill_from_rank_0([value], group)
+    if extra := [key for key in everything if key not in slots]:
+        told = [{key: state[key] for key in extra} if rank == 0 else None]
+        distributed.broadcast_object_list(told, group=group, group_src=0)
+        model.load_state_dict(told[0], strict=False)
 
 
 def full_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -177,10 +182,12 @@ def _numbers(optimizer: torch.optim.Optimizer) -> dict[Tensor, int]:
     return {p: i for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
 
 
-def _misfit(slots: dict[str, Tensor], shapes: dict[Tensor, torch.Size], state: dict[str, Tensor]) -> Exception | None:
-    if missing := [key for key in slots if key not in state]:
+def _misfit(
+    keys: Iterable[str], slots: dict[str, Tensor], shapes: dict[Tensor, torch.Size], state: dict[str, Tensor]
+) -> Exception | None:
+    if missing := [key for key in keys if key not in state]:
         return KeyError(f"expected the keys of the model, found no {', '.join(missing[:3])} ({len(missing)} missing)")
-    if extra := [key for key in state if key not in slots]:
+    if extra := [key for key in state if key not in keys]:
         return KeyError(f"expected the keys of the model, found also {', '.join(extra[:3])} ({len(extra)} too many)")
     for key, value in slots.items():
         if (expected := tuple(shapes.get(value, value.shape))) != (found := tuple(state[key].shape)):
@@ -189,16 +196,26 @@ def _misfit(slots: dict[str, Tensor], shapes: dict[Tensor, torch.Size], state: d
 
 
 def _outline(state: dict[str, Any], shapes: dict[int, torch.Size], optimizer: torch.optim.Optimizer) -> tuple | str:
-    """A state dict with empty tensors in place of those that are cut, for the other ranks; or what is wrong with it."""
+    """A state dict with empty tensors in place of those that are cut, for the other ranks; or what is wrong with it.
+
+    Single numbers are copies: the optimizer counts on in them, here and nowhere else.
+    """
+    if not {"state", "param_groups"} <= state.keys():
+        return f"expected state and param_groups, as full_optimizer_state gives them on rank 0, found {list(state)}"
     own = [len(group["params"]) for group in optimizer.param_groups]
     if (found := [len(group["params"]) for group in state["param_groups"]]) != own:
         return f"expected parameter groups of {own} parameters, found {found}; make the optimizer as the other was made"
     states: dict[int, dict] = {}
     for i, values in state["state"].items():
         for name, value in values.items():
-            if is_cut(value):
-                if tuple(value.shape) != tuple(shapes[i]):
-                    return f"expected {name} of parameter {i} of shape {tuple(shapes[i])}, found {tuple(value.shape)}"
+            shape = shapes.get(i)
+            if is_cut(value) or isinstance(value, Tensor) and name not in SINGLE and shape == ():
+                if shape is None:
+                    return f"expected states of parameters that are in a unit, found {name} of number {i}, which is not"
+                if value.shape != shape:
+                    return f"expected {name} of parameter {i} of shape {tuple(shape)}, found {tuple(value.shape)}"
                 value = torch.empty(0, dtype=value.dtype)
+            elif isinstance(value, Tensor):
+                value = value.clone()
             states.setdefault(i, {})[name] = value
     return states, state["param_groups"]

@@ -27,10 +27,11 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from memlab.data_parallelism.agreement import fill_from_rank_0
 from memlab.data_parallelism.gathering import Gathering
 from memlab.data_parallelism.saved import saved_weights
 from memlab.data_parallelism.shard import FlatShard
-from memlab.data_parallelism.unit import Unit
+from memlab.data_parallelism.unit import HOOKS, Unit
 from memlab.ranks import place_in
 
 _current_task = torch._C._current_graph_task_id  # -1 outside backward
@@ -68,12 +69,15 @@ def fully_shard(
     A parameter that several units use belongs to the first that was made, and is gathered with it. One without a
     gradient keeps `.grad` None. `with model.no_sync():` adds up whole gradients without reducing them, which takes the
     bytes of a whole model's. A forward that is followed by no backward leaves the root's buffer until the next.
-    Checkpoints around units and inside them, several forwards before a backward, retain_graph, no_grad work. Every rank
-    must run the same units in the same order. Not for torch.compile, nor inside torch.func's transforms.
+    Checkpoints around units and inside them, several forwards before a backward, retain_graph, no_grad work; so does
+    create_graph, for a copy of each weight as long as its graph lives. Every rank must run the same units in the same
+    order. Not for torch.compile, nor inside torch.func's transforms.
 
     Raises RuntimeError without a process group; ValueError for a group that this rank is not of, and for a module that
-    is in a unit already, or that has gradients, parameters on several devices or without memory. Later, RuntimeError if
-    a parameter was replaced, or if backward wants a weight that was written to after the forward.
+    is in a unit already, or that has gradients, parameters on several devices or without memory, or with
+    register_hook, which autograd would never call: register_post_accumulate_grad_hook's are called with the part and
+    its mean gradient. Later, RuntimeError for such a hook, if a parameter was replaced, or if backward wants a weight
+    that was written to after the forward.
     """
     place_in(group)
     if not isinstance(prefetch, int) or prefetch < 0:
@@ -99,8 +103,7 @@ def fully_shard(
     gathering = Gathering(unit, list(dict.fromkeys([unit, *inner, *unit.owners])))
     for each in gathering.units:
         each.gathering = gathering
-    for buffer in buffers:
-        distributed.broadcast(buffer, group=group, group_src=0)
+    fill_from_rank_0(buffers, group)
     _install(unit, param_dtype)
     return module
 
@@ -132,6 +135,8 @@ def _unsharded(module: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
             )
         if holder is None and p.grad is not None:
             raise ValueError(f"expected parameters without gradients, found one at {key}; shard before backward")
+        if holder is None and p._backward_hooks:
+            raise ValueError(f"expected parameters without register_hook, found one at {key}; {HOOKS}")
         if holder is None and (p.is_meta or nn.parameter.is_lazy(p)):
             raise ValueError(f"expected parameters with memory, found none at {key}; initialise the model first")
     devices = {str(p.device) for _, _, p in slots}
@@ -163,6 +168,7 @@ def _install(unit: Unit, param_dtype: torch.dtype | None) -> None:
         "no_sync": functools.partial(no_sync, module),
         "_apply": _refuse,
         "__deepcopy__": _refuse,
+        "__reduce_ex__": _refuse_pickle,
     }
     for name, instead in replaced.items():
         object.__setattr__(module, name, instead)
@@ -254,4 +260,12 @@ def _refuse(*_, **__) -> None:
     """In place of a module's `to`, `half` and the like, and of a copy of it: its pieces would be left behind."""
     raise RuntimeError(
         "expected a module that stays as it is once it is sharded; convert, move or copy it before fully_shard"
+    )
+
+
+def _refuse_pickle(*_) -> None:
+    """In place of pickling a module, as torch.save(module) does: of its weights a rank has a piece, and hooks."""
+    raise TypeError(
+        "expected a state dict to save or send, found a sharded module itself; full_state_dict(model) is whole, on "
+        "rank 0, and model.state_dict() this rank's parts"
     )

@@ -43,7 +43,7 @@ def gathered_states(states: dict[int, dict], held: Sequence[HeldParts], keep: bo
     whole: dict[int, dict] = {}
     for number, state in sorted(states.items()):
         ours = number in numels
-        whole[number] = {name: None if ours and is_cut(value) else _kept(value) for name, value in state.items()}
+        whole[number] = {name: None if ours and is_cut(value) else kept(value) for name, value in state.items()}
         for name, value in state.items() if ours else ():
             if is_cut(value) and value.shape != (numels[number],):
                 raise ValueError(
@@ -119,5 +119,6 @@ def cut_state(state_dict: dict, buckets: Sequence[WeightBucket], rank: int) -> d
     return state_dict | {"state": states}
 
 
-def _kept(value: Any) -> Any:
+def kept(value: Any) -> Any:
+    """A tensor's copy in main memory; anything else itself."""
     return copied_to_main_memory(value) if isinstance(value, Tensor) else value

@@ -9,6 +9,12 @@ from torch import nn
 
 from memlab.data_parallelism.shard import FlatShard
 
+HOOKS = (
+    "autograd sees whole parameters, and would never call it: use register_post_accumulate_grad_hook, which is called "
+    "with this rank's part and its mean gradient"
+)
+"""What to do about a hook on a parameter of a unit."""
+
 
 class Unit:
     """A module's parameters that are in no other unit, by dtype and by whether they are trained."""
@@ -42,7 +48,8 @@ class Unit:
     def show(self) -> None:
         """Wait until it is gathered, and let the modules see whole parameters.
 
-        Raises RuntimeError where a module's parameter, or its memory, was replaced since `fully_shard`.
+        Raises RuntimeError where a module's parameter, or its memory, was replaced since `fully_shard`, and for a
+        hook on one that would not be called.
         """
         for shard in self.shards:
             shard.wait()
@@ -52,6 +59,10 @@ class Unit:
                     raise RuntimeError(
                         f"expected {name} of {type(module).__name__} as fully_shard left it, found another parameter "
                         "or other memory; change weights in place (copy_), or replace them before fully_shard"
+                    )
+                if part._backward_hooks:
+                    raise RuntimeError(
+                        f"expected no register_hook on {name} of {type(module).__name__}, found one; {HOOKS}"
                     )
                 if full.requires_grad != part.requires_grad:
                     full.requires_grad_(part.requires_grad)

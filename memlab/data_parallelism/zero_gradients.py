@@ -20,6 +20,7 @@ import contextlib
 import functools
 import weakref
 from collections import deque
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, distributed
@@ -45,6 +46,8 @@ class ReducedGradients:
         self.buckets: list[WeightBucket] = []
         self.syncing = True
         self.rounds = 0  # since the gradients were dropped
+        self.reduced: set[WeightBucket] = set()  # since then, too
+        self._trained: set[int] = set()  # the parameters that were not frozen at some time when `watch` looked
         self._turns: list[WeightBucket] = []
         self._turns_known = not during_backward
         self._hooks = WeakTensorKeyDictionary()
@@ -52,6 +55,7 @@ class ReducedGradients:
         self._forget_round()
 
     def _forget_round(self) -> None:
+        self._begun = False  # during a backward
         self._filling: dict[WeightBucket, Filling] = {}
         self._completed: list[WeightBucket] = []
         self._sent: deque[tuple[WeightBucket, distributed.Work, Tensor, Tensor, bool]] = deque()
@@ -67,6 +71,7 @@ class ReducedGradients:
 
     def watch(self) -> None:
         """Have a hook on every parameter that may have a gradient; one may have been frozen until now."""
+        self._trained |= {number for number, p in self._numbered() if p.requires_grad}
         for bucket in self.buckets if self._during_backward and self.open else ():
             for slot, p in enumerate(bucket.params):
                 if p.requires_grad and p not in self._hooks:
@@ -94,6 +99,7 @@ class ReducedGradients:
                 work.wait()
         self._forget_round()
         self.rounds = 0
+        self.reduced.clear()
         for bucket in self.buckets:
             for p in (*bucket.params, *bucket.parts):
                 p.grad = None if set_to_none or p.grad is None else p.grad.detach().zero_()
@@ -105,8 +111,11 @@ class ReducedGradients:
         """During backward: a parameter's gradient is complete. Send the buckets that are full and whose turn it is."""
         if not self.syncing:
             return
-        if not self._filling and not self._next:
+        if not self._begun:
+            self._begun = True
             Variable._execution_engine.queue_callback(self.end_round)
+        if bucket.params[slot].grad is None:  # a hook before this one took it: as if it had not come
+            return
         filling = self._take(bucket, slot)
         if filling.full(bucket):
             self._completed.append(bucket)
@@ -121,9 +130,14 @@ class ReducedGradients:
         """Send what has not been sent, zeros for gradients that are missing; wait for all; parts have gradients."""
         while self._next < len(self._turns):
             self._send(self._turns[self._next])
+        late = self._frozen_late()
+        for bucket in self.buckets:
+            if not bucket.trained and not late.isdisjoint(bucket.numbers):
+                self._filling[bucket] = Filling(bucket)
+                self._reduce(bucket)
         while self._sent:
             self._land()
-        used = self._used_anywhere()
+        used = self._used_anywhere() | late
         for number, part, gradient in self._arrived:
             if number in used:
                 part.grad = gradient
@@ -150,7 +164,7 @@ class ReducedGradients:
             )
 
     def _check_ended(self) -> None:
-        if self._filling or self._next:
+        if self._begun or self._filling or self._next:
             raise RuntimeError(
                 "expected a backward that ended, found one that raised in the middle; call zero_grad() and run it again"
             )
@@ -178,15 +192,18 @@ class ReducedGradients:
         return filling
 
     def _send(self, bucket: WeightBucket) -> None:
+        """A bucket's turn: begin its reduce-scatter, if it is not frozen."""
+        if bucket.trained:
+            self._reduce(bucket)
+        self._next += 1
+
+    def _reduce(self, bucket: WeightBucket) -> None:
         """Begin a bucket's reduce-scatter. What it lacks is zero."""
-        if not bucket.trained:
-            self._next += 1
-            return
         for slot, p in enumerate(bucket.params):
             if p.grad is not None and (bucket not in self._filling or slot in self._filling[bucket].missing):
                 self._take(bucket, slot)
         filling = self._filling.pop(bucket, None) or Filling(bucket)
-        self._next += 1
+        self.reduced.add(bucket)
         for slot in filling.missing:
             filling.views[slot].zero_()
         if bucket not in self._completed:
@@ -209,15 +226,38 @@ class ReducedGradients:
             else:
                 self._arrived.append((number, part, view if first else view.clone()))
 
+    def _numbered(self) -> Iterator[tuple[int, Tensor]]:
+        for bucket in self.buckets:
+            yield from zip(bucket.numbers, bucket.params, strict=True)
+
     # ---- what ranks must agree on
 
     def _used_anywhere(self) -> set[int]:
         """The numbers of the parameters that had a gradient on any rank: one byte for each is all-reduced."""
-        params = {n: p for bucket in self.buckets for n, p in zip(bucket.numbers, bucket.params, strict=True)}
+        params = dict(self._numbered())
         if not self._find_unused:
             return {n for n, p in params.items() if p.requires_grad}
         used = on_any_rank([n in self._used for n in range(len(params))], self.buckets[0].flat.device, self._group)
         return {n for n, by_any in enumerate(used) if by_any}
+
+    def _frozen_late(self) -> set[int]:
+        """The numbers of parameters that are frozen, and were not when their gradients came, on any rank.
+
+        They are stepped, as by any optimizer. Asked are those that were trained at some time, which all ranks know.
+        """
+        frozen = [(n, p) for n, p in self._numbered() if not p.requires_grad]
+        for n, p in frozen:
+            if p.grad is not None and n not in self._trained:
+                raise RuntimeError(
+                    f"expected no gradient of parameter {n}, frozen when ZeroOptimizer was made and after each step, "
+                    "found one; freeze it again after step(), or set its grad to None"
+                )
+        asked = [(n, p) for n, p in frozen if n in self._trained]
+        if not asked:
+            return set()
+        came = [n in self._used or p.grad is not None for n, p in asked]
+        by_any = on_any_rank(came, self.buckets[0].flat.device, self._group)
+        return {n for (n, _), had in zip(asked, by_any, strict=True) if had}
 
     def _agree_on_turns(self) -> None:
         """Take turns from the next round on in the order in which rank 0 completed its buckets in this one."""

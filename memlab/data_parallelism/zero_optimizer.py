@@ -19,7 +19,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, distributed
-from torch.optim import Adafactor, Optimizer
+from torch.optim import LBFGS, Adafactor, Optimizer
 
 from memlab.data_parallelism.buckets import bucketed
 from memlab.data_parallelism.norms import clip_parts_
@@ -51,7 +51,8 @@ class ZeroOptimizer(Optimizer):
     bucket_bytes: how many bytes of parameters make a bucket, unless a single one is larger.
     find_unused_parameters: a gradient that is missing on a rank is zero there; so are all of a parameter that no rank
       used, and weight decay still shrinks it. True: such a parameter is not stepped, as without ranks, for one byte of
-      each parameter that is all-reduced, and a wait for the GPU where one is missing.
+      each parameter that is all-reduced, and a wait for the GPU where one is missing. Of one that was trained and is
+      frozen now this is always asked, since it may have been frozen after its backward: then it is stepped, as ever.
 
     `param_groups` hold the parts, as `optimizer_class` has them: schedulers and loss scalers work on those. The parts
     have gradients after `reduce_gradients()`, which step and clip_grad_norm_ call if nobody has; the parameters then
@@ -92,12 +93,13 @@ class ZeroOptimizer(Optimizer):
         self._gradients = ReducedGradients(self._rank, self._ranks, group, stage == 2, find_unused_parameters)
         groups = as_groups(params)
         self._inner = optimizer_class(self._sharded(groups), **defaults)
+        for kind, what in ((Adafactor, "a parameter's rows and columns"), (LBFGS, "all parameters at once")):
+            if isinstance(self._inner, kind):
+                raise ValueError(
+                    f"expected an elementwise optimizer, found {type(self._inner).__name__}, which looks at {what} and "
+                    "would be wrong on parts; use AdamW"
+                )
         refuse_class(type(self._inner))
-        if isinstance(self._inner, Adafactor):
-            raise ValueError(
-                f"expected an elementwise optimizer, found {type(self._inner).__name__}, which looks at a parameter's "
-                "rows and columns and would be wrong on parts; use AdamW"
-            )
         super().__init__(self._inner.param_groups, self._inner.defaults)
         self.param_groups, self.state = self._inner.param_groups, self._inner.state
 
@@ -175,6 +177,9 @@ class ZeroOptimizer(Optimizer):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """As torch.nn.utils.clip_grad_norm_ on the whole gradients. Returns their norm, () of FP64, on every rank.
 
+        The norm is of this optimizer's parameters over its group: of one stage, or of tensor ranks' parts, it is not
+        the model's, and chapters 14 and 15's clip_grad_norm_ do not see the parts.
+
         Raises ValueError for a norm_type that is not above 0; RuntimeError for a norm of inf or nan, if told to.
         """
         self._settle()
@@ -201,12 +206,12 @@ class ZeroOptimizer(Optimizer):
         self._settle()
         for bucket in self._buckets:
             bucket.notice_writes()
+        changed = [bucket for bucket in self._buckets if bucket.trained or bucket in self._gradients.reduced]
         step = type(self._inner).step
         getattr(step, "__wrapped__", step)(self._inner)  # without the hooks: they are for the whole step, and run there
-        trained = [bucket for bucket in self._buckets if bucket.trained]
-        for work in [bucket.gather(self._group) for bucket in trained]:
+        for work in [bucket.gather(self._group) for bucket in changed]:
             work.wait()
-        for bucket in trained:
+        for bucket in changed:
             bucket.written()
         self._gradients.drop()
         self._gradients.watch()

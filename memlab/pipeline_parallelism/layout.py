@@ -14,6 +14,7 @@ from memlab.memory_arithmetic import Transformer
 from memlab.memory_arithmetic.shapes import positive
 from memlab.pipeline_parallelism.arithmetic import bubble_share
 from memlab.pipeline_parallelism.axes import AXES, stage_shares
+from memlab.ranks import mesh_groups
 
 
 class Way(NamedTuple):
@@ -31,8 +32,8 @@ class Way(NamedTuple):
 def ways(ranks: int, model: Transformer, batch: int, tokens: int, *, texts_at_once: int = 1, **options) -> list[Way]:
     """All ways to write the number of ranks as data · tensor · pipeline that the model's and the batch's sizes allow.
 
-    texts_at_once: of a micro-batch; with fewer there are more micro-batches, and the bubble is shorter. options: as of
-      `stage_shares`, without parts, which are of one number of stages. In the order of tensor, then pipeline.
+    texts_at_once: of each micro-batch; with fewer there are more micro-batches, and the bubble is shorter. options: as
+      of `stage_shares`, without parts, which are of one number of stages. In the order of tensor, then pipeline.
 
     Raises ValueError or TypeError for an option that no way could be of.
 
@@ -53,8 +54,8 @@ def ways(ranks: int, model: Transformer, batch: int, tokens: int, *, texts_at_on
     for tensor in range(1, ranks + 1):
         for pipeline in range(1, ranks // tensor + 1):
             data = ranks // (tensor * pipeline)
-            micro_batches = batch // (data * texts_at_once)
-            if data * tensor * pipeline != ranks or micro_batches == 0 or pipeline > model.layers + 2:
+            micro_batches, left = divmod(batch, data * texts_at_once)
+            if data * tensor * pipeline != ranks or left or micro_batches == 0 or pipeline > model.layers + 2:
                 continue
             sizes = {"data": data, "tensor": tensor, "pipeline": pipeline, "micro_batches": micro_batches}
             try:
@@ -77,11 +78,15 @@ def axis_seconds(
     """Seconds that a rank sends along each axis, if the mesh has its axes in this order, outermost first.
 
     node: ranks that the fast links connect. inside, between: bytes a second from one rank to the next. An axis is as
-    slow as its slowest link: fast only if all of its ranks are in one node. Nothing runs beside anything here.
+    slow as its slowest link: fast only if each of its groups is in one node. Nothing runs beside anything here.
+
+    Raises ValueError for an order that is not of these three axes.
     """
     positive("node", node)
-    stride, seconds = 1, {}
-    for axis in reversed(order):
-        stride *= getattr(way, axis)
-        seconds[axis] = way.sent[axis] / (inside if stride <= node else between)
-    return {axis: seconds[axis] for axis in order}
+    if sorted(order) != sorted(AXES):
+        raise ValueError(f"expected each of {', '.join(AXES)} once, found {', '.join(order)}")
+    seconds = {}
+    for axis, groups in mesh_groups({axis: getattr(way, axis) for axis in order}).items():
+        near = all(group[0] // node == group[-1] // node for group in groups)
+        seconds[axis] = way.sent[axis] / (inside if near else between)
+    return seconds

@@ -7,7 +7,7 @@ until that begins, if it is a backward whose gradient was received beside them (
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, distributed
@@ -22,11 +22,18 @@ from memlab.ranks.point_to_point import Transfer, begin
 class Messages:
     """The messages of one rank of a pipeline, each known by the action that receives it.
 
-    group: the pipeline's ranks, all if None.   device: where tensors are received.
+    group: the pipeline's ranks, all if None.   device: where tensors are received.   missed: called with each
+    computation that `catch_up` comes by, in its place.
     """
 
-    def __init__(self, plan: PipelinePlan, group=None, device: torch.device | str = "cpu"):
-        self.plan, self.group, self.device = plan, group, device
+    def __init__(
+        self,
+        plan: PipelinePlan,
+        group=None,
+        device: torch.device | str = "cpu",
+        missed: Callable[[Action], None] | None = None,
+    ):
+        self.plan, self.group, self.device, self.missed = plan, group, device, missed
         self.ready: dict[Action, Sequence[Tensor]] = {}  # made here: to be sent, or for another stage of this rank
         self.arriving: dict[Action, list[Transfer]] = {}
         self.leaving: dict[Action, list[Transfer]] = {}
@@ -75,7 +82,7 @@ class Messages:
     def catch_up(self, missed: Sequence[Sequence[Action]], tied: TiedParameters | None = None) -> None:
         """After a step that raised here: end it for the others, who wait for its messages. They get zeros.
 
-        missed: what the list had left, of which the messages count.   tied: whose sum they wait for, after training.
+        missed: what the list had left.   tied: whose sum they wait for, after training.
         """
         self.ready.clear()
         for actions in [[], *missed]:
@@ -87,6 +94,8 @@ class Messages:
             self.settle()
             for receive in list(self.arriving):
                 self.take(receive)
+            if self.missed is not None and actions and not messages:
+                self.missed(actions[0])
         if tied is not None:
             copies = [p for tie in tied.ties for p in tie.copies]
             gradients = [p.grad for p in copies]

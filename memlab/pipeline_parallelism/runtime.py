@@ -62,9 +62,10 @@ class Pipeline:
     `spans` are the last step's forwards and backwards, by `time.perf_counter`, without the wait for what they need:
     1 − busy time / (ranks · whole time) is the bubble. (On a GPU: when work was handed over, which says little.)
 
-    A step that raises leaves nothing in flight. If every rank goes on, the next one first ends its messages, with
-    zeros: so ranks stay in step. The others notice nothing, and their loss and gradients come of zeros: so where a step
-    may fail, let all ranks agree before optimizer.step(), and call zero_grad().
+    A step that raises leaves nothing in flight. If every rank goes on, the next one first ends its messages, and what
+    `DataParallel` has to average, with zeros: so ranks stay in step. The others notice nothing, and their loss and
+    gradients come of zeros: so where a step may fail, let all ranks agree before optimizer.step(), and call
+    zero_grad(). Not so with fully_shard, whose other ranks wait for this one's weights: let the launch end.
 
     With a scaler, scale within loss_fn: the loss comes back scaled. An infinite gradient may be on one stage only, so
     all must skip: `LossScaler(agree=…)` over this group. Ranks that seed or fill tied copies by hand must do it alike.
@@ -100,7 +101,7 @@ class Pipeline:
             )
         wires = (*plan.wires, None)
         self.runs = {s: StageRun(m, checkpointed, stage=s, planned=wires[s]) for s, m in self.modules.items()}
-        self.messages = Messages(plan, group, self.device)
+        self.messages = Messages(plan, group, self.device, self._average_nothing)
         self.spans: list[Span] = []
         self._training = groups_of(schedule.actions[self.rank])
         self._evaluation = groups_of(forwards_of(schedule).actions[self.rank])
@@ -207,6 +208,18 @@ class Pipeline:
         self._done(action, begun)
         if stage > 0:
             self.messages.ready[Action(RECEIVE_GRADIENT, stage - 1, i)] = made
+
+    def _average_nothing(self, action: Action) -> None:
+        """In the place of a last backward that a step missed: zeros, for replicas that average with a wrapped stage."""
+        module = self.modules[action.stage]
+        if action != self._last_backward.get(action.stage) or module is self.layers[action.stage]:
+            return
+        kept = [(p, p.grad, None if p.grad is None else p.grad.clone()) for p in module.parameters() if p.requires_grad]
+        for p, _, _ in kept:
+            p.grad = None
+        torch.autograd.backward([p for p, _, _ in kept], [torch.zeros_like(p) for p, _, _ in kept])
+        for p, gradient, values in kept:
+            p.grad = gradient if values is None else gradient.copy_(values)
 
     def _done(self, action: Action, begun: float) -> None:
         self.spans.append(Span(self.rank, action, begun, time.perf_counter()))

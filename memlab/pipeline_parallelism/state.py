@@ -1,12 +1,14 @@
 """A full checkpoint of a model whose layers are on several ranks, put together and taken apart stage by stage.
 
 What is gathered has the whole model's names, "<layer>.<name>", and knows nothing of stages, schedules or ranks: it
-loads into any pipeline of the same layers. It is put together in main memory on rank 0.
+loads into any pipeline of the same layers. It is put together in main memory on rank 0, and sent from main memory: a
+group of NCCL alone sends nothing from there, one of "cpu:gloo,cuda:nccl", as `run_ranks` forms, does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, distributed
@@ -18,8 +20,10 @@ from memlab.pipeline_parallelism.tied import tied_names
 from memlab.ranks import ALONE, receive, send
 from memlab.tensor_parallelism import state as of_parts
 from memlab.tensor_parallelism.cuts import cut_of
+from memlab.tensor_parallelism.state import is_extra
 
 Outline = dict[str, tuple[tuple[int, ...], torch.dtype]]
+"""Shape and dtype of each tensor."""
 
 
 @torch.no_grad()
@@ -34,8 +38,13 @@ def full_state_dict(pipeline: Pipeline, tensor_group=None) -> dict[str, Tensor]:
     for module in pipeline.layers.values():
         own |= of_parts.full_state_dict(module, tensor_group)
     group, rank = pipeline.group, pipeline.rank
+    extra = {name: value for name, value in own.items() if is_extra(name)}
+    first_of: dict[int, str] = {}
+    alike = {name: first_of.setdefault(id(t), name) for name, t in own.items() if name not in extra}
     again = {name: names[0] for names in tied_names(pipeline.plan.tied) for name in names[1:]}
-    for other, outline in enumerate(told_by_all(_outline(own), group)):
+    for other, (outline, theirs, extras) in enumerate(told_by_all((_outline(own), alike, extra), group)):
+        own |= extras
+        again |= {name: first for name, first in theirs.items() if first != name and name not in again}
         for name, (shape, dtype) in outline.items():
             if name in again or not other:
                 continue
@@ -46,7 +55,9 @@ def full_state_dict(pipeline: Pipeline, tensor_group=None) -> dict[str, Tensor]:
                     own[name] = receive(torch.empty(shape, dtype=dtype, device="cpu"), other, group)
     if rank:
         return {}
-    own |= {name: own[first] for name, first in again.items() if first in own}
+    for name, first in again.items():
+        if first in own:
+            own[name] = own[first]
     return dict(sorted(own.items(), key=lambda item: int(item[0].split(".")[0])))
 
 
@@ -65,10 +76,11 @@ def load_full_state_dict(pipeline: Pipeline, state: Mapping[str, Tensor], tensor
     slots = {}
     for module in pipeline.layers.values():
         slots |= of_parts.slots_of(module, tensor_group)
-    mine = {name: (tuple(p.shape) if (cut := cut_of(p)) is None else cut.shape, p.dtype) for name, p in slots.items()}
-    outlines = told_by_all(mine, group)
+    tensors = {name: p for name, p in slots.items() if not is_extra(name)}
+    mine = {name: (tuple(p.shape) if (cut := cut_of(p)) is None else cut.shape, p.dtype) for name, p in tensors.items()}
+    outlines, named = zip(*told_by_all((mine, list(slots)), group), strict=True)
     having = told_by_all(bool(state), group)
-    expected = {name: kind for outline in outlines for name, kind in outline.items()}
+    expected = {name: outline.get(name) for outline, names in zip(outlines, named, strict=True) for name in names}
     if distributed.get_backend(group) == "fake":  # imagined ranks tell no names of their stages, and send nothing
         if not state:
             return
@@ -84,9 +96,11 @@ def load_full_state_dict(pipeline: Pipeline, state: Mapping[str, Tensor], tensor
     firsts = {name: names[0] for names in tied_names(pipeline.plan.tied) for name in names}
     state = {name: state.get(firsts.get(name, name), t) for name, t in state.items()}
     if having[0] and not all(having):
+        told = [{name: state[name] for name in expected if is_extra(name)} if rank == 0 else None]
+        distributed.broadcast_object_list(told, group=group, group_src=0)
         for other, outline in enumerate(outlines[1:], 1):
             if rank == other:
-                state = {}
+                state = dict(told[0])
             for name, (shape, dtype) in outline.items():
                 if rank == 0:
                     send(state[name].to(dtype), other, group)
@@ -98,15 +112,15 @@ def load_full_state_dict(pipeline: Pipeline, state: Mapping[str, Tensor], tensor
 
 
 def _outline(state: Mapping[str, Tensor]) -> Outline:
-    return {name: (tuple(t.shape), t.dtype) for name, t in state.items()}
+    return {name: (tuple(t.shape), t.dtype) for name, t in state.items() if not is_extra(name)}
 
 
-def _misfit(expected: Outline, state: Mapping[str, Tensor]) -> Exception | None:
+def _misfit(expected: Mapping[str, Any], state: Mapping[str, Any]) -> Exception | None:
     if missing := [name for name in expected if name not in state]:
         return KeyError(f"expected the names of the model, found no {', '.join(missing[:3])} ({len(missing)} missing)")
     if extra := [name for name in state if name not in expected]:
         return KeyError(f"expected the names of the model, found also {', '.join(extra[:3])} ({len(extra)} too many)")
-    for name, (shape, _) in expected.items():
-        if tuple(state[name].shape) != shape:
+    for name, kind in expected.items():
+        if kind is not None and tuple(state[name].shape) != (shape := kind[0]):
             return ValueError(f"expected {name} of shape {shape}, found {tuple(state[name].shape)}; of another model?")
     return None

@@ -161,6 +161,7 @@ class TiedParameters:
     def sum_gradients(self) -> None:
         """After a step's last backward: give all copies the sum of all copies' gradients, in the memory they have.
 
+        Sparse ones become dense, as where a sparse and a dense one meet in one process.
         Raises RuntimeError for a gradient that was used up during backward, as ZeroOptimizer's stage 2 does.
         """
         for tie in self.ties:
@@ -174,6 +175,8 @@ class TiedParameters:
                     )
                 if p.grad is None and p.requires_grad:
                     p.grad = torch.zeros_like(p)
+                elif p.grad is not None and p.grad.layout != torch.strided:
+                    p.grad = p.grad.to_dense()
             for p in trained[1:]:
                 trained[0].grad.add_(p.grad)
             if trained and len(tie.ranks) > 1:

@@ -118,7 +118,7 @@ def _wire(tensor: Tensor, filled: bool, group) -> Tensor:
     """The tensor as a backend can carry it: itself, or contiguous memory of its own, filled if it is to be sent."""
     if staged(tensor, group):
         wire = _host(tensor)
-    elif tensor.is_contiguous():
+    elif tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():  # signs that only PyTorch knows of
         return tensor
     else:
         wire = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)

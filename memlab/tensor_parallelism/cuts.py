@@ -102,14 +102,20 @@ def cut_evenly(
 ) -> Cut:
     """The cut into equal pieces, one of every section for each rank.
 
-    sections: sizes along `dim`, None a single one. A pair (size, pieces) makes fewer pieces than there are ranks, which
-      neighbours share.
+    dim: which one is cut; a negative one counts from the end.   sections: sizes along `dim`, None a single one. A pair
+      (size, pieces) makes fewer pieces than there are ranks, which neighbours share.
 
-    Raises ValueError for sections that do not add up, and for one that cannot be cut so; `what` says there what it is.
+    Raises ValueError for a dimension or a rank that is not there, sections that do not add up, and for one that cannot
+    be cut so; `what` says there what it is.
 
     >>> cut_evenly((12, 5), 0, 1, 2, sections=(8, 4)).ranges()
     [(4, 8), (10, 12)]
     """
+    if not -len(shape) <= dim < len(shape):
+        raise ValueError(f"expected a dimension of {tuple(shape)}, from {-len(shape)} to {len(shape) - 1}, found {dim}")
+    if not 0 <= rank < ranks:
+        raise ValueError(f"expected a rank from 0 to {ranks - 1}, found {rank}; count ranks as their group does")
+    dim %= len(shape)
     pairs = [(size, ranks) if isinstance(size, int) else tuple(size) for size in sections or (shape[dim],)]
     total = sum(size for size, _ in pairs)
     if total != shape[dim]:

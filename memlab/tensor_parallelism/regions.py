@@ -14,7 +14,8 @@ backward, and so it is with gathering and scattering:
 
 What must hold is on both sides of the table: a tensor that all ranks hold has a gradient that all ranks hold whole.
 In a group of one each of them returns its argument, and nothing is sent. All ranks must call them in the same order,
-with tensors of the same shape and dtype; any dtype that the group's backend sums.
+with tensors of the same shape and dtype; any dtype that the group's backend sums. What has no dimension has no parts:
+the last four raise ValueError for it.
 
 Sources: Shoeybi et al. 2019 (Megatron-LM), section 3; Korthikanti et al. 2022, section 4.2.2 (sequence parallelism).
 """
@@ -50,7 +51,7 @@ def gather_from_ranks(x: Tensor, group=None) -> Tensor:
 
     A collective lays the ranks' parts one after the other, so a second tensor of this size is needed for a moment.
     """
-    return x if place_in(group)[1] == 1 else _Gather.apply(x, group)
+    return x if place_in(group)[1] == 1 else _Gather.apply(_cuttable(x), group)
 
 
 def scatter_to_ranks(x: Tensor, group=None) -> Tensor:
@@ -58,12 +59,12 @@ def scatter_to_ranks(x: Tensor, group=None) -> Tensor:
 
     Raises ValueError for a width that the ranks do not divide.
     """
-    return x if place_in(group)[1] == 1 else _Scatter.apply(x, group)
+    return x if place_in(group)[1] == 1 else _Scatter.apply(_cuttable(x), group)
 
 
 def gather_sequence(x: Tensor, group=None) -> Tensor:
     """All ranks' rows. (rows / ranks, ...) → (rows, ...)."""
-    return x if place_in(group)[1] == 1 else _GatherSequence.apply(x, group)
+    return x if place_in(group)[1] == 1 else _GatherSequence.apply(_cuttable(x), group)
 
 
 def reduce_scatter_sequence(x: Tensor, group=None) -> Tensor:
@@ -71,7 +72,15 @@ def reduce_scatter_sequence(x: Tensor, group=None) -> Tensor:
 
     Raises ValueError for rows that the ranks do not divide.
     """
-    return x if place_in(group)[1] == 1 else _ReduceScatterSequence.apply(x, group)
+    return x if place_in(group)[1] == 1 else _ReduceScatterSequence.apply(_cuttable(x), group)
+
+
+def _cuttable(x: Tensor) -> Tensor:
+    if x.dim() == 0:
+        raise ValueError(
+            "expected x of at least one dimension, of which ranks have parts, found a single number; give x.reshape(1)"
+        )
+    return x
 
 
 class _Copy(Function):

@@ -37,6 +37,7 @@ _CUT = {
     RowParallelLinear: {"in_features": "inputs", "weight": 1, "bias": None},
     VocabularyParallelEmbedding: {"num_embeddings": "entries of the vocabulary", "weight": 0},
 }
+_OF_LAYER = {"in_features", "out_features", "bias", "num_embeddings", "embedding_dim"}
 
 
 def split_layers(
@@ -62,9 +63,11 @@ def split_layers(
 
     Raises ValueError for a pattern that fits nothing, sizes that the ranks do not divide, and weights that are tied to
     one that is cut in another way, or not, layers with hooks; TypeError for a layer of another kind than the plan's or
-    one with parametrized weights, and for options that the kind has not. The model is then as it was.
+    one with parametrized weights, and for options that the kind has not, or that the layer itself decides; PyTorch's
+    own error for a device that is not there. The model is then as it was.
     """
     names = _names(model)
+    torch.empty(0, device=device)  # raises for one that is not there, as it would later
     chosen = {name: entry if isinstance(entry, tuple) else (entry, {}) for name, entry in _fitting(names, plan).items()}
     for name, (kind, options) in chosen.items():
         _refuse_unsplittable(name, model.get_submodule(name), kind, {"group": group, **options})
@@ -131,9 +134,13 @@ def _refuse_unsplittable(name: str, layer: nn.Module, kind: type[nn.Module], opt
         )
     if set(layer._parameters) - {"weight", "bias"} or not isinstance(layer._parameters.get("weight"), nn.Parameter):
         raise TypeError(f"expected plain weights at {name}, found parametrized ones; split before parametrizing them")
-    hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
-    if any(hooks) or any(p._backward_hooks for p in layer.parameters()):
+    hooks = [hooks for kind_of, hooks in vars(layer).items() if kind_of.endswith("_hooks")]
+    hooks += [hooks for p in layer.parameters() for hooks in (p._backward_hooks, p._post_accumulate_grad_hooks)]
+    if any(hooks) or "forward" in vars(layer):
         raise ValueError(f"expected no hooks on {name}, which would go with it, found some; set hooks after splitting")
+    if own := sorted(_OF_LAYER & options.keys()):
+        raise TypeError(f"expected options for {name} without {own[0]}, which its own layer decides; leave it out")
+    torch.empty(0, device=options.get("device"))
     size, what = next(iter(_CUT[kind].items()))
     share(getattr(layer, size), f"{what} of {name}", place_in(options["group"])[1])
     sizes = (layer.in_features, layer.out_features) if _PLAIN[kind] is nn.Linear else tuple(layer.weight.shape)

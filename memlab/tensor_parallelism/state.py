@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 from memlab.data_parallelism.agreement import raise_on_all, told_by_all
 from memlab.memory_timeline import main_memory
@@ -25,11 +26,12 @@ def full_state_dict(model: nn.Module, group=None) -> dict[str, Tensor]:
     """The full model's state dict, in main memory on rank 0; {} on the others. All ranks must call it.
 
     group: the one that the model was made with. Keys, shapes, dtypes are the plain model's, and parameters that are
-    tied share memory. Raises ValueError for a model that was cut for another number of ranks.
+    tied share memory; of a module's extra state, rank 0's counts. Raises ValueError for a model that was cut for
+    another number of ranks.
     """
     slots = slots_of(model, group)
     tensors = {id(p): p for p in slots.values()}
-    full = {key: _gathered(p, cut_of(p), group) for key, p in tensors.items()}
+    full = {key: _gathered(p, cut_of(p), group) if isinstance(p, Tensor) else p for key, p in tensors.items()}
     return {name: full[id(p)] for name, p in slots.items()} if place_in(group)[0] == 0 else {}
 
 
@@ -40,14 +42,20 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor], group=No
     state: on every rank, best from a mapped file (`load_full`): each copies its own pieces. Or on rank 0 alone, {} on
       the others: it sends them theirs. All ranks must call it. Values are converted to the model's dtypes.
     group: the one that the model was made with.
-    Raises KeyError for keys and ValueError for shapes that are not the model's, on every rank; nothing is loaded then.
+    Raises KeyError for keys and ValueError for shapes that are not the model's, and for a model on "meta", on every
+    rank; nothing is loaded then.
     """
     slots = slots_of(model, group)
     rank, _ = place_in(group)
-    state, sent = _given(state, group, lambda: {name: t.to("meta") for name, t in state.items()})
+    bare = lambda name, t: t if is_extra(name) else t.to("meta")  # noqa: E731
+    state, sent = _given(state, group, lambda: {name: bare(name, t) for name, t in state.items()})
     raise_on_all(_misfit(slots, state), group)
+    extra = {name: state[name] for name in slots if is_extra(name)}
     for name, p in slots.items():
-        _deliver(state[name], p, cut_of(p), sent, group)
+        if name not in extra:
+            _deliver(state[name], p, cut_of(p), sent, group)
+    if extra:
+        model.load_state_dict(extra, strict=False)
 
 
 @torch.no_grad()
@@ -114,8 +122,13 @@ def cuts_of_states(optimizer: torch.optim.Optimizer) -> dict[int, Cut]:
 # ---- the steps of all of these
 
 
-def slots_of(model: nn.Module, group) -> dict[str, Tensor]:
-    """The model's parameters and buffers by their names, each knowing its cut.
+def is_extra(name: str) -> bool:
+    """Whether a state dict has what a module's `get_extra_state` returned under this name: anything, a tensor too."""
+    return name.endswith(_EXTRA_STATE_KEY_SUFFIX)
+
+
+def slots_of(model: nn.Module, group) -> dict[str, Any]:
+    """The model's parameters and buffers by their names, each knowing its cut, and its modules' extra states.
 
     Raises ValueError for a group of another size than the model was cut for.
     """
@@ -159,7 +172,10 @@ def _deliver(full: Tensor, part: Tensor, cut: Cut | None, sent: bool, group) -> 
             for piece, given in zip(cut.pieces_in(part), cut.pieces_of(full), strict=True):
                 piece.copy_(given)
     if sent and cut is None:
-        distributed.broadcast(part.detach(), group=group, group_src=0)
+        dense = part.detach().contiguous()  # a collective fills memory from end to end, and gloo's knows no float8
+        distributed.broadcast(dense.view(-1).view(torch.uint8), group=group, group_src=0)
+        if not part.is_contiguous():
+            part.copy_(dense)
     elif sent and rank:
         part.copy_(receive(torch.empty_like(part, memory_format=torch.contiguous_format), 0, group))
     elif sent:
@@ -186,12 +202,19 @@ def _misfit(slots: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> Excepti
     if extra := [name for name in state if name not in slots]:
         return KeyError(f"expected the keys of the model, found also {', '.join(extra[:3])} ({len(extra)} too many)")
     for name, p in slots.items():
+        if is_extra(name):
+            continue
         cut = cut_of(p)
         expected, found = tuple(p.shape) if cut is None else cut.shape, tuple(state[name].shape)
         if expected != found:
             return ValueError(
                 f"expected {name} of shape {expected}, found {found}; the state is of another model"
                 + (", or of one rank's part of this one" if found == tuple(p.shape) else "")
+            )
+        if p.is_meta:
+            return ValueError(
+                f"expected {name} in memory, found it on meta, which keeps no values; call model.to_empty(device=…) "
+                "first"
             )
     return None
 
