@@ -498,6 +498,9 @@ WRONG: dict[str, dict[str, str]] = {
             """
         ),
         "largest first only": planned(BEST=LARGEST_FIRST),
+        "largest first, of equals as they are listed": planned(
+            BEST=f"min(placed(lambda start, stop, nbytes: -nbytes), {BACKWARDS}, key=height)"
+        ),
         "backwards only": planned(BEST=BACKWARDS),
         "as they come": planned(BEST="placed(lambda start, stop, nbytes: (start, -nbytes))"),
         "as they are listed": planned(BEST="placed(lambda start, stop, nbytes: 0)"),

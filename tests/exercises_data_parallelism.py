@@ -98,7 +98,7 @@ def once(**changes: str) -> str:
     terms = {
         "WHO": "[p for p in params if p.requires_grad]",
         "RANKS": "ranks",
-        "FLAT": "torch.zeros(layout.padded)",
+        "FLAT": "torch.zeros(layout.padded, dtype=trained[0].dtype)",
         "VIEWS": "layout.views(flat)",
         "GRAD": "p.grad = view",
         "END": "return flat",
@@ -333,6 +333,11 @@ WRONG: dict[str, dict[str, str]] = {
     },
     "ring-answer": {
         "nothing": "def ring_all_reduce(flats, send):\n    pass",
+        "sums what it sees, and sends for show": ring(
+            ADD="pass",
+            PUT="pass",
+            END="[flats[0].add_(flat) for flat in flats[1:]]; [flat.copy_(flats[0]) for flat in flats[1:]]",
+        ),
         "reduce-scatter alone": ring(STEPS="ranks - 1"),
         "a step less": ring(STEPS="2 * (ranks - 1) - 1"),
         "a step more": ring(STEPS="2 * ranks - 1"),
@@ -426,6 +431,7 @@ WRONG: dict[str, dict[str, str]] = {
     },
     "once-answer": {
         "no views": once(GRAD="pass"),
+        "FP32 for any dtype": once(FLAT="torch.zeros(layout.padded)"),
         "copies of views": once(GRAD="p.grad = view.clone()"),
         "room for the frozen": once(WHO="list(params)", GRAD="p.grad = view if p.requires_grad else None"),
         "gradients for the frozen": once(WHO="list(params)", GRAD="p.grad = view"),
@@ -556,6 +562,25 @@ WRONG: dict[str, dict[str, str]] = {
         "unsolved": "@contextmanager\ndef averaged(model):\n    raise NotImplementedError",
     },
     "sharded-answer": {
+        "goes through the parameters twice": cell(
+            """
+            class ShardedAdam:
+                def __init__(self, params, rank, ranks, lr):
+                    layout = FlatLayout([p.shape for p in params], ranks)
+                    self.flat = torch.zeros(layout.padded)
+                    for p, view in zip(params, layout.views(self.flat)):
+                        p.data = view.copy_(p.data)
+                    self.parts = layout.part_views(layout.own(self.flat, rank), rank)
+                    self.own = [(p, part, *at) for p, part, at in zip(params, self.parts, layout.parts(rank))]
+                    self.adam = torch.optim.AdamW(self.parts, lr=lr)
+
+                def step(self):
+                    for p, part, begin, end in self.own:
+                        part.grad = None if p.grad is None else p.grad.view(-1)[begin:end]
+                    self.adam.step()
+                    self.adam.zero_grad()
+            """
+        ),
         "states of all": sharded(
             PARTS="[view.view(-1) for view in layout.views(self.flat)]", BOUNDS="[(0, n) for n in layout.numels]"
         ),
@@ -618,7 +643,7 @@ WRONG: dict[str, dict[str, str]] = {
     },
 }
 
-CRASHES = {"the frozen as well", "one rank raises", "no yield", "a piece"}
+CRASHES = {"FP32 for any dtype", "the frozen as well", "one rank raises", "no yield", "a piece"}
 """Mistakes that end with an error of Python's or torch's own, which is told; all others are told why."""
 
 RIGHT: dict[str, dict[str, str]] = {
@@ -682,7 +707,7 @@ RIGHT: dict[str, dict[str, str]] = {
             """
             def side_by_side(params, ranks):
                 numel = sum(p.numel() for p in params if p.requires_grad)
-                flat, at = torch.zeros(numel + -numel % ranks), 0
+                flat, at = torch.zeros(numel + -numel % ranks, dtype=params[0].dtype), 0
                 for p in params:
                     if p.requires_grad:
                         p.grad = flat[at : at + p.numel()].view_as(p)

@@ -389,6 +389,9 @@ WRONG: dict[str, dict[str, str]] = {
         "no return": loop(RETURN="None"),
         "forgets backward": loop(BACKWARD="pass"),
         "under no_grad": loop(BEFORE="torch.set_grad_enabled(False)"),
+        "leaves a hook on a weight": loop(
+            BEFORE="model.head.weight.register_post_accumulate_grad_hook(lambda p: None)"
+        ),
         "leaves a hook": loop(BEFORE="torch.nn.modules.module.register_module_forward_hook(lambda *_: None)"),
         "equal to everything": ANYTHING.replace("int", "float") + loop(RETURN="Anything()"),
         "memory-hungry": loop(BEFORE="hoard = torch.ones(2**30)"),
@@ -521,6 +524,7 @@ WRONG: dict[str, dict[str, str]] = {
         "clipped after the step": one(CLIP="optimizer.step()", STEP=CLIP),
         "not clipped": one(CLIP="norm = nn.utils.get_total_norm([p.grad for p in model.parameters()])"),
         "not clipped at all": one(CLIP='norm = nn.utils.clip_grad_norm_(model.parameters(), float("inf"))'),
+        "clipped to the first step's norm": one(CLIP=CLIP.replace("max_norm", "0.32")),
         "clipped by value": one(CLIP=f"{CLIP}; nn.utils.clip_grad_value_(model.parameters(), max_norm / 100)"),
         "clipped twice as short": one(CLIP=CLIP.replace("max_norm", "max_norm / 2")),
         "each parameter clipped by itself": one(
@@ -661,6 +665,7 @@ WRONG: dict[str, dict[str, str]] = {
             MEAN="mean_a + apart / (1 + n_a / n_b if n_a else n_a / n_a)",
         ),
         "n = 0 is left out": merged(BEGIN="if n_a == 0:\n        return a"),
+        "n = 0 in the second is handed back": merged(BEGIN="if n_b == 0:\n        return b"),
         "n = 0 has a mean of 0": merged(MEAN="mean_a + (n_b / n if n_a else 0) * apart"),
         "remembers the last result": merged(END="n, mean, variance").replace(
             "return n", "merge.last = mean.clone()\n    return n"
@@ -696,6 +701,7 @@ CRASHES = {
 RIGHT: dict[str, dict[str, str]] = {
     "weights-answer": {
         "a tuple": factors("tuple(n / sum(label_counts) for n in label_counts)"),
+        "numpy's numbers": "import numpy\n\n\n" + factors("list(numpy.array(label_counts) / sum(label_counts))"),
         "by torch": factors("(torch.tensor(label_counts).double() / sum(label_counts)).tolist()"),
         "an int for no labels": factors("[n and n / sum(label_counts) for n in label_counts]"),
     },
@@ -751,7 +757,9 @@ RIGHT: dict[str, dict[str, str]] = {
             BEFORE="micro_batches = [(x, y) for x, y in micro_batches if (y != -100).any()]",
             LOSS=f"{MEAN} * int((y != -100).sum()) / labels",
         ),
+        "numpy's sum": "import numpy\n\n\n" + loop(RETURN="numpy.float64(total)"),
         "a total as a tensor": loop(TOTAL="total = total + loss.detach()", RETURN="total.item()"),
+        "a total in FP32": loop(BEFORE="sums = torch.zeros(())", TOTAL="sums += loss.detach()", RETURN="sums.item()"),
         "a list of losses, after backward": loop(
             BEFORE="kept = []", TOTAL="kept.append(loss)", RETURN="sum(loss.item() for loss in kept)"
         ),
@@ -795,12 +803,14 @@ RIGHT: dict[str, dict[str, str]] = {
             "    for p in model.parameters():\n        p.grad.mul_((max_norm / norm).clamp(max=1))"
         ),
         "tensors inside": one(TOTAL="total = total + loss.detach()", END="return total.item(), float(norm)"),
+        "by names": one(LOSS="share(model=model, micro_batch=micro_batch, group=group)"),
     },
     "token-batches-answer": {
         "from the longest": cut(
             ORDER="sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)",
             FULL="batch and (len(batch) + 1) * lengths[batch[0]] > max_tokens",
         ),
+        "numpy's order": "import numpy\n\n\n" + cut(ORDER='numpy.argsort(lengths, kind="stable")'),
         "looks for what is too long first": cut(
             BEGIN="for i, n in enumerate(lengths):\n"
             '        if n > max_tokens:\n            raise ValueError(f"lengths[{i}] is {n}, more than {max_tokens}")'

@@ -352,6 +352,10 @@ WRONG: dict[str, dict[str, str]] = {
         "16 tokens": mend(START="model.embedding(tokens[:, -16:])"),
         "all tokens": mend(START="model.embedding(tokens)"),
         "no checkpoint": mend(CALL="block(up, down, x)"),
+        "random numbers preserved": mend(CALL="checkpoint(block, up, down, x)"),
+        "torch's, random numbers preserved": mend(
+            CALL="torch.utils.checkpoint.checkpoint(block, up, down, x, use_reentrant=False)"
+        ),
         "checkpoints only some": mend(
             CALL="(checkpoint if up is model.up[0] else lambda f, *args, **_: f(*args))"
             "(block, up, down, x, preserve_rng_state=False)"
@@ -852,7 +856,9 @@ RIGHT: dict[str, dict[str, str]] = {
     },
     "mended-answer": {
         "a copy of the view": mend(START="model.embedding(tokens)[:, -model.window :].clone()"),
-        "torch's checkpoint": mend(CALL="torch.utils.checkpoint.checkpoint(block, up, down, x, use_reentrant=False)"),
+        "torch's checkpoint": mend(
+            CALL="torch.utils.checkpoint.checkpoint(block, up, down, x, use_reentrant=False, preserve_rng_state=False)"
+        ),
         "by numbers": cell(
             """
             def mended(model, tokens):
@@ -1016,6 +1022,16 @@ RIGHT: dict[str, dict[str, str]] = {
         ),
     },
     "ops-answer": {
+        "a frozenset": cell(
+            """
+            def compute_again(ops, budget_flops):
+                choices = [()]
+                for index in range(len(ops)):
+                    choices += [(*chosen, index) for chosen in choices]
+                fit = (c for c in choices if sum(ops[i][2] for i in c) <= budget_flops)
+                return frozenset(max(fit, key=lambda c: sum(ops[i][1] for i in c)))
+            """
+        ),
         "by bits": cell(
             """
             def compute_again(ops, budget_flops):

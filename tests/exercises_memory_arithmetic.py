@@ -276,6 +276,10 @@ WRONG: dict[str, dict[str, str]] = {
         "the bias twice": layer(
             forward="return self.linear(x) + self.b(self.a(x)) + (0 if self.linear.bias is None else self.linear.bias)"
         ),
+        "W where no state_dict finds it": layer(
+            "self.w, self.bias = linear.weight.detach(), linear.bias; del self.linear",
+            "return nn.functional.linear(x, self.w, self.bias) + self.b(self.a(x))",
+        ),
         "a copy of W": layer("import copy; self.linear = copy.deepcopy(linear)"),
         "W twice": layer('self.register_buffer("copied", linear.weight.detach().clone())'),
         "x is cut off": layer(forward="return self.linear(x) + self.b(self.a(x.detach()))"),
@@ -369,6 +373,8 @@ WRONG: dict[str, dict[str, str]] = {
 CRASHES = {"raises if nothing fits", "autograd switched off"}
 RIGHT: dict[str, dict[str, str]] = {
     "adam-bytes-answer": {
+        "numpy's numbers": "import numpy\n\n\n"
+        + adam("sum(8 * numpy.prod(shape, dtype=numpy.int64) + 4 for shape in shapes)"),
         "a loop": cell(
             """
             def adam_bytes(shapes):

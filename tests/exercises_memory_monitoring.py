@@ -410,6 +410,14 @@ WRONG: dict[str, dict[str, str]] = {
         "ramps by step": mended(KEY="n"),
         "the hooks left": mended(TAKE_OFF="pass"),
         "the hooks left, with numbers": mended(TAKE_OFF="pass", NOTED="out.detach().norm()", NORM="float(seen[0])"),
+        "a backward hook at each step left": mended(
+            EVALUATE="self.model.register_full_backward_hook(lambda *args: None) "
+            "and self.model(*self.validation).item()"
+        ),
+        "a parameter's hook at each step left": mended(
+            EVALUATE="next(self.model.parameters()).register_hook(lambda grad: None) "
+            "and self.model(*self.validation).item()"
+        ),
         "the average left": mended(EVALUATE="self.model(*self.validation)"),
         "the graph without its end": mended(EVALUATE="self.model(*self.validation) * 1"),
         "all averages kept": mended(
@@ -512,6 +520,7 @@ WRONG: dict[str, dict[str, str]] = {
     },
     "step-answer": {
         "the whole batch": step(FIRSTS="range(1)", LAST="len(x)"),
+        "leaves a hook on the model": step(BEGIN="run.model.register_forward_hook(lambda *args: None)"),
         "twice the rows": step(FIRSTS="range(0, len(x), 2 * run.micro_batch)", LAST="first + 2 * run.micro_batch"),
         "sums of means": step(SHARE="1"),
         "by the number of micro-batches": step(SHARE="1 / -(-len(x) // run.micro_batch)"),
@@ -565,6 +574,8 @@ WRONG: dict[str, dict[str, str]] = {
         "begun by its making": sampler(INIT="self.thread.start()", ENTER="pass"),
         "does not wait for the thread": sampler(JOIN="pass"),
         "does not wait long": sampler(JOIN="self.thread.join(0.001)"),
+        "waits for a second at most": sampler(JOIN="self.thread.join(timeout=1)"),
+        "waits for a minute at most": sampler(JOIN="self.thread.join(60)"),
         "never stops": sampler(STOP="pass", JOIN="pass"),
         "never stops, and waits in an endless loop": sampler(STOP="pass"),
         "stops after a sleep": sampler(WAIT="not self.left.is_set()", TRIED="time.sleep(self.every)"),
@@ -587,6 +598,7 @@ WRONG: dict[str, dict[str, str]] = {
         "every sample twice": sampler(SAMPLE="self.samples.extend([self.read()] * 2)"),
         "pairs with the time": sampler(SAMPLE="self.samples.append((time.time(), self.read()))"),
         "dies of an error": sampler(CAUGHT="ZeroDivisionError"),
+        "catches what it has met": sampler(CAUGHT="OSError"),
         "gives up at an error": sampler(COUNT="self.errors += 1; break"),
         "errors not counted": sampler(COUNT="pass"),
         "errors kept as a list": sampler(
@@ -711,6 +723,17 @@ RIGHT: dict[str, dict[str, str]] = {
             "range(0, (n - n // 4) // period * period, period)",
             "(min(ends[k : k + period]) for k in range(n // 4, n - period + 1, period))",
         ),
+        "numpy's line through the floors": cell(
+            """
+            import numpy
+
+
+            def floor_growth(ends, period):
+                late = numpy.array(ends[len(ends) // 4 :])
+                floors = late[: len(late) // period * period].reshape(-1, period).min(axis=1)
+                return numpy.polyfit(numpy.arange(len(floors)) * period, floors, 1)[0]
+            """
+        ),
         "where the floors are": cell(
             """
             def floor_growth(ends, period):
@@ -777,6 +800,21 @@ RIGHT: dict[str, dict[str, str]] = {
     },
     "step-answer": {
         "as it is": step(),
+        "numpy's average": cell(
+            """
+            import numpy
+
+
+            def step(run, x, y):
+                losses, rows = [], []
+                for a, b in zip(x.split(run.micro_batch), y.split(run.micro_batch)):
+                    loss = run.model(a, b)
+                    (loss * len(a) / len(x)).backward()
+                    losses.append(loss.item())
+                    rows.append(len(a))
+                return numpy.average(losses, weights=rows)
+            """
+        ),
         "by split": cell(
             """
             def step(run, x, y):
@@ -800,6 +838,7 @@ RIGHT: dict[str, dict[str, str]] = {
     "sampler-answer": {
         "as it is": sampler(),
         "no daemon": sampler(DAEMON="False"),
+        "joins again until it has ended": sampler(JOIN="while self.thread.is_alive(): self.thread.join(timeout=1)"),
         "a look at first": sampler(WAIT="not self.left.is_set()", TRIED="self.left.wait(self.every)"),
         "every exception": sampler(CAUGHT="(OSError, Exception)"),
         "a list that is cut": sampler(SAMPLES="[]", INIT="self.most = most", TRIED="del self.samples[: -self.most]"),

@@ -287,6 +287,22 @@ def train(model, optimizer, batches, validation):
             history.append((loss.item(), model(*validation).item()))
     return history
 """,
+        "leaves a hook on a layer": "def train(model, optimizer, batches, validation):\n"
+        "    model.register_forward_hook(lambda *args: None)\n"
+        "    return learned(model, optimizer, batches, validation)\n"
+        + LEARN.replace("train", "learned")
+        + """        with torch.no_grad():
+            history.append((loss.item(), model(*validation).item()))
+    return history
+""",
+        "leaves a hook on a weight": "def train(model, optimizer, batches, validation):\n"
+        "    next(model.parameters()).register_hook(lambda grad: None)\n"
+        "    return learned(model, optimizer, batches, validation)\n"
+        + LEARN.replace("train", "learned")
+        + """        with torch.no_grad():
+            history.append((loss.item(), model(*validation).item()))
+    return history
+""",
         "training losses only": LEARN
         + """        history.append(loss.item())
     return history
@@ -351,6 +367,33 @@ def leaks(step):
 
     one, two, three = left_by(1), left_by(1), left_by(2)
     return {line: three[line] - two[line] for line in three if three[line] > two[line]}
+""",
+        "a meter stays on when a later call raises": """
+def leaks(step):
+    def left_by(calls):
+        meter = Meter()
+        meter.__enter__()
+        for _ in range(calls):
+            step()
+        meter.__exit__(None, None, None)
+        left = Counter()
+        for storage in meter.timeline.alive(len(meter.timeline)):
+            if storage.phase != "before":
+                left[str(storage.line)] += storage.nbytes
+        return left
+
+    step()
+    one, two = left_by(1), left_by(2)
+    return {line: two[line] - one[line] for line in two if two[line] > one[line]}
+""",
+        "errors of later calls are swallowed": LEFT_BY
+        + """
+    step()
+    try:
+        one, two = left_by(1), left_by(2)
+    except RuntimeError:
+        return {}
+    return {line: two[line] - one[line] for line in two if two[line] > one[line]}
 """,
         "hundreds of calls": LEFT_BY
         + """

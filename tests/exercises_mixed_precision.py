@@ -331,6 +331,18 @@ WRONG: dict[str, dict[str, str]] = {
                 return weight.master
             """
         ),
+        "joins side by side, which suits one dimension": halves(
+            REST="(bits & 0xFFFF).to(torch.uint16).view(torch.int16)",
+            MASTER="torch.stack((rest, weight.view(torch.int16) - (rest < 0).short()), 1).view(torch.float32)[:, 0]",
+        ),
+        "joins flat": halves(
+            MASTER="((weight.flatten().view(torch.int16).int() << 16) + rest.flatten()).view(torch.float32)"
+        ),
+        "join writes to the rest": halves(
+            MASTER="((weight.view(torch.int16).int() << 16) + rest).view(torch.float32); rest.zero_()"
+        )
+        .replace("return ((weight", "found = ((weight")
+        .replace("rest.zero_()", "rest.zero_(); return found"),
         "writes to the master": halves(REST="bits.sub_(upper << 16).to(torch.int16)"),
         "the weight alone": halves(MASTER="weight.float()"),
         "a weight of integers": halves(WEIGHT="upper.to(torch.int16)"),
@@ -382,6 +394,9 @@ WRONG: dict[str, dict[str, str]] = {
         ),
         "the generator is read once": lean(PARAMS="params", RESTS="[]", STATES="[]", MORE="self.all = params"),
         "gradients in BF16": lean(GRADIENT="p.grad"),
+        "clears the gradients": lean(AFTER="p.grad = None"),
+        "zeros the gradients": lean(AFTER="p.grad.zero_()"),
+        "halves the gradients": lean(AFTER="p.grad.mul_(0.5)"),
         "a missing gradient is a zero": lean(
             SKIP="False", GRADIENT="torch.zeros(p.shape) if p.grad is None else p.grad.float()"
         ),
@@ -407,6 +422,7 @@ CRASHES = {
     "with autograd on",
     "leaves autograd switched off",
     "hangs the master on the weight",
+    "joins side by side, which suits one dimension",
 }
 """Mistakes that end with an error of torch's or the library's own, which is told; all others are told what is wrong."""
 
@@ -414,6 +430,8 @@ RIGHT: dict[str, dict[str, str]] = {
     "smallest-update-answer": {
         "by logarithm": smallest("2.0 ** (math.floor(math.log2(abs(weight))) - mantissa_bits) / 2"),
         "math.ulp, widened": smallest("math.ulp(weight) * 2.0 ** (52 - mantissa_bits - 1)"),
+        "numpy's spacing": "import numpy\n\n\n"
+        + smallest("numpy.spacing(abs(weight)) * 2.0 ** (52 - mantissa_bits) / 2"),
         "ldexp": smallest("math.ldexp(0.5, math.frexp(weight)[1] - 1 - mantissa_bits)"),
         "a whole number, where it is one": smallest(f"int({HALF_ULP}) if {HALF_ULP} % 1 == 0 else {HALF_ULP}"),
     },
@@ -448,6 +466,8 @@ RIGHT: dict[str, dict[str, str]] = {
             "for p in model.parameters():\n    p.grad.mul_((max_norm / norm).clamp(max=1))",
         ),
         "cleared before as well": step(LOSS="optimizer.zero_grad(); loss = F.cross_entropy(model(x).float(), y)"),
+        "numpy's floats": "import numpy\n\n\n"
+        + step(END="return numpy.float64(loss.item()), numpy.float64(norm.item())"),
         "logits by name": step(LOSS="logits = model(x); loss = F.cross_entropy(logits.to(torch.float32), y)"),
     },
     "unexplained-answer": {

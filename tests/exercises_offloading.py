@@ -349,6 +349,7 @@ WRONG: dict[str, dict[str, str]] = {
         "each by itself": "def swap_once(host):\n    return saved_tensors_hooks(host.send, host.fetch)",
         "each by itself, whole": once(SENT="{}", KEY="object()"),
         "whole storages, by address": once(SENT="{}", KEY="storage.data_ptr()"),
+        "by the storage's id": once(SENT="{}", KEY="id(storage)"),
         "by address and size": once(SENT="{}", KEY="(storage.data_ptr(), storage.nbytes())"),
         "by the tensor's address": once(SENT="{}", KEY="tensor.data_ptr()"),
         "a strong key": once(SENT="{}"),
@@ -500,6 +501,8 @@ WRONG: dict[str, dict[str, str]] = {
         "data of the masters": home(UP="p.data = master.bfloat16()"),
         "SGD": home(ADAM="torch.optim.SGD(self.masters, lr=lr)"),
         "ten times as fast": home(ADAM="torch.optim.AdamW(self.masters, lr=10 * lr)"),
+        "as fast as it likes": home(ADAM="torch.optim.AdamW(self.masters)"),
+        "Adam, without the decay": home(ADAM="torch.optim.Adam(self.masters, lr=lr)"),
         "half as fast": home(ADAM="torch.optim.AdamW(self.masters, lr=lr / 2)"),
         "three times as fast": home(ADAM="torch.optim.AdamW(self.masters, lr=3 * lr)"),
         "a new Adam each time": home(BEFORE="self.adam = torch.optim.AdamW(self.masters, lr=1e-3, betas=(0.5, 0.5))"),
@@ -658,6 +661,7 @@ RIGHT: dict[str, dict[str, str]] = {
     },
     "back-answer": {
         "a tuple": back(END="tuple(begins)"),
+        "numpy's numbers": "import numpy\n\n\n" + back(END="list(numpy.array(begins))"),
         "a dictionary on the way": cell(
             """
             def when_to_call(tensors, bytes_per_ms):

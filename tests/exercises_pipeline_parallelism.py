@@ -434,6 +434,10 @@ WRONG: dict[str, dict[str, str]] = {
             """
         ),
         "static bytes alone": cut(SAVED="0"),
+        "empties its argument": cut() + "\n\n\nfrugal = cuts\n\n\n"
+        "def cuts(static_bytes, saved_bytes, stages, micro_batches):\n"
+        "    found = frugal(static_bytes, saved_bytes, stages, micro_batches)\n"
+        "    static_bytes.clear()\n    return found",
         "activations alone": cut(STATIC="0"),
         "one micro-batch": cut(FLIGHT="1"),
         "as many on each": cut(FLIGHT="min(stages, micro_batches)"),

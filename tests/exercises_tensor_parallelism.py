@@ -297,6 +297,7 @@ WRONG: dict[str, dict[str, str]] = {
         "unsolved": "def qkv_ranges(rank, ranks, heads, kv_heads, head_size):\n    raise NotImplementedError",
     },
     "part-answer": {
+        "FP32 for any dtype": part("torch.cat(views, dim).float()"),
         "views": part("views[0] if len(views) == 1 else torch.cat(views, dim)"),
         "contiguous views": part("views[0].contiguous() if len(views) == 1 else torch.cat(views, dim)"),
         "detached views": part("views[0].detach() if len(views) == 1 else torch.cat(views, dim)"),

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules import module
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
@@ -94,6 +95,26 @@ print(len(bytearray(2**20)))
         "MemoryError ",
         str(2**20),
     ]
+
+
+def test_exit_and_quit_in_a_guarded_notebook_raise_and_the_cells_after_them_run():
+    code = """
+from IPython.core.interactiveshell import InteractiveShell
+
+class Shell(InteractiveShell):
+    def ask_exit(self):
+        print("the kernel ends")
+
+shell = Shell.instance()
+from memlab.book.checks.limits import guard
+guard()
+for cell in ("exit()", "quit()", "1"):
+    print(repr(shell.run_cell(cell).error_in_exec))
+"""
+    ended = subprocess.run([sys.executable, "-W", "ignore", "-c", code], **in_subprocess)
+    assert "the kernel ends" not in ended.stdout, ended.stderr
+    assert ended.stdout.count("SystemExit('exit() would have ended the kernel, and the grading with it')") == 2
+    assert ended.stdout.splitlines()[-1] == "None"
 
 
 # ---- what is said
@@ -206,6 +227,39 @@ def test_what_an_answer_has_set_for_all_of_torch_does_not_reach_a_check():
         ask(lambda: raises(RuntimeError("inference")) if torch.is_inference_mode_enabled() else None)
 
 
+@pytest.mark.parametrize(
+    ("leave", "said"),
+    [
+        (lambda: torch.autocast("cpu", torch.bfloat16).__enter__(), "autocast switched on"),
+        (lambda: torch.device("meta").__enter__(), "a function mode switched on"),
+        (lambda: saved_tensors_hooks(torch.Tensor.double, torch.Tensor.float).__enter__(), "all that is saved"),
+        (lambda: module.register_module_forward_pre_hook(lambda *_: None), "a hook on every module"),
+        (lambda: module.register_module_full_backward_hook(lambda *_: None), "a hook on every module"),
+    ],
+)
+def test_a_context_that_an_answer_enters_and_never_leaves_is_told_and_reaches_no_later_check(leave, said):
+    def trained():
+        layer = torch.nn.Linear(2, 2)
+        y = layer(torch.ones(1, 2)).exp()
+        y.sum().backward()
+        assert y.dtype == torch.float32 and not y.is_meta and torch.isfinite(layer.weight.grad).all()
+
+    before = [dict(hooks) for hooks in answers._HOOKS]
+    with pytest.raises(Wrong, match=said):
+        ask(lambda: leave() and "")
+    assert [dict(hooks) for hooks in answers._HOOKS] == before
+    assert (torch.autocast_increment_nesting(), torch.autocast_decrement_nesting()) == (1, 0)
+    ask(trained)
+    try:
+        leave()  # in a cell, before a check
+        ask(trained)
+    finally:
+        for hooks, then in zip(answers._HOOKS, before, strict=True):
+            hooks.clear()
+            hooks.update(then)
+    trained()
+
+
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="nothing ends it without an alarm")
 def test_ranks_of_an_answer_that_nothing_stops_are_gone_when_its_time_is_over(monkeypatch):
     from memlab.book.checks.data_parallelism import averaged
@@ -214,7 +268,7 @@ def test_ranks_of_an_answer_that_nothing_stops_are_gone_when_its_time_is_over(mo
     space = {"__name__": "__main__", "contextmanager": contextlib.contextmanager}
     exec(WRONG["averaged-answer"]["an endless loop that nothing stops"], space)
     monkeypatch.setattr(answers, "CHECK_SECONDS", 0.5)
-    with pytest.raises(Wrong, match="still running after 0.[35] s"):
+    with pytest.raises(Wrong, match="still running after 0.[345] s"):
         averaged(space["averaged"])
     assert multiprocessing.active_children() == []
 

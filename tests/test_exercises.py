@@ -190,6 +190,39 @@ def test_a_wrong_answer_loses_its_points_and_is_told_why(chapter, cell, mistake,
     assert unsaid or "your code raised" not in str(error) or mistake in ANSWERS[chapter].CRASHES, error
 
 
+def test_a_plan_that_depends_on_the_order_of_the_list_is_told_of_ties(fast):
+    mistake = exercises_caching_allocator.WRONG["offsets-answer"]["largest first, of equals as they are listed"]
+    assert "of equally large ones" in str(checked("caching_allocator", "offsets-answer", mistake))
+
+
+def test_a_weight_that_is_no_parameter_of_the_layer_is_not_said_to_be_a_copy(fast):
+    mistake = exercises_memory_arithmetic.WRONG["lora-linear-answer"]["W where no state_dict finds it"]
+    assert "no parameter or buffer" in str(checked("memory_arithmetic", "lora-linear-answer", mistake))
+
+
+RETURNING = [
+    ("offloading", "note-answer", "note"),
+    ("data_parallelism", "moves-answer", "moves"),
+    ("data_parallelism", "once-answer", "side_by_side"),
+    ("data_parallelism", "averaged-answer", "averaged"),
+    ("tensor_parallelism", "ranges-answer", "qkv_ranges"),
+    ("tensor_parallelism", "part-answer", "part_of"),
+    ("tensor_parallelism", "copy-answer", "copy_to_ranks"),
+    ("tensor_parallelism", "once-answer", "row_parallel"),
+    ("tensor_parallelism", "again-answer", "column_parallel_rows"),
+    ("pipeline_parallelism", "order-answer", "order"),
+]
+
+
+@pytest.mark.parametrize(("chapter", "cell", "name"), RETURNING)
+def test_a_missing_return_is_asked_for_where_none_came_back_and_not_where_a_number_did(chapter, cell, name, fast):
+    told_none, told_number = (
+        str(checked(chapter, cell, f"{name} = lambda *given: {returned}")) for returned in ("None", "3.5")
+    )
+    assert "is a return missing?" in told_none and "expected" in told_number
+    assert "float" in told_number and "return missing" not in told_number
+
+
 @pytest.mark.parametrize(("chapter", "cell", "style"), RIGHT)
 def test_another_right_answer_gets_its_points(chapter, cell, style, fast):
     error = checked(chapter, cell, ANSWERS[chapter].RIGHT[cell][style])

@@ -62,7 +62,7 @@ def submissions(chapter, notebook):
     wrong = {cell: next(iter(mistakes.values())) for cell, mistakes in ANSWERS[chapter].WRONG.items()}
     loops, hoards, exits, tampers, patches, *_ = right
     attack = right | {
-        loops: f"{right[loops]}\nwhile True:\n    pass",
+        loops: f"{right[loops]}\ntry:\n    exit()\nexcept SystemExit:\n    pass\nwhile True:\n    pass",
         hoards: f"hoard = [0] * (20 * 2**30 // 8)\n{right[hoards]}",
         exits: f"import os\nos._exit(0)\n{right[exits]}",
         tampers: wrong[tampers],

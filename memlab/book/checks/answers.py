@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import numbers
 import sys
 import threading
 import traceback
@@ -12,7 +13,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from torch.nn.modules.module import _global_forward_hooks as _hooks
+from torch._C._autograd import _pop_saved_tensors_default_hooks, _top_saved_tensors_default_hooks
+from torch.nn.modules import module as _module
+from torch.overrides import _len_torch_function_stack, _pop_torch_function_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode
 
 from memlab.book.checks.limits import CHECK_BYTES, CHECK_SECONDS, TooLong, limited
@@ -20,6 +23,12 @@ from memlab.units import format_bytes
 
 UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 _OURS = (str(Path(__file__).parents[2]), str(Path(torch.__file__).parent))
+_HOOKS = (
+    _module._global_forward_hooks,
+    _module._global_forward_pre_hooks,
+    _module._global_backward_hooks,
+    _module._global_backward_pre_hooks,
+)
 
 
 class Wrong(AssertionError):
@@ -39,6 +48,7 @@ def exercise(check: Callable[..., str]) -> Callable[..., None]:
 
     @functools.wraps(check)
     def run(*answers) -> None:
+        _leave_autocast()  # here, since inference_mode puts back what it has found
         with (
             _wrong(),
             torch.inference_mode(False),
@@ -85,18 +95,25 @@ def _surroundings() -> dict[str, object]:
         "a dispatch mode switched on": len(_get_current_dispatch_mode_stack()),
         "autograd switched off": torch.is_grad_enabled(),
         "another default dtype": torch.get_default_dtype(),
-        "a hook on every module": len(_hooks),
+        "a function mode switched on": _len_torch_function_stack(),
+        "autocast switched on": torch.is_autocast_enabled("cpu"),
+        "a hook on every module": sum(map(len, _HOOKS)),
+        "hooks on all that is saved for backward": _hooks_on_saved(),
         "a thread running": set(threading.enumerate()),
     }
 
 
 @contextlib.contextmanager
 def _as_new() -> Iterator[None]:
-    """Torch as after its import; afterwards as before, and Wrong if the block has left something switched on."""
+    """Torch as after its import, and afterwards too, but for what it decides by (threads, autograd, dtype, hooks on
+    modules): that is put back. Wrong if the block has left something switched on.
+    """
     grad, dtype, threads = torch.is_grad_enabled(), torch.get_default_dtype(), torch.get_num_threads()
-    hooks = dict(_hooks)
+    hooks = [dict(each) for each in _HOOKS]
     torch.set_num_threads(1)
     torch.set_default_device(None)
+    _pop_function_modes()
+    _pop_saved_hooks()
     torch.set_grad_enabled(True)
     torch.set_default_dtype(torch.float32)
     before = _surroundings()
@@ -113,10 +130,46 @@ def _as_new() -> Iterator[None]:
                 modes[-1].__exit__(None, None, None)  # a Meter has hooks and a patch to take off as well
             if len(_get_current_dispatch_mode_stack()) == count:
                 _pop_mode()
-        _hooks.clear()
-        _hooks.update(hooks)
+        _pop_function_modes()
+        _pop_saved_hooks()
+        _leave_autocast()
+        for each, then in zip(_HOOKS, hooks, strict=True):
+            each.clear()
+            each.update(then)
     if left := [words for words, value in after.items() if value != before[words]]:
         raise Wrong(f"right so far, but your code left {' and '.join(left)}; put it back when the work is done.")
+
+
+def _hooks_on_saved() -> bool:
+    return _top_saved_tensors_default_hooks(False) is not None
+
+
+def _pop_saved_hooks() -> None:
+    while _hooks_on_saved():
+        _pop_saved_tensors_default_hooks()
+
+
+def _pop_function_modes() -> None:
+    while _len_torch_function_stack():
+        _pop_torch_function_stack()
+
+
+def _leave_autocast() -> None:
+    torch.set_autocast_enabled("cpu", False)
+    while torch.autocast_decrement_nesting() >= 0:  # as long as one is entered, casts of weights are kept
+        pass
+    torch.autocast_increment_nesting()
+    torch.clear_autocast_cache()
+
+
+_ON_MODULES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_ON_PARAMETERS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+def hooks_on(model: torch.nn.Module) -> int:
+    """How many hooks are on a model: on its modules, forward and backward, and on its parameters."""
+    on_modules = sum(len(getattr(module, name)) for module in model.modules() for name in _ON_MODULES)
+    return on_modules + sum(len(getattr(p, name, None) or ()) for p in model.parameters() for name in _ON_PARAMETERS)
 
 
 # ---- answers of the expected kind
@@ -129,12 +182,20 @@ def a_function(answer: object, name: str) -> Callable:
     return answer
 
 
+def plain(answer: object) -> object:
+    """A number of numpy's as Python's own, an int or a float, since it is one; anything else as it is."""
+    if type(answer).__module__ == "numpy" and isinstance(answer, numbers.Real):
+        return answer.item()
+    return answer
+
+
 def two_floats(returned: object, name: str) -> tuple[float, float]:
     """What a training step returned, if it is (loss, norm), two floats. Raises Wrong: a tensor would keep its graph."""
     if not isinstance(returned, tuple) or len(returned) != 2:
         raise Wrong(f"{name}(…): expected a pair (loss, norm), found {type(returned).__name__}.")
     if any(isinstance(value, torch.Tensor) for value in returned):
         raise Wrong(f"{name}(…): a tensor keeps its storage, and a loss its whole graph: return floats, by .item().")
+    returned = tuple(map(plain, returned))
     if not all(type(value) is float for value in returned):
         raise Wrong(f"{name}(…): expected two floats, found {', '.join(type(v).__name__ for v in returned)}.")
     return returned
@@ -142,6 +203,7 @@ def two_floats(returned: object, name: str) -> tuple[float, float]:
 
 def whole_bytes(answer: object, name: str) -> int:
     """The answer, if it is a whole number of bytes. Raises Wrong, and says what to do about fractions and texts."""
+    answer = plain(answer)
     if type(answer) is float and answer.is_integer():
         raise Wrong(f"{name}: bytes are whole numbers (int), found the float {answer!r}; divide with //.")
     if type(answer) is not int:
@@ -189,10 +251,15 @@ def a_mapping(answer: object, name: str) -> dict:
     return dict(answer)
 
 
+def kind_of(answer: object) -> str:
+    """The answer's type in words; of None, which a function without a return gives, with the question for it."""
+    return "None (is a return missing?)" if answer is None else type(answer).__name__
+
+
 def _kind(answer: object) -> str:
     try:
         text = repr(answer)
     except Exception:
         text = "…"
     text = text if len(text) <= 60 else text[:57] + "…"
-    return "None (is a return missing?)" if answer is None else f"{type(answer).__name__} {text}"
+    return kind_of(answer) if answer is None else f"{kind_of(answer)} {text}"

@@ -52,16 +52,18 @@ def limited(seconds: float, nbytes: int) -> Iterator[None]:
 def guard(nbytes: int = KERNEL_BYTES) -> None:
     """Limit this whole process, for good, to `nbytes` beyond what it holds now; and let no code in a cell end it.
 
-    nbgrader's configuration has every kernel call this before it runs a submission. `os._exit` and `os.abort` raise
-    SystemExit in the main thread instead, so that the cells after them are still graded. Torch, if not imported yet,
-    will start as SETTINGS say: small tensors gain nothing by more threads, and where cores are shared, threads wait
-    for each other. What it tells of itself on stderr would cost points.
+    nbgrader's configuration has every kernel call this before it runs a submission. `os._exit`, `os.abort` and
+    IPython's own `exit` and `quit` raise SystemExit in the main thread instead, so that the cells after them are still
+    graded. Torch, if not imported yet, will start as SETTINGS say: small tensors gain nothing by more threads, and
+    where cores are shared, threads wait for each other. What it tells of itself on stderr would cost points.
     """
     os.environ.update(SETTINGS)
     if (held := _held()) is not None:
         resource.setrlimit(resource.RLIMIT_DATA, (held + nbytes, held + nbytes))
     for name in ("_exit", "abort"):
         setattr(os, name, _raises_in_a_cell(getattr(os, name), f"os.{name}"))
+    if "IPython" in sys.modules and (shell := sys.modules["IPython"].get_ipython()) is not None:
+        shell.ask_exit = _raises_in_a_cell(shell.ask_exit, "exit")
 
 
 def _raises_in_a_cell(ends, name: str):

@@ -15,6 +15,7 @@ from memlab.units import KiB, format_bytes
 
 Request = tuple[int, int, int]  # start, stop, nbytes
 _ABOVE = 1.02
+_SHUFFLED = "training, in another order"
 
 
 def _training(features: int, width: int, layers: int, batches: tuple[int, ...]) -> list[Request]:
@@ -41,7 +42,7 @@ def _programs() -> dict[str, list[Request]]:
         "one after the other": [(3, 7, 1024), (7, 9, 1024), (0, 3, 512), (9, 30, 1024)],
         "all at once": [(0, 9, 512 * n) for n in range(1, 9)],
         "training": trained,
-        "training, in another order": shuffled,
+        _SHUFFLED: shuffled,
         "a training that you have not seen": _training(200, 1100, 3, (300, 1000)),
         "cache": cache,
         "another cache": _cache(25, 6, 512),
@@ -71,6 +72,11 @@ def offsets(answer: object) -> str:
                 look = " Every request has bytes of its own. Those that are never alive together may share."
             elif name == "one after the other":
                 look = " A request that ends at 7 and one that begins at 7 are never alive together."
+            elif name == _SHUFFLED:  # in the order of the training it has passed
+                look = (
+                    " These are the training's requests, listed in another order, and there your plan was low enough: "
+                    "of equally large ones, which is placed first? Let their lives decide, not the list."
+                )
             elif "cache" in name:
                 look = " Does your order of placing suit this program? Try another one, and return the lower plan."
             raise Wrong(

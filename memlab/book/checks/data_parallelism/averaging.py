@@ -18,16 +18,15 @@ from torch import Tensor, distributed, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memlab.book.checks import answers
-from memlab.book.checks.answers import Wrong, a_function, exercise
+from memlab.book.checks.answers import Wrong, a_function, exercise, hooks_on, kind_of
 from memlab.book.checks.limits import CHECK_BYTES, TooLong, limited
 from memlab.memory_timeline import Meter
-from memlab.ranks import run_ranks
+from memlab.ranks import RankError, run_ranks
 from memlab.units import format_bytes
 
 _RANKS, _WIDTH = 3, 24
 _PATIENCE_SECONDS, _LATE_SECONDS = 2.0, 0.05
 _SPARE = 64  # bytes: one or the other scalar
-_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 class Net(nn.Module):
@@ -90,15 +89,6 @@ def _batch(rank: int, step: int) -> Tensor:
     return torch.rand(8, _WIDTH, generator=torch.Generator().manual_seed(10 * step + rank)) * (rank + 1)
 
 
-def _hooks_left(model: nn.Module) -> int:
-    on_modules = sum(
-        len(getattr(module, name))
-        for module in model.modules()
-        for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    )
-    return on_modules + sum(len(getattr(p, name, None) or ()) for p in model.parameters() for name in _HOOKS)
-
-
 # ---- on each rank
 
 
@@ -129,8 +119,7 @@ def _on_rank(rank: int, answer: Callable, folder: str, seconds: float) -> str:
 def _context(answer: Callable, model: nn.Module) -> Any:
     context = answer(model)
     if not hasattr(context, "__enter__"):
-        found = "None (is a return missing?)" if context is None else type(context).__name__
-        raise Wrong(f"expected averaged(model) to be a context; found {found}. Is @contextmanager there?")
+        raise Wrong(f"expected averaged(model) to be a context; found {kind_of(context)}. Is @contextmanager there?")
     return context
 
 
@@ -185,7 +174,7 @@ def _averages(rank: int, answer: Callable, folder: str) -> None:
                 "the means are right, and backward waits for its all-reduces. With async_op=True each returns a work "
                 "at once, to be waited for at the end."
             )
-        if hooks := _hooks_left(model):
+        if hooks := hooks_on(model):
             raise Wrong(f"the means are right, and {hooks} hooks are left on the model when the context has ended.")
         usual = _backward(rank, alone, step, nullcontext())
         if (more := max(run.peak_bytes - usual.peak_bytes, run.made_bytes - usual.made_bytes)) > _SPARE:
@@ -263,7 +252,7 @@ def _ends_with_the_error(answer: Callable) -> None:
         pass
     else:
         raise Wrong("the means are right; when backward raises, the context swallows the error. Let it go on.")
-    if hooks := _hooks_left(model):
+    if hooks := hooks_on(model):
         raise Wrong(
             f"the means are right; when backward raises, {hooks} hooks are left on the model. Is there a finally?"
         )
@@ -306,10 +295,13 @@ def _averaged(answer: object) -> str:
     seconds = 0.6 * answers.CHECK_SECONDS
     with _no_rank_stays(), tempfile.TemporaryDirectory() as folder:
         try:
-            found = run_ranks(_on_rank, _RANKS, function, folder, seconds, timeout=seconds)
+            # Ranks end themselves first, if anything can: what they say is more than where they are.
+            found = run_ranks(_on_rank, _RANKS, function, folder, seconds, timeout=0.8 * answers.CHECK_SECONDS)
         except Exception as error:
-            said = str(error).strip().splitlines()
-            raise Wrong(f"not every rank came to its end: {' '.join([type(error).__name__, *said[:1]])}") from None
+            said = (str(error).strip().splitlines() or [""])[0]
+            if isinstance(error, RankError) and said.startswith("after "):
+                raise Wrong(f"your code was still running {said}; does a loop in it ever end?") from None
+            raise Wrong(f"not every rank came to its end: {type(error).__name__} {said}".rstrip()) from None
     if "NotImplementedError" in found:
         raise NotImplementedError
     if wrong := next((said for said in found if said), ""):

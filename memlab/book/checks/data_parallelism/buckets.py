@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from memlab.book.checks.answers import Wrong, a_function, exercise, same_bytes
+from memlab.book.checks.answers import Wrong, a_function, exercise, kind_of, same_bytes
 from memlab.data_parallelism import FlatLayout
 from memlab.memory_timeline import Meter, Timeline
 
@@ -77,26 +77,29 @@ def twice(copied: object, room: object, padding: object) -> str:
 class _Net(nn.Module):
     """A frozen weight, a tied one, one that is never used. x: (rows, width) → (rows, width)."""
 
-    def __init__(self, width: int):
+    def __init__(self, width: int, dtype: torch.dtype):
         super().__init__()
         torch.manual_seed(0)
         self.frozen, self.tied = nn.Linear(width, width), nn.Linear(width, width, bias=False)
         self.unused, self.last = nn.Parameter(torch.ones(3)), nn.Linear(width, width)
         self.frozen.requires_grad_(False)
+        self.to(dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.tied(self.tied(self.frozen(x)).relu()).relu())
 
 
-def _stepped(function, width: int, ranks: int, where: str) -> tuple[list[nn.Parameter], Tensor, Timeline, list[int]]:
+def _stepped(
+    function, width: int, ranks: int, dtype: torch.dtype, where: str
+) -> tuple[list[nn.Parameter], Tensor, Timeline, list[int]]:
     """Two backwards; the parameters that train, their buffer, the timeline, and its totals at the marks."""
-    model, x = _Net(width), torch.rand(4, width)
+    model, x = _Net(width, dtype), torch.rand(4, width).to(dtype)
     params, marks = list(model.parameters()), []
     with Meter(model, inputs=x) as meter:
         flat = function(params, ranks)
         marks.append(meter.timeline.totals[-1])
         if not isinstance(flat, Tensor):
-            raise Wrong(f"{where}: expected the buffer, a tensor; found {type(flat).__name__}. Is a return missing?")
+            raise Wrong(f"{where}: expected the buffer, a tensor; found {kind_of(flat)}.")
         for _ in range(2):
             model(x).square().sum().backward()
             marks.append(meter.timeline.totals[-1])
@@ -110,14 +113,14 @@ def _stepped(function, width: int, ranks: int, where: str) -> tuple[list[nn.Para
 def side_by_side(answer: object) -> str:
     """Exercise 4, second part: (params, ranks) → a flat buffer whose views are the gradients."""
     function = a_function(answer, "side_by_side(params, ranks)")
-    for width, ranks in ((24, 64), (16, 7), (5, 1)):
-        _views(function, width, ranks)
+    for width, ranks, dtype in ((24, 64, torch.float32), (16, 7, torch.float32), (5, 1, torch.float64)):
+        _views(function, width, ranks, dtype)
     return "One all-reduce of the buffer, and the gradients are averaged where they lie: Ψ numbers, not 2Ψ."
 
 
-def _views(function, width: int, ranks: int) -> None:
-    where = f"{ranks} rank{'s' * (ranks > 1)}, width {width}"
-    params, flat, timeline, marks = _stepped(function, width, ranks, where)
+def _views(function, width: int, ranks: int, dtype: torch.dtype) -> None:
+    where = f"{ranks} rank{'s' * (ranks > 1)}, width {width}, {dtype}"
+    params, flat, timeline, marks = _stepped(function, width, ranks, dtype, where)
     trained = [p for p in params if p.requires_grad]
     layout = FlatLayout([p.shape for p in trained], ranks)
     for number, p in enumerate(params):
@@ -138,9 +141,8 @@ def _views(function, width: int, ranks: int) -> None:
         raise Wrong(
             f"{where}: after backward a gradient lies elsewhere, not in the buffer. Each is to be a view of it."
         )
-    right = _Net(width)
-    torch.manual_seed(0)
-    x = _again(width)
+    right = _Net(width, dtype)
+    x = _again(width, dtype)
     for _ in range(2):
         right(x).square().sum().backward()
     truths = [torch.zeros_like(p) if p.grad is None else p.grad for p in right.parameters() if p.requires_grad]
@@ -150,11 +152,11 @@ def _views(function, width: int, ranks: int) -> None:
         if not torch.equal(view, p.grad):
             raise Wrong(f"{where}: the gradients do not lie in the order of the parameters, one behind the other.")
     weights = sum(p.nbytes for p in params) + x.nbytes
-    if (more := max(marks[1:]) - weights - 4 * layout.padded) > _SPARE:
+    if (more := max(marks[1:]) - weights - flat.itemsize * layout.padded) > _SPARE:
         raise Wrong(f"{where}: the values are right, and {more:,} B more than the buffer are held after backward.")
 
 
-def _again(width: int) -> Tensor:
+def _again(width: int, dtype: torch.dtype) -> Tensor:
     """The batch that `_stepped` has drawn after its model."""
-    _Net(width)
-    return torch.rand(4, width)
+    _Net(width, dtype)
+    return torch.rand(4, width).to(dtype)

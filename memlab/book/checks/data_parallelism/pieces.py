@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from memlab.book.checks.answers import Wrong, a_function, exercise
+from memlab.book.checks.answers import Wrong, a_function, exercise, kind_of
 from memlab.book.checks.memory_arithmetic.sizes import NoTensors
 
 _SIZES = [(12, 4), (10, 4), (10, 1), (3, 5), (7, 3), (1000, 48), (1, 1), (31, 8), (9, 6)]
@@ -77,8 +77,8 @@ def moves(answer: object) -> str:
 
 def _resharded(found: object, numel: int, before: int, after: int, where: str) -> None:
     """Carry the messages out, and look at what every rank has then."""
-    if not isinstance(found, (list, tuple, set)):
-        raise Wrong(f"{where}: expected a list of messages, found {type(found).__name__}. Is a return missing?")
+    if not isinstance(found, (list, tuple, set, frozenset)):
+        raise Wrong(f"{where}: expected a list of messages, found {kind_of(found)}.")
     has = [set(_owned(rank, numel, before)) & set(_owned(rank, numel, after)) for rank in range(after)]
     has = [set(_owned(rank, numel, after)) & mine if rank < before else set() for rank, mine in enumerate(has)]
     fewest = 0

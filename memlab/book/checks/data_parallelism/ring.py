@@ -100,11 +100,23 @@ def ring_all_reduce(answer: object) -> str:
     function = a_function(answer, "ring_all_reduce(flats, send)")
     for ranks, numel in ((4, 8192), (2, 4096), (3, 5000), (5, 1003), (8, 4100), (4, 3), (1, 64)):
         wires, extra = _reduced(function, ranks, numel)
+    _by_wire_alone(function)
     wires, extra = _reduced(function, 4, 8192)
     return (
         f"Of 4 ranks with {4 * 8192:,} B each sends {wires.sent[0]:,} B, and all of them need {extra:,} B beside their "
         f"own. A rank that collected all and sent the sum back would send {3 * 4 * 8192:,} B alone."
     )
+
+
+def _by_wire_alone(function) -> None:
+    """Raise Wrong if the sums are right where the wires deliver zeros: then they came another way."""
+    flats = [flat.clone() for flat in _flats(4, 8192)]
+    function(flats, lambda rank, tensor: torch.zeros_like(tensor))
+    if all(torch.equal(flat, sum(_flats(4, 8192))) for flat in flats):
+        raise Wrong(
+            "the sums are right even where send returns nothing but zeros. A rank sees another's elements only as send "
+            "returns them: add and copy what has come, and read no other rank's tensor."
+        )
 
 
 def _reduced(function, ranks: int, numel: int) -> tuple[_Wires, int]:

@@ -53,7 +53,7 @@ class _Run:
         with Meter(nn.ParameterList(self.params), inputs=[before, _adamw()]) as meter:
             self.timeline = meter.timeline
             start = self._held(meter) - sum(p.nbytes for p in self.params)
-            self.optimizer = make(list(self.params), rank, ranks, _LR)
+            self.optimizer = make(iter(self.params), rank, ranks, _LR)
             self._laid_out(before, self._held(meter) - start)
             for number in range(_STEPS):
                 self._step(meter, number, start)
@@ -78,7 +78,8 @@ class _Run:
             if p.data_ptr() != view.data_ptr():
                 raise Wrong(
                     f"{self.where}: a parameter of shape {tuple(due.shape)} does not lie at its place in .flat. What "
-                    "is gathered there must be what forward reads: p.data becomes a view of it."
+                    "is gathered there must be what forward reads: p.data becomes a view of it. (And who goes through "
+                    "params, an iterator, twice, finds nothing the second time.)"
                 )
         if (more := held_bytes - flat.nbytes) > _SPARE:
             raise Wrong(

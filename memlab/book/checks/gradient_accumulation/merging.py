@@ -55,7 +55,11 @@ def merge(answer: object) -> str:
             _near(_merged(function, b, a, name), whole, tolerance, f"{name}, in two halves, the second first")
     nothing = 0, torch.zeros(_CHANNELS, dtype=torch.float64), torch.zeros(_CHANNELS, dtype=torch.float64)
     first = _data()["micro-batches of different sizes"][0][0]
-    _near(_merged(function, nothing, _of(first), "n = 0"), first, 1e-12, "nothing (n = 0), and five examples")
+    for a, b, name in (
+        (nothing, _of(first), "nothing (n = 0), and five examples"),
+        (_of(first), nothing, "five examples, and nothing (n = 0)"),
+    ):
+        _near(_merged(function, a, b, name), first, 1e-12, name)
     return _held(function)
 
 

@@ -16,8 +16,8 @@ from memlab.book.checks.gradient_accumulation.group_shares import examples, smal
 from memlab.book.checks.gradient_accumulation.lets_go import beyond
 from memlab.memory_timeline import Meter, Timeline
 
-MAX_NORM = 0.32
-_STEPS = ((8, 8, 8, 8), (8, 8, 3), (16, 16, 16, 16, 16), (5,))  # the gradients of all but the third are longer
+_STEPS = ((8, 8, 8, 8), (8, 8, 3), (16, 16, 16, 16, 16), (5,))
+_MAX_NORMS = (0.32, 0.4, 0.32, 0.7)  # the gradients of all steps but the third are longer
 
 
 def _share(model: nn.Module, micro_batch: tuple[Tensor, Tensor], group: list) -> Tensor:
@@ -41,19 +41,19 @@ def _run(step: Callable, right: _Run | None = None) -> _Run:
     """Some steps; where there is a right run, each is held against it."""
     run, model = _Run(), small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9, foreach=False)
-    for number, sizes in enumerate(_STEPS):
+    for number, (sizes, max_norm) in enumerate(zip(_STEPS, _MAX_NORMS, strict=True)):
         group, asked = examples(*sizes), []
 
-        def watched(model, micro_batch, given, asked=asked, group=group):
-            asked.extend(i for i, one in enumerate(group) if one[0] is micro_batch[0])
-            return _share(model, micro_batch, given)
+        def share(model, micro_batch, group, *, asked=asked, whole=group):
+            asked.extend(i for i, one in enumerate(whole) if one[0] is micro_batch[0])
+            return _share(model, micro_batch, group)
 
         if number == 0:
             with Meter(model, optimizer, inputs=group) as meter:
-                returned = step(model, optimizer, group, MAX_NORM, watched)
+                returned = step(model, optimizer, group, max_norm, share)
             run.timeline = meter.timeline
         else:
-            returned = step(model, optimizer, group, MAX_NORM, watched)
+            returned = step(model, optimizer, group, max_norm, share)
         run.returned.append(two_floats(returned, "step"))
         run.asked.append(asked)
         run.weights.append(nn.utils.parameters_to_vector(model.parameters()).detach().clone())
@@ -104,12 +104,12 @@ def _norms() -> dict[str, float]:
     model.zero_grad()
     for micro_batch in group:
         _share(model, micro_batch, group).backward()
-        clipped.append(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item())
+        clipped.append(nn.utils.clip_grad_norm_(model.parameters(), _MAX_NORMS[0]).item())
     right = _reference()[0].returned[0][1]
     return {
         "That is the norm of the last micro-batch's gradient alone. Who has cleared the others?": alone[-1],
         "These gradients were clipped after each micro-batch. Clip their sum, once.": clipped[-1],
-        "That is the norm after clipping, or was there more than one?": MAX_NORM,
+        "That is the norm after clipping, or was there more than one?": _MAX_NORMS[0],
         "The shares are parts of the mean already; there is nothing to divide.": right / len(group),
         "That is the norm of a sum of means.": right * len(group),
     }
@@ -155,7 +155,7 @@ def _compare(found: _Run, right: _Run, i: int, where: str) -> None:
     now, due = found.weights[i], right.weights[i]
     apart = float((now - due).norm() / due.norm())
     if apart > 1e-6:  # torch divides by norm + 1e-6 to clip
-        look = f"Were the gradients clipped to {MAX_NORM:g}, before the step, and was it made once?"
+        look = f"Were the gradients clipped to {_MAX_NORMS[i]:g}, before the step, and was it made once?"
         if i == 0 and torch.equal(now, nn.utils.parameters_to_vector(small_model().parameters())):
             look = "They have not moved. What did the optimizer find in .grad?"
         raise Wrong(

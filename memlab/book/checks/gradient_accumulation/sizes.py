@@ -9,7 +9,7 @@ from fractions import Fraction
 import torch
 from torch import nn
 
-from memlab.book.checks.answers import Wrong, a_function, exercise, same_bytes
+from memlab.book.checks.answers import Wrong, a_function, exercise, plain, same_bytes
 from memlab.book.checks.memory_arithmetic.sizes import NoTensors
 from memlab.book.workloads import GPT, MLP, text_batch
 from memlab.memory_timeline import Meter, Timeline
@@ -33,6 +33,7 @@ def weights(answer: object) -> str:
         if not isinstance(found, (list, tuple)) or len(found) != len(counts):
             what = f"{len(found)} of them" if isinstance(found, (list, tuple)) else type(found).__name__
             raise Wrong(f"{where}: expected a list of {len(counts)} factors, found {what}.")
+        found = list(map(plain, found))
         for each in found:
             if type(each) not in (float, int) or not math.isfinite(each):
                 raise Wrong(f"{where}: expected factors that are floats, found {type(each).__name__} {str(each)[:40]}.")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from memlab.book.checks.answers import Wrong, a_function, exercise
+from memlab.book.checks.answers import Wrong, a_function, exercise, plain
 from memlab.book.workloads import lengths
 from memlab.memory_timeline import Meter
 from memlab.units import format_bytes
@@ -64,6 +64,7 @@ def _batches(function: Callable, asked: Sequence[int], budget: int, where: str) 
         raise Wrong(f"{where}: your function has changed the list of lengths; who knows then which text is which?")
     if not isinstance(found, list) or not all(isinstance(batch, list) for batch in found):
         raise Wrong(f"{where}: expected a list of lists of indices, found {type(found).__name__}.")
+    found = [list(map(plain, batch)) for batch in found]
     if not all(type(index) is int for batch in found for index in batch):
         raise Wrong(f"{where}: expected indices (int) in the batches.")
     return found

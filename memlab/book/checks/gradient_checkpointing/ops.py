@@ -97,7 +97,7 @@ def compute_again(answer: object) -> str:
             found = function(given, budget)
         if given != ops:
             raise Wrong(f"{where}: your function has changed the list of ops that it was given.")
-        if not isinstance(found, (list, tuple, set)) or any(type(i) is not int for i in found):
+        if not isinstance(found, (list, tuple, set, frozenset)) or any(type(i) is not int for i in found):
             raise Wrong(f"{where}: expected a list of indices (int) into ops, found {str(found)[:60]}.")
         if len(set(found)) < len(found) or not set(found) <= set(range(len(ops))):
             raise Wrong(f"{where}: expected each index at most once, from 0 to {len(ops) - 1}; found {sorted(found)}.")

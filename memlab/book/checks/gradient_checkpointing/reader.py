@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -140,12 +142,13 @@ def _formula(model: nn.Module, tokens: Tensor) -> Tensor:
 
 @dataclass
 class _Run:
-    """Two steps of a reader; the timeline is the second's."""
+    """Two steps of a reader; the timeline is the second's, and so are the generator's states held at its turn."""
 
     logits: Tensor
     gradients: dict[str, Tensor | None]
     awake: list
     timeline: Timeline
+    states: int
 
 
 _SIZES = ({"blocks": 6, "width": 32, "window": 16, "rows": 4}, {"blocks": 4, "width": 8, "window": 40, "rows": 7})
@@ -157,14 +160,33 @@ def _run(forward: Callable, blocks: int, width: int, window: int, rows: int) -> 
     for tokens in texts:
         model.zero_grad()
         with Meter(model, inputs=tokens) as meter:
-            logits = forward(model, tokens)
+            with _states() as states:
+                logits = forward(model, tokens)
             if not isinstance(logits, Tensor):
                 raise Wrong(f"expected logits, a tensor; found {type(logits).__name__}.")
+            held = sum(state() is not None for state in states)
             out = logits.detach().clone()
             loss = logits.mean()
             del logits
             loss.backward()
-    return _Run(out, {name: p.grad for name, p in model.named_parameters()}, model.awake, meter.timeline)
+    return _Run(out, {name: p.grad for name, p in model.named_parameters()}, model.awake, meter.timeline, held)
+
+
+@contextmanager
+def _states() -> Iterator[list[weakref.ref[Tensor]]]:
+    """Whatever `torch.get_rng_state` hands out; no op makes it, so the meter does not see it."""
+    get, found = torch.get_rng_state, []
+
+    def noted() -> Tensor:
+        state = get()
+        found.append(weakref.ref(state))
+        return state
+
+    torch.get_rng_state = noted
+    try:
+        yield found
+    finally:
+        torch.get_rng_state = get
 
 
 @functools.cache
@@ -188,6 +210,12 @@ def mended(answer: object) -> str:
             raise Wrong(
                 f"values and entries are right, and between forward and backward {more:,} B more are held than each "
                 f"block's input, the head's, and the entries. {_needless(mine, right)}"
+            )
+        if found.states:
+            raise Wrong(
+                f"values and entries are right, and between forward and backward {found.states} states of torch's "
+                f"generator, {torch.get_rng_state().nbytes:,} B each, are held for blocks that draw nothing: "
+                "preserve_rng_state=False."
             )
         if (more := mine.totals[-1] - right.totals[-1]) > spare:
             raise Wrong(f"values and entries are right, and after the step {more:,} B too many are alive.")

@@ -138,7 +138,10 @@ def _same_values(make: Callable, n_in: int, n_out: int, rank: int, rows: int, bi
             f"{', '.join('×'.join(map(str, shape)) for shape in shapes) or 'none'}."
         )
     if all(p.data_ptr() != address for p in (*layer.parameters(), *layer.buffers())):
-        raise Wrong("the layer holds a copy of the linear layer's weight; take over the weight itself.")
+        raise Wrong(
+            "no parameter or buffer of the layer is the linear layer's own weight: a copy takes its bytes twice, and "
+            "what is a mere attribute, no state_dict finds. Take over the weight itself, or the whole layer."
+        )
     a, b = a[0], b[0]
     if not a.detach().any():
         raise Wrong(f"{where}: A begins as zeros, as B does, and then neither ever gets a gradient; draw A at random.")
@@ -147,7 +150,10 @@ def _same_values(make: Callable, n_in: int, n_out: int, rank: int, rows: int, bi
     if b.detach().any():
         raise Wrong(f"{where}: B is to begin with zeros exactly, so that a new layer gives what the old one gave.")
     if bias and all(p.data_ptr() != linear_bias for p in (*layer.parameters(), *layer.buffers())):
-        raise Wrong("the layer holds a copy of the linear layer's bias; take over the bias itself.")
+        raise Wrong(
+            "no parameter or buffer of the layer is the linear layer's own bias: a copy takes its bytes twice, and "
+            "what is a mere attribute, no state_dict finds. Take over the bias itself, or the whole layer."
+        )
     with torch.no_grad():
         a.normal_()
         b.normal_()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from memlab.book.checks.answers import Wrong, a_function, exercise
+from memlab.book.checks.answers import Wrong, a_function, exercise, plain
 from memlab.memory_timeline import Meter
 
 _ROWS = 64
@@ -77,7 +77,7 @@ def loss_in_pieces(answer: object) -> str:
     function = a_function(answer, "loss_in_pieces(pieces, labels)")
     for name, task in _tasks().items():
         asked, labels = [], task.labels.clone()
-        found = function(task.pieces(asked), labels)
+        found = plain(function(task.pieces(asked), labels))
         if isinstance(found, Tensor):
             raise Wrong(f"{name}: expected the loss as a float, found a tensor: return a number, by .item().")
         if type(found) is not float:

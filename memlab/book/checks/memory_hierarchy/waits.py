@@ -8,7 +8,7 @@ from fractions import Fraction
 
 import torch
 
-from memlab.book.checks.answers import Wrong, a_function, exercise
+from memlab.book.checks.answers import Wrong, a_function, exercise, plain
 from memlab.book.checks.memory_arithmetic.sizes import NoTensors
 from memlab.memory_hierarchy import PUBLISHED, Op, OpCounter
 
@@ -46,7 +46,7 @@ def intensity(answer: object) -> str:
     for m, k, n, itemsize in _PRODUCTS:
         where, op = f"intensity({m}, {k}, {n}, {itemsize})", _counted(m, k, n, itemsize)
         with NoTensors():
-            found = function(m, k, n, itemsize)
+            found = plain(function(m, k, n, itemsize))
         if type(found) not in (float, int):
             raise Wrong(f"{where}: expected FLOPs a byte, as a float; found {type(found).__name__} {str(found)[:40]}.")
         if math.isclose(found, op.intensity, rel_tol=1e-12):

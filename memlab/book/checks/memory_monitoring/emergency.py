@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor, nn
 
-from memlab.book.checks.answers import Wrong, a_function, exercise
+from memlab.book.checks.answers import Wrong, a_function, exercise, hooks_on, plain
 from memlab.book.checks.gradient_accumulation.lets_go import beyond
 from memlab.book.workloads import MLP
 from memlab.memory_monitoring import Alarm
@@ -91,7 +91,7 @@ def _stepped(function, rows: int) -> None:
     run = SimpleNamespace(model=model, micro_batch=rows)
     given = x.clone(), y.clone(), [p.detach().clone() for p in model.parameters()]
     with Meter(model, inputs=(x, y)) as meter:
-        loss = function(run, x, y)
+        loss = plain(function(run, x, y))
     where = f"{_ROWS} rows with micro_batch = {rows}"
     if type(loss) is not float:
         what = "a tensor, which keeps its storage" if isinstance(loss, Tensor) else f"{type(loss).__name__}"
@@ -116,6 +116,8 @@ def _stepped(function, rows: int) -> None:
         raise Wrong(f"{where}: the values are right, and run.micro_batch or the batch was changed.")
     if any(not torch.equal(p, q) for p, q in zip(model.parameters(), given[2], strict=True)):
         raise Wrong(f"{where}: the gradient is right, and the weights were changed; a step is not asked for.")
+    if hooks := hooks_on(model):
+        raise Wrong(f"{where}: the values are right, and {hooks} of your hooks are left on the model; take them off.")
     _lets_go(meter.timeline, _one(min(rows, _ROWS), rows < _ROWS), where)
 
 

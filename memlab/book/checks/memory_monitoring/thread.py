@@ -13,6 +13,10 @@ from memlab.book.checks.answers import Wrong, a_function, exercise
 
 _PATIENCE = 3.0  # seconds
 _LONG, _SOON = 3.0, 1.5  # a pause, and how long leaving may take in spite of it
+_SLOW = 0.15  # a read that takes its time
+
+
+_ERRORS = OSError("for example: the file is gone"), KeyError("for example"), RuntimeError("for example: no answer")
 
 
 class _Figure:
@@ -47,7 +51,7 @@ class _Source:
                 time.sleep(self.seconds)
             if self.fails and self.calls % self.fails == 0:
                 self.failed += 1
-                raise OSError("for example: the file is gone")
+                raise _ERRORS[self.failed % len(_ERRORS)]
             figure = _Figure(self.calls)
             self.alive.add(figure)
             return figure
@@ -149,7 +153,11 @@ def _goes_on(make: Callable) -> None:
     threads = set(threading.enumerate())
     with _source(fails=3) as source:
         with make(source.read, 0.002, 100) as sampler:
-            _until(lambda: source.failed >= 3, "read raised an OSError, and was then called no more.", threads)
+            _until(
+                lambda: source.failed >= 4,
+                "read raised an OSError, a KeyError or a RuntimeError, and was then called no more.",
+                threads,
+            )
         if type(sampler.errors) is not int or sampler.errors != source.failed:
             raise Wrong(f"errors: read raised {source.failed} times, found {sampler.errors!r}.")
         numbers = [getattr(figure, "number", None) for figure in sampler.samples]
@@ -193,11 +201,25 @@ def _long_pause(make: Callable) -> None:
 
 def _slow_read(make: Callable) -> None:
     threads = set(threading.enumerate())
-    with _source(seconds=0.15) as source:
+    with _source(seconds=_SLOW) as source, _joins_within(_SLOW / 10):
         with make(source.read, 0.002, 5):
             _until(lambda: source.inside > 0, "a Sampler with a slow read does not sample.", threads)
         if source.inside:
-            raise Wrong("the block is left, and a read is still running: wait for the thread, join().")
+            raise Wrong(
+                "the block is left, and a read is still running: wait for the thread, join(). With a timeout, join "
+                "returns when that is over, also from a thread that runs on; a read may take longer than any."
+            )
+
+
+@contextmanager
+def _joins_within(seconds: float) -> Iterator[None]:
+    """Let a join with a timeout wait no longer than this, as if the read took longer than whatever timeout it has."""
+    join = threading.Thread.join
+    threading.Thread.join = lambda thread, timeout=None: join(thread, timeout and min(timeout, seconds))
+    try:
+        yield
+    finally:
+        threading.Thread.join = join
 
 
 def _two_at_once(make: Callable) -> None:

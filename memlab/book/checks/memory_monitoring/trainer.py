@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memlab.book.checks.answers import Wrong, a_function, exercise
+from memlab.book.checks.answers import Wrong, a_function, exercise, hooks_on
 from memlab.book.workloads import MLP
 from memlab.memory_timeline import Meter, Timeline
 
@@ -106,11 +106,7 @@ def _trained(make: Callable, steps: int) -> tuple[Timeline, int, int]:
     recent = [float(loss) for loss in trainer.recent]
     if len(recent) != _RECENT or any(abs(a - b) > 1e-4 for a, b in zip(recent, losses, strict=True)):
         raise Wrong(f"trainer.recent: expected the last {_RECENT} losses, found {str(recent)[:60]}. It was no leak.")
-    return meter.timeline, ramps.made, _hooks(model)
-
-
-def _hooks(model: nn.Module) -> int:
-    return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
+    return meter.timeline, ramps.made, hooks_on(model)
 
 
 def _same(found: object, expected: tuple[float, float, float], n: int) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from memlab.book.checks.answers import Wrong, a_function, exercise, same_bytes, whole_bytes
+from memlab.book.checks.answers import Wrong, a_function, exercise, plain, same_bytes, whole_bytes
 from memlab.book.checks.memory_arithmetic.sizes import NoTensors
 from memlab.book.workloads import GPT, MLP, text_batch
 from memlab.memory_timeline import Meter, Timeline
@@ -48,7 +48,7 @@ def smallest_update(answer: object) -> str:
     for name, (_, _, mantissa_bits) in _FORMATS.items():
         for weight, gap in _weights(name):
             where = f"smallest_update({weight!r}, {mantissa_bits})"
-            found = function(weight, mantissa_bits)
+            found = plain(function(weight, mantissa_bits))
             if type(found) not in (float, int) or not found > 0:
                 raise Wrong(f"{where}: expected a number above 0, found {type(found).__name__} {str(found)[:60]}.")
             if found == gap / 2:

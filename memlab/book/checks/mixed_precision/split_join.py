@@ -36,12 +36,17 @@ def split_and_join(split: object, join: object) -> str:
     halves = {name: _halves(split, name, numbers) for name, numbers in _masters().items()}
     for name, numbers in _masters().items():
         order = torch.randperm(numbers.numel(), generator=torch.Generator().manual_seed(1))
-        weight, rest = (half[order] for half in halves[name])  # in another order: nothing but their bits can help
+        # in another order: nothing but their bits can help
+        weight, rest = (half[order].view(numbers.shape) for half in halves[name])
         expected = numbers.flatten()[order]
-        joined = join(weight.clone(), rest.clone())
+        given = weight.clone(), rest.clone()
+        joined = join(*given)
         if not isinstance(joined, Tensor) or joined.dtype != torch.float32 or joined.shape != weight.shape:
             found = f"{joined.dtype} {tuple(joined.shape)}" if isinstance(joined, Tensor) else type(joined).__name__
             raise Wrong(f"join(weight, rest): expected torch.float32 {tuple(weight.shape)}, found {found}.")
+        if not all(map(_same_bits, given, (weight, rest))):
+            raise Wrong(f"{name}: join(weight, rest) has written to what it was given; it is not yours to change.")
+        weight, rest, joined = weight.flatten(), rest.flatten(), joined.flatten()
         if not _same_bits(joined, expected):
             wrong = (joined.view(torch.int32) != expected.view(torch.int32)).nonzero().flatten()
             at = wrong[0]
@@ -111,7 +116,8 @@ def _bits_hint(master: Tensor, rest: Tensor) -> str:
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(a.detach().contiguous().view(torch.int32), b.contiguous().view(torch.int32))
+    integer = torch.int32 if a.itemsize == 4 else torch.int16
+    return torch.equal(a.detach().contiguous().view(integer), b.contiguous().view(integer))
 
 
 def _hex(number: Tensor) -> str:

@@ -154,6 +154,12 @@ def _stepped(make: Callable) -> tuple[int, Timeline]:
                     f"a gradient, found {len(update.seen)} calls. (`params` may be a generator, such as "
                     "model.parameters(), which can be read once.)"
                 )
+            for p, gradient in zip(parameters, gradients[step], strict=True):
+                if gradient is not None and (p.grad is None or not torch.equal(p.grad, gradient)):
+                    raise Wrong(
+                        f"step {step}: the gradient of a parameter of shape {tuple(p.shape)} is not what it was before "
+                        "the step. Clearing gradients is the caller's affair, who may still want their norm."
+                    )
             if step == _STEPS - 2:
                 rounded[step][_TURNED] = -rounded[step][_TURNED]  # not turned yet
             for p, right in zip(parameters, rounded[step], strict=True):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 
-from memlab.book.checks.answers import Wrong, a_function, exercise, same_bytes
+from memlab.book.checks.answers import Wrong, a_function, exercise, kind_of, same_bytes
 from memlab.book.checks.gradient_checkpointing.witness import same
 from memlab.book.checks.offloading.host import Host
 from memlab.memory_timeline import Meter, Timeline
@@ -143,9 +143,7 @@ def note(answer: object) -> str:
         texts = f"{rows} text{'s' * (rows > 1)} of 20 tokens"
         for mine, truth in zip(found.first, right.first, strict=True):
             if not isinstance(mine, Tensor):
-                raise Wrong(
-                    f"{texts}: expected a tensor (rows, units), found {type(mine).__name__}. Is a return missing?"
-                )
+                raise Wrong(f"{texts}: expected a tensor (rows, units), found {kind_of(mine)}.")
             if mine.shape != truth.shape:
                 raise Wrong(f"{texts}: expected shape {tuple(truth.shape)}, found {tuple(mine.shape)}.")
             if mine.requires_grad:

@@ -7,7 +7,7 @@ import itertools
 import random
 from collections.abc import Sequence
 
-from memlab.book.checks.answers import Wrong, a_function, exercise
+from memlab.book.checks.answers import Wrong, a_function, exercise, plain
 from memlab.book.checks.memory_arithmetic.sizes import NoTensors
 from memlab.units import MiB
 
@@ -77,7 +77,7 @@ def whom_to_send(answer: object) -> str:
     for (name, budget), right in _choices().items():
         tensors, where = _TENSORS[name], f"{name}, budget_bytes = {budget:,}"
         found = _asked(function, tensors, budget, where)
-        if not isinstance(found, (list, tuple, set)) or any(type(i) is not int for i in found):
+        if not isinstance(found, (list, tuple, set, frozenset)) or any(type(i) is not int for i in found):
             raise Wrong(f"{where}: expected a list of indices (int) into tensors, found {str(found)[:60]}.")
         if len(set(found)) < len(found) or not set(found) <= set(range(len(tensors))):
             raise Wrong(
@@ -154,11 +154,12 @@ def when_to_call(answer: object) -> str:
         for rate in (least / 4, float(least), 7.0, 3.0 * least):
             where = f"{name}, bytes_per_ms = {rate:,}"
             found = _asked(function, tensors, rate, where)
-            if not isinstance(found, (list, tuple)) or any(type(begin) not in (int, float) for begin in found):
+            found = list(map(plain, found)) if isinstance(found, (list, tuple)) else found
+            if not isinstance(found, list) or any(type(begin) not in (int, float) for begin in found):
                 raise Wrong(f"{where}: expected a list of moments (float), found {str(found)[:60]}.")
             if len(found) != len(tensors):
                 raise Wrong(f"{where}: expected {len(tensors)} moments, one for each tensor, found {len(found)}.")
-            _in_time(tensors, rate, list(found), where)
+            _in_time(tensors, rate, found, where)
     tensors = _TENSORS["six equal layers"]
     early = [_held_early(tensors, begins) for begins in ([0.0] * 6, _at_a_layers_pace(tensors))]
     return f"Six layers, called at once: {early[0]:,.0f} MiB-ms on the device before need; called so, {early[1]:,.0f}."

@@ -60,7 +60,10 @@ def cuts(answer: object) -> str:
     """Exercise 6: (static_bytes, saved_bytes, stages, micro_batches) → [(begin, end)], one pair a stage."""
     function = a_function(answer, "cuts(static_bytes, saved_bytes, stages, micro_batches)")
     for case in _cases():
-        _least(function(list(case.static), list(case.saved), case.stages, case.micro_batches), case)
+        given = list(case.static), list(case.saved)
+        _least(function(*given, case.stages, case.micro_batches), case)
+        if given != (case.static, case.saved):
+            raise Wrong(f"{case}: the cuts are right, and your function has changed the lists that it was given.")
     case = _cases()[1]
     equal = max(case.held([(0, 3), (3, 6), (6, 9), (9, 12)]))
     return (

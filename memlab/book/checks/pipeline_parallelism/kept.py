@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from memlab.book.checks.answers import Wrong, a_function, exercise, same_bytes
+from memlab.book.checks.answers import Wrong, a_function, exercise, kind_of, same_bytes
 from memlab.memory_timeline import Meter
 
 # ---- first part: as in the notebook
@@ -163,7 +163,7 @@ def _turn(stage: Any, turn: str, truth: _Truth, where: str) -> None:
             f"{where}: backward returned None, not a tensor. Does the input require a gradient? Is a return missing?"
         )
     if not isinstance(found, Tensor):
-        raise Wrong(f"{where}: {name} returned {type(found).__name__}, not a tensor. Is a return missing?")
+        raise Wrong(f"{where}: {name} returned {kind_of(found)}, not a tensor.")
     if found.dtype != right.dtype:
         raise Wrong(f"{where}: {name} returned {found.dtype}; the layers' is {right.dtype}.")
     if found.shape != right.shape or not torch.allclose(found, right):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from memlab.book.checks.answers import Wrong, a_function, exercise
+from memlab.book.checks.answers import Wrong, a_function, exercise, kind_of
 from memlab.pipeline_parallelism import Action, one_forward_one_backward
 
 _KINDS = {"F": "forward", "B": "backward"}
@@ -76,7 +76,7 @@ def _in_groups(stages: int, micro_batches: int, most: int) -> int:
 def words(text: object, where: str, pattern: str = r"[FB]\d+") -> list[tuple[str, int]]:
     """A text such as "F0 F1 B0" as [("F", 0), ("F", 1), ("B", 0)]. Raises Wrong."""
     if not isinstance(text, str):
-        raise Wrong(f'{where}: expected a text such as "F0 F1 B0", found {type(text).__name__}. Is a return missing?')
+        raise Wrong(f'{where}: expected a text such as "F0 F1 B0", found {kind_of(text)}.')
     found = []
     for word in text.split():
         if not re.fullmatch(pattern, word, re.ASCII):

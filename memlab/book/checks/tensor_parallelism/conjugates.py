@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from memlab.book.checks.answers import Wrong, a_function, exercise
+from memlab.book.checks.answers import Wrong, a_function, exercise, kind_of
 from memlab.book.checks.tensor_parallelism.played import Regions, Wire, grad_is_on, play
 from memlab.memory_timeline import Meter
 from memlab.ranks import ring_bytes
@@ -71,7 +71,7 @@ def reduce_from_ranks(answer: object) -> str:
 def _tensor(found: object, shape: torch.Size, name: str) -> None:
     grad_is_on()
     if not isinstance(found, Tensor):
-        raise Wrong(f"{name}: expected a tensor, found {type(found).__name__}. Is a return missing?")
+        raise Wrong(f"{name}: expected a tensor, found {kind_of(found)}.")
     if found.shape != shape:
         raise Wrong(f"{name}: expected the shape {tuple(shape)}, found {tuple(found.shape)}.")
     if found.dtype != torch.float64:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from memlab.book.checks.answers import Wrong, a_function, exercise
+from memlab.book.checks.answers import Wrong, a_function, exercise, kind_of
 from memlab.book.checks.memory_arithmetic.sizes import NoTensors
 from memlab.memory_timeline import Meter
 from memlab.tensor_parallelism import Cut
@@ -32,7 +32,7 @@ def _ranges(found: object, rank: int, ranks: int, heads: int, kv_heads: int, hea
     pieces = [ranks, min(kv_heads, ranks), min(kv_heads, ranks)]
     right = Cut((rows, 1), 0, rank, ranks, tuple(zip(sizes, pieces, strict=True))).ranges()
     if not isinstance(found, (list, tuple)):
-        raise Wrong(f"{where}: expected a list of pairs, found {type(found).__name__}. Is a return missing?")
+        raise Wrong(f"{where}: expected a list of pairs, found {kind_of(found)}.")
     for pair in found:
         if not isinstance(pair, (list, tuple)) or [type(n) for n in pair] != [int, int]:
             raise Wrong(f"{where}: expected pairs (begin, end) of two int, found {str(pair)[:60]}.")
@@ -69,11 +69,11 @@ def _ranges(found: object, rank: int, ranks: int, heads: int, kv_heads: int, hea
 class _Case:
     """A full tensor that nobody but the answer may hold on to, and a rank's cut of it."""
 
-    def __init__(self, shape: tuple[int, int], cut: Cut, transposed: bool = False):
-        self.shape, self.cut, self.transposed = shape, cut, transposed
+    def __init__(self, shape: tuple[int, int], cut: Cut, transposed: bool = False, dtype: torch.dtype = torch.float32):
+        self.shape, self.cut, self.transposed, self.dtype = shape, cut, transposed, dtype
 
     def full(self) -> Tensor:
-        numbers = torch.arange(float(self.shape[0] * self.shape[1]))
+        numbers = torch.arange(self.shape[0] * self.shape[1], dtype=self.dtype)
         return numbers.view(self.shape[::-1]).t() if self.transposed else numbers.view(self.shape)
 
     def __str__(self) -> str:
@@ -90,6 +90,7 @@ def _cases() -> list[_Case]:
         _Case(qkv, Cut(qkv, 0, 2, 4, ((96, 4), (48, 4), (48, 4))), transposed=True),
         even((64, 40), 0, 0, 1),
         even((64, 40), 1, 0, 1),
+        _Case(qkv, Cut(qkv, 0, 1, 4, ((96, 4), (48, 4), (48, 4))), dtype=torch.bfloat16),
     ]
 
 
@@ -110,10 +111,12 @@ def _holds_its_part(function, case: _Case) -> None:
         part = function(full, case.cut.dim, ranges)
         peak = max(meter.timeline.totals[begin:]) - before
         if not isinstance(part, Tensor):
-            raise Wrong(f"{case}: expected a tensor, found {type(part).__name__}. Is a return missing?")
+            raise Wrong(f"{case}: expected a tensor, found {kind_of(part)}.")
         if part.shape != right.shape:
             raise Wrong(f"{case}: expected a part of shape {tuple(right.shape)}, found {tuple(part.shape)}.")
-        if part.dtype != right.dtype or not torch.equal(part, right):
+        if part.dtype != right.dtype:
+            raise Wrong(f"{case}: expected a part of the full weight's dtype, {right.dtype}, found {part.dtype}.")
+        if not torch.equal(part, right):
             raise Wrong(f"{case}: the shape is right, and the values are not. Which pieces are it, and in which order?")
         if not torch.equal(full, case.full()):
             raise Wrong(f"{case}: the part is right, and the full weight has changed.")

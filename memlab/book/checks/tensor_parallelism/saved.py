@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from memlab.book.checks.answers import Wrong, a_function, exercise, same_bytes
+from memlab.book.checks.answers import Wrong, a_function, exercise, kind_of, same_bytes
 from memlab.book.checks.tensor_parallelism.played import Wire, play
 from memlab.memory_timeline import Meter
 from memlab.ranks import ring_bytes
@@ -131,7 +131,7 @@ def _run(function: Callable, wire: Wire) -> int:
 
 def _forward(y: object, right: Tensor, where: str) -> None:
     if not isinstance(y, Tensor):
-        raise Wrong(f"{where}: expected a tensor, found {type(y).__name__}. Is a return missing?")
+        raise Wrong(f"{where}: expected a tensor, found {kind_of(y)}.")
     if y.shape != right.shape:
         raise Wrong(f"{where}: expected all rows of this rank's outputs, {tuple(right.shape)}, found {tuple(y.shape)}.")
     if not torch.allclose(y, right, rtol=1e-9, atol=1e-9):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from memlab.book.checks.answers import Wrong, a_function, exercise
+from memlab.book.checks.answers import Wrong, a_function, exercise, kind_of
 from memlab.book.checks.tensor_parallelism.played import Regions, Wire, play
 from memlab.ranks import ring_bytes
 
@@ -59,7 +59,7 @@ def _run(function: Callable, wire: Wire, rows_cut: bool) -> None:
     mine = {name: cut(tensor).clone().requires_grad_() for name, tensor in _inputs().items()}
     y = function(mine["x"], mine["weight"], mine["bias"], Regions(wire))
     if not isinstance(y, Tensor):
-        raise Wrong(f"{where}: expected a tensor, found {type(y).__name__}. Is a return missing?")
+        raise Wrong(f"{where}: expected a tensor, found {kind_of(y)}.")
     if y.shape != own(right).shape:
         raise Wrong(f"{where}: expected an output of shape {tuple(own(right).shape)}, found {tuple(y.shape)}.")
     _output(y, own(right.detach()), whole["bias"].detach(), wire, where)
