@@ -16,7 +16,7 @@ def promised(path: Path) -> int | None:
     from memlab.book.map import read_header  # which brings torch
 
     try:
-        return read_header(path).peak_bytes
+        return read_header(path).notebook_bytes
     except ValueError:
         return None
 

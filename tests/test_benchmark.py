@@ -14,6 +14,7 @@ import torch
 from memlab import benchmark
 from memlab.book import benchmarks, measures
 from memlab.book.benchmarks import BEGIN, END, KIND, NONE
+from memlab.book.measures import memory_arithmetic, memory_timeline
 from memlab.book.reached import reached
 
 ROOT = Path(__file__).parents[1]
@@ -152,6 +153,32 @@ def test_a_failure_leaves_the_older_rows_and_a_success_forgets_it(book, capsys):
     assert "failed: ArithmeticError: planted" in capsys.readouterr().out
     book.change("two", good)
     assert book.run() == (0, ["two"]) and "failed_since" not in book.measures()["two"]
+
+
+def test_a_measure_that_fails_in_a_process_of_its_own_says_why_in_the_record(book, monkeypatch):
+    monkeypatch.setattr(memory_arithmetic, "IMAGINED_STEP", "raise MemoryError('planted')")
+    book.change("two", lambda device, rounds: memory_arithmetic.imagined_step(device, rounds))
+    assert book.run("two") == (1, [])
+    error = book.measures()["two"]["error"]
+    assert error == "RuntimeError: a process of its own ended with status 1: MemoryError: planted"
+
+
+class Flat(torch.nn.Module):
+    """Two parameters in one storage, with bytes between them, as cuDNN may lay out an LSTM's."""
+
+    def __init__(self):
+        super().__init__()
+        flat = torch.randn(10_000)
+        self.a, self.b = (torch.nn.Parameter(flat[start:][:1024].view(32, 32)) for start in (0, 2048))
+
+    def forward(self, x, y):
+        return (x @ self.a @ self.b - y).square().mean()
+
+
+def test_weights_that_lie_in_one_larger_storage_are_not_told_as_bytes_that_the_meter_has_too_many(monkeypatch):
+    monkeypatch.setattr(memory_timeline, "workloads", lambda: {"flat": lambda: (Flat(), torch.randn(2, 8, 32))})
+    ((_, figure, _),) = memory_timeline.meter_exactness("cpu", 1)
+    assert figure.startswith("+0 B of ")
 
 
 @pytest.mark.parametrize("rows", [[("a", "b")], 7, [("a", "b", "\udce9")]])
@@ -375,6 +402,12 @@ def test_a_readme_without_its_markers_is_refused(book):
         ("1.000× (143,843,644 B)", "≤ 1.05×", "yes"),
         ("1.95×, 2.00×, 2.01×", "at most 2×", "no"),
         ("1.95×, 2.00×, 2.00×", "at most 2×", "yes"),
+        ("1.00 – 1.05 – 1.10×", "≤ 1.05×", "yes"),
+        ("90.0 – 150.0 – 300.0 ms", "≤ 0.2 s", "yes"),
+        ("2,000.0 MiB", "≤ 1 GiB", "no"),
+        ("2.0 KiB", "≤ 1,024 B", "no"),
+        ("0.9×, 3 B", "≤ 1×", "—"),
+        ("1.2 %: at worst 3 %", "≤ 2 %", "yes"),
         ("5.6e-16 at most", "≤ 1e-12", "yes"),
         ("5.6e-10 at most (with k = 3)", "≤ 1e-13", "no"),
         ("DataParallel 6e-16, ZeRO-1 6e-10", "≤ 1e-12", "no"),
@@ -398,6 +431,7 @@ def test_a_readme_without_its_markers_is_refused(book):
         ("4 of 5", "5 of 5", "no"),
         ("998 of 1,000", "≥ 99 %", "yes"),
         ("98 of 100", "≥ 99 %", "no"),
+        ("170 of 180", "≥ 99 %", "no"),
         ("needs a GPU", "≤ 0.67×", "—"),
         ("not recorded yet", "≥ 99 %", "—"),
         ("+64 B of 1,234 B", "within 64 B or 0.1 %", "yes"),

@@ -1,5 +1,6 @@
 """The book's figures, tables, sources and benchmark say what the timeline says."""
 
+import gc
 import json
 
 import pytest
@@ -227,6 +228,45 @@ def test_the_allocators_peak_is_the_sum_of_what_was_held_at_once():
         del b, c
 
     assert allocated_peak(run) == 1500 * 4
+
+
+def test_the_peak_on_a_card_may_be_asked_for_before_anything_else_is_wanted_of_cuda(monkeypatch):
+    figures, started = {"current": 512, "peak": 4096}, []
+
+    def statistics(device):
+        assert device == "cuda"
+        return {f"requested_bytes.all.{name}": nbytes for name, nbytes in figures.items()} if started else {}
+
+    monkeypatch.setattr(torch.cuda, "init", lambda: started.append(1))
+    monkeypatch.setattr(torch.cuda, "memory_stats", statistics)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: figures.update(peak=figures["current"]))
+    assert allocated_peak(lambda: figures.update(peak=1536), "cuda") == 1024
+
+
+def test_garbage_that_happens_to_be_freed_meanwhile_hides_nothing_of_the_peak_on_a_card(monkeypatch):
+    figures = {"current": 4096, "peak": 4096}
+
+    class Model:
+        """Part of a cycle, as a module with a wrapped `forward` is, and of 4096 bytes on the card."""
+
+        def __init__(self):
+            self.forward = self.__init__
+
+        def __del__(self):
+            figures["current"] -= 4096
+
+    def run():
+        gc.collect()
+        figures["current"] += 1024
+        figures["peak"] = max(figures["peak"], figures["current"])
+
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(
+        torch.cuda, "memory_stats", lambda device: {f"requested_bytes.all.{k}": n for k, n in figures.items()}
+    )
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: figures.update(peak=figures["current"]))
+    Model()
+    assert allocated_peak(run, "cuda") == 1024
 
 
 def test_the_benchmark_finds_no_byte_between_meter_and_allocator_and_no_bit_between_scalers(monkeypatch, capsys):

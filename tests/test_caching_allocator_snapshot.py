@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.cuda import _memory_viz
 
+from memlab.book import snapshots
 from memlab.book.snapshots import recorded_snapshots
 from memlab.caching_allocator.allocator import CachingAllocator
 from memlab.caching_allocator.compare import compare
@@ -589,11 +590,18 @@ def test_without_a_gpu_recording_says_so_and_runs_nothing():
 
 
 def pretend_gpu(monkeypatch, dump, calls, *, already=False):
+    started = []
+
     def history(enabled, **options):
         calls.append((enabled, options))
 
+    def is_enabled():
+        assert started, "PyTorch has no allocators yet, and this would be a segmentation fault"
+        return already
+
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch._C, "_cuda_isHistoryEnabled", lambda: already, raising=False)
+    monkeypatch.setattr(torch.cuda, "init", lambda: started.append(1))
+    monkeypatch.setattr(torch._C, "_cuda_isHistoryEnabled", is_enabled, raising=False)
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", history)
     monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: dump)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
@@ -616,6 +624,13 @@ def test_recording_switches_the_history_on_and_always_off(monkeypatch):
     with pytest.raises(ZeroDivisionError):
         record_snapshot(lambda: 1 / 0)
     assert calls[-1] == (None, {})
+
+
+def test_recording_may_be_the_first_that_a_process_wants_of_cuda(monkeypatch):
+    calls = []
+    pretend_gpu(monkeypatch, small_gpu().dump(), calls)
+    record_snapshot(lambda: calls.append("step"))
+    assert "step" in calls
 
 
 def test_a_history_that_is_on_already_is_left_alone(monkeypatch):
@@ -643,6 +658,38 @@ def test_recorded_snapshots_are_found_and_damaged_ones_named(tmp_path):
     snapshot.save(tmp_path / "one.json")
     (tmp_path / "two.json").write_text("{")
     assert recorded_snapshots(tmp_path) == ({"one": snapshot}, [tmp_path / "two.json"])
+
+
+def test_programs_are_recorded_on_a_card_of_any_name_and_without_one_nothing_is_made(tmp_path, monkeypatch, capsys):
+    assert snapshots.main([str(tmp_path / "none")]) == 2
+    assert "expected a CUDA GPU" in capsys.readouterr().err and not any(tmp_path.iterdir())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Quadro RTX 6000/8000")
+    monkeypatch.setattr(snapshots, "PROGRAMS", {"steps of one shape": None})
+    snapshot = Snapshot.of(small_gpu().dump())
+    monkeypatch.setattr(snapshots, "record_snapshot", lambda program: snapshot)
+    assert snapshots.main([str(tmp_path)]) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["quadro-rtx-6000-8000_steps_of_one_shape.json"]
+
+
+def test_a_program_that_fails_is_named_and_the_next_one_is_recorded(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A GPU")
+
+    def record(program):
+        program()
+        return Snapshot.of(small_gpu().dump())
+
+    def too_large():
+        raise torch.OutOfMemoryError("planted")
+
+    monkeypatch.setattr(snapshots, "record_snapshot", record)
+    monkeypatch.setattr(snapshots, "PROGRAMS", {"one": too_large, "two": lambda: None})
+    assert snapshots.main([str(tmp_path)]) == 1
+    assert capsys.readouterr().err == "one: not recorded: OutOfMemoryError: planted\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["a-gpu_two.json"]
 
 
 # ---- the comparison

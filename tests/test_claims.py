@@ -137,6 +137,14 @@ def test_evidence_says_what_each_gpu_has_recorded(tmp_path):
     assert last() == ["damaged: see python -m memlab"] * 2
 
 
+def test_what_was_claimed_of_imagined_hardware_waits_for_no_card(tmp_path):
+    claim("one", **FINE, on="an imagined H100")
+    last = lambda: [row[-1] for row in evidence(tmp_path).rows]  # noqa: E731
+    assert last() == ["imagined: on no card"]
+    records.KIND.write(record(source=records.source_of(chapter(tmp_path))), tmp_path / "results" / "a-gpu.json")
+    assert evidence(tmp_path).columns[-1] == "A GPU" and last() == ["imagined: on no card"]
+
+
 # ---- the page of all claims
 
 

@@ -12,6 +12,7 @@ from memlab.book import machine as machines
 from memlab.book import records
 from memlab.book.machine import machine
 from memlab.book.map import CHAPTERS, PATHS, headers, paths, read_header, the_map
+from memlab.units import MiB
 
 BOOK = Path(__file__).parents[1] / "chapters"
 HEADER = """# 01 · A title
@@ -61,6 +62,22 @@ def test_a_header_without_one_of_its_parts_is_refused_by_name(tmp_path, line, mi
     broken = "\n".join(text for text in HEADER.splitlines() if not text.startswith(line))
     with pytest.raises(ValueError, match=rf"01_x.ipynb: expected a header .*found none of {missing}$"):
         read_header(chapter(tmp_path, "01_x", broken) / "01_x.ipynb")
+
+
+@pytest.mark.parametrize(
+    ("peak", "notebook_bytes", "peak_bytes"),
+    [
+        ("about 550 MiB in the notebook's process; 653 GiB of imagined tensors", 550 * MiB, 550 * MiB),
+        ("about 1,100 MiB in the notebook's process, and 600 MiB in those of its ranks", 1100 * MiB, 1700 * MiB),
+        ("10.5 GiB of imagined tensors", None, None),
+    ],
+)
+def test_a_machine_must_hold_the_notebook_and_its_ranks_and_nothing_that_is_imagined(
+    tmp_path, peak, notebook_bytes, peak_bytes
+):
+    header = HEADER.replace("3 MiB of tensors", peak)
+    found = read_header(chapter(tmp_path, "01_x", header) / "01_x.ipynb")
+    assert (found.notebook_bytes, found.peak_bytes) == (notebook_bytes, peak_bytes)
 
 
 def test_a_recorded_chapter_names_its_gpus(tmp_path):

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import nbformat
 import pytest
-from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
 from memlab import benchmark, record
 from memlab.book import benchmarks, documents, machine, records, verdicts
@@ -92,6 +92,19 @@ def test_a_record_has_every_claim_with_where_and_when_and_recorders_add_to_each_
         "a-gpu.json",
         "results",
     ]
+
+
+def test_what_a_thread_or_a_warning_prints_while_claims_are_told_loses_none(tmp_path, monkeypatch):
+    (chapter,) = write(tmp_path, c01_one=CLAIMING)
+
+    def run(notebook, *_, **__):
+        told = {"one": {"id": "one", "kind": "bytes", "says": "x", "verdict": "holds", "predicted": 1, "measured": 1,
+                        "tolerance": 0, "unit": "B", "on": ""}}  # fmt: skip
+        texts = {"stdout": f"half a line memlab-claims {json.dumps(told)}a thread\n", "stderr": "a warning\n"}
+        notebook.cells[-1].outputs = [new_output("stream", name=name, text=text) for name, text in texts.items()]
+
+    monkeypatch.setattr("memlab.book.run.run", run)
+    assert list(record.claims_of(chapter, lambda *_: None)) == ["one"]
 
 
 def test_a_chapter_that_fails_is_marked_and_the_others_go_on(tmp_path, capsys):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 
 import torch
@@ -14,6 +15,8 @@ def allocated_peak(run: Callable[[], object], device: str | torch.device = "cpu"
     caching allocator's count of requested bytes. Both include what kernels allocate for themselves.
     """
     if torch.device(device).type == "cuda":
+        torch.cuda.init()  # before it there are no statistics at all
+        gc.collect()  # garbage that is freed while `run()` runs would hide as much of what that takes
         before = torch.cuda.memory_stats(device)["requested_bytes.all.current"]
         torch.cuda.reset_peak_memory_stats(device)
         run()

@@ -16,6 +16,9 @@ import torch
 from memlab.book.tables import Table
 from memlab.units import KiB, format_bytes
 
+NO_ANSWER = (RuntimeError, torch.cuda.DeferredCudaCallError)
+"""What PyTorch raises of a broken GPU: the second, no RuntimeError, when CUDA is wanted for the first time."""
+
 
 def machine() -> Table:
     """This machine in one table. Looks, and starts nothing; without a GPU it asks nothing of CUDA."""
@@ -65,18 +68,19 @@ def free_memory_bytes() -> int | None:
 def gpu_memory() -> list[tuple[str, int, int]]:
     """Each GPU's name, free and total bytes, as the driver tells; [] without a GPU. Makes a CUDA context.
 
-    Free is -1 where a GPU does not answer, because it is full, or lent to one process only.
+    Free is -1 where a GPU does not answer, because it is full, or lent to one process only; one that is broken tells
+    not even its total, which is 0 then.
     """
     if not torch.cuda.is_available():
         return []
     found = []
     for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
-        try:
+        name, free, total = "a GPU that does not answer", -1, 0
+        with contextlib.suppress(*NO_ANSWER):
+            properties = torch.cuda.get_device_properties(index)
+            name, total = properties.name, properties.total_memory
             free, total = torch.cuda.mem_get_info(index)
-        except RuntimeError:
-            free, total = -1, properties.total_memory
-        found.append((properties.name, free, total))
+        found.append((name, free, total))
     return found
 
 
@@ -139,8 +143,14 @@ def _built_for() -> str:
 def _gpu() -> str:
     if not torch.cuda.is_available():
         return "none: every chapter runs without one"
-    devices = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-    return ", ".join(f"{device.name}, {format_bytes(device.total_memory)}" for device in devices)
+    found = []
+    for index in range(torch.cuda.device_count()):
+        try:
+            properties = torch.cuda.get_device_properties(index)
+            found.append(f"{properties.name}, {format_bytes(properties.total_memory)}")
+        except NO_ANSWER:
+            found.append("a GPU that does not answer")
+    return ", ".join(found)
 
 
 def _pictures() -> str:

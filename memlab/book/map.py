@@ -67,9 +67,17 @@ class Header(NamedTuple):
 
     @property
     def peak_bytes(self) -> int | None:
-        """The first size of the promised peak, in bytes: what is really held, before what is imagined; or None."""
-        size = re.search(r"[\d.,]+ [KMGT]iB", self.peak)
-        return parse_bytes(size[0].replace(",", "")) if size else None
+        """The promised sizes together, in bytes: the notebook's and its ranks', none that is imagined; or None."""
+        return sum(self._sizes()) or None
+
+    @property
+    def notebook_bytes(self) -> int | None:
+        """The first of them, which is the notebook's own process's; or None."""
+        return next(iter(self._sizes()), None)
+
+    def _sizes(self) -> list[int]:
+        sizes = re.findall(r"([\d.,]+ [KMGT]iB)(?! of imagined)", self.peak)
+        return [parse_bytes(size.replace(",", "")) for size in sizes]
 
     @property
     def link(self) -> str:

@@ -5,12 +5,14 @@ python -m memlab.book.snapshots chapters/results/snapshots      on a GPU: record
 
 from __future__ import annotations
 
+import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
+from memlab.book.documents import file_name
 from memlab.book.tables import Table
 from memlab.book.workloads import GPT
 from memlab.caching_allocator.compare import compare
@@ -73,16 +75,30 @@ def recorded_decisions(folder: str | Path = FOLDER) -> Table:
     return Table(["program", "segment decisions equal", "reserved at the peak, GPU", "the model", "recorded on"], rows)
 
 
-def main() -> None:
-    """Record every program on the GPU at hand, each from an empty cache, and print how the model compares."""
-    folder = Path(sys.argv[1] if len(sys.argv) > 1 else FOLDER)
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Record every program on the GPU at hand, each from an empty cache, and print how the model compares.
+
+    A program that fails is named, and the next one is recorded. Returns 1 then, and 2 without a GPU, where no folder is
+    made.
+    """
+    parser = argparse.ArgumentParser(prog="python -m memlab.book.snapshots", description=__doc__.splitlines()[0])
+    parser.add_argument("folder", nargs="?", type=Path, default=Path(FOLDER), help=f"{FOLDER} without")
+    folder = parser.parse_args(arguments).folder
+    if not torch.cuda.is_available():
+        print("expected a CUDA GPU, whose allocator has a history to record; found none", file=sys.stderr)
+        return 2
     folder.mkdir(parents=True, exist_ok=True)
-    card = torch.cuda.get_device_name().lower().replace(" ", "-") if torch.cuda.is_available() else ""
+    card, failed = Path(file_name(torch.cuda.get_device_name())).stem, False
     for name, program in PROGRAMS.items():
         torch.cuda.empty_cache()
-        record_snapshot(program).save(folder / f"{card}_{name.replace(' ', '_')}.json")
+        try:
+            record_snapshot(program).save(folder / f"{card}_{name.replace(' ', '_')}.json")
+        except Exception as error:  # whatever it was, the others go on
+            print(f"{name}: not recorded: {type(error).__name__}: {error}", file=sys.stderr)
+            failed = True
     print(recorded_decisions(folder))
+    return int(failed)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -137,6 +137,7 @@ def record_snapshot(step: Callable[[], object], *, max_entries: int = 1_000_000)
             "expected a CUDA GPU, whose allocator has a history to record; found none. Recorded snapshots are read "
             "with Snapshot.load, on any machine"
         )
+    torch.cuda.init()  # without it the next line asks allocators that are not there yet, and the process ends
     if torch._C._cuda_isHistoryEnabled():
         raise RuntimeError(
             "expected no memory history to be on, found one; save it, end it with "

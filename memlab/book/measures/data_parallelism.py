@@ -32,8 +32,9 @@ def ours(model: GPT, stage: int) -> tuple[nn.Module, torch.optim.Optimizer]:
 def theirs(model: GPT, stage: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     """The same by DDP; by DDP and ZeroRedundancyOptimizer; by FSDP2."""
     if stage == 3:
+        mesh = distributed.init_device_mesh("cpu", (distributed.get_world_size(),))  # it would take a GPU that is there
         for module in (*model.blocks, model):
-            fsdp2(module)
+            fsdp2(module, mesh=mesh)
         return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
     part = DistributedDataParallel(model, gradient_as_bucket_view=True)
     if stage == 1:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
-from memlab.book.measures.timing import spread
+from memlab.book.measures.timing import printed_by, spread
 from memlab.units import format_bytes
 
 IMAGINED_STEP = """
@@ -35,9 +32,8 @@ print(built - start, stop - built, resource.getrusage(resource.RUSAGE_SELF).ru_m
 
 def imagined_step(device: str, rounds: int) -> list[tuple]:
     """A whole step of Llama-2 70B (80 layers, 4,096 tokens, BF16, fused AdamW), imagined and metered: one a process."""
-    runs = [subprocess.run([sys.executable, "-c", IMAGINED_STEP], capture_output=True, text=True, check=True)
-            for _ in range(max(1, rounds // 5))]  # fmt: skip
-    built, seconds, host, peaks, apart = zip(*(map(float, run.stdout.split()) for run in runs), strict=True)
+    runs = [printed_by(IMAGINED_STEP).split() for _ in range(max(1, rounds // 5))]
+    built, seconds, host, peaks, apart = zip(*(map(float, run) for run in runs), strict=True)
     name = "imagined Llama-2 70B"
     return [
         (f"{name}: the step and its timeline, s", spread(seconds), "≤ 10"),

@@ -10,14 +10,18 @@ import torch
 from torch.autograd.graph import save_on_cpu
 
 from memlab.book.measures.timing import compared, interleaved
+from memlab.book.steps import weights_in
 from memlab.book.workloads import GPT, text_batch
 from memlab.gradient_checkpointing import checkpoint
-from memlab.memory_timeline import Meter
+from memlab.memory_timeline import Meter, Timeline
 from memlab.offloading import OffloadedOptimizer, stream_weights, swap_activations
 
 
 def metered(model, batch, context) -> tuple[int, int, list[torch.Tensor]]:
-    """Forward in the context, then backward: bytes held after forward, bytes at the peak, and the gradients."""
+    """Forward in the context, then backward: bytes held after forward, bytes at the peak, and the gradients.
+
+    The bytes are those on the model's device: what has left it may be more than what stays.
+    """
     torch.manual_seed(1)
     model.zero_grad()
     with Meter(model, inputs=batch) as forward, context:
@@ -29,8 +33,13 @@ def metered(model, batch, context) -> tuple[int, int, list[torch.Tensor]]:
         with context:
             loss = model(*batch)
         loss.backward()
-    held = forward.timeline.totals[-1]
-    return held, meter.timeline.peak_bytes, [parameter.grad.clone() for parameter in model.parameters()]
+    held, peak = where_the_model_is(forward.timeline).totals[-1], where_the_model_is(meter.timeline).peak_bytes
+    return held, peak, [parameter.grad.clone() for parameter in model.parameters()]
+
+
+def where_the_model_is(timeline: Timeline) -> Timeline:
+    """The timeline of the device that the parameters are on."""
+    return timeline.on(next(one.device for one in timeline.of_all_devices[0] if one.category == "parameter"))
 
 
 def step(model, batch, context) -> None:
@@ -62,6 +71,12 @@ def swapped_to_files(device: str, rounds: int) -> list[tuple]:
     ]
 
 
+def wide_gpt(device: str) -> GPT:
+    """A GPT of 6 GiB in BF16, made where it is to be: in main memory, in FP32, it would take twice that first."""
+    with weights_in("bf16"), torch.device(device):
+        return GPT(layers=4, width=8192, heads=64, context=1024)
+
+
 def swapped_to_the_host(device: str, rounds: int) -> list[tuple]:
     """On a GPU: all activations to pinned memory beside PyTorch's `save_on_cpu`, and block inputs of a wide GPT."""
     if device != "cuda":
@@ -73,7 +88,7 @@ def swapped_to_the_host(device: str, rounds: int) -> list[tuple]:
     times = interleaved({n: functools.partial(step, model, batch, context) for n, context in ways.items()}, rounds)
     freed = ", ".join(f"{name} {held['none'] - held[name]:,} B" for name in ("ours", "PyTorch's"))
     del model
-    wide = GPT(layers=4, width=8192, heads=64, context=1024).to(device, torch.bfloat16)
+    wide = wide_gpt(device)
     for block in wide.blocks:
         block.forward = functools.partial(checkpoint, block.forward)
     inputs = {"inputs swapped": swap_activations("cpu"), "checkpointed": nullcontext()}

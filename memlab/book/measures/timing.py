@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 
@@ -31,6 +33,15 @@ def interleaved(runs: dict[str, Callable[[], object]], rounds: int) -> dict[str,
         for name, run in runs.items():
             times[name].append(seconds(run))
     return times
+
+
+def printed_by(code: str) -> str:
+    """What some code prints in a process of its own. Raises RuntimeError with that process's last line if it fails."""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    if run.returncode:
+        last = (run.stderr.strip().splitlines() or ["it says nothing"])[-1]
+        raise RuntimeError(f"a process of its own ended with status {run.returncode}: {last}")
+    return run.stdout
 
 
 def keep_freed_blocks() -> None:
