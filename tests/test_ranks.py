@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import pickle
 import threading
+import types
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +15,7 @@ import torch
 from torch import distributed
 
 from memlab.memory_timeline import Meter
-from memlab.ranks import RankError, all_gather, exchange, receive, reduce_scatter, run_ranks, send
+from memlab.ranks import RankError, all_gather, by_value, exchange, receive, reduce_scatter, run_ranks, send
 from tests.ranks_helpers import planted, raises
 
 WORLD = 4
@@ -31,6 +33,20 @@ def files_of_launches() -> list[Path]:
 
 
 # ---- what comes back
+
+
+def test_code_that_travels_by_value_keeps_its_file():
+    class Model:
+        def forward(self, x):
+            return [lambda: x for _ in range(2)]
+
+    made = pickle.loads(by_value.dumps((Model, lambda rank: rank)))
+    forward = made[0].forward.__code__
+    inner = next(constant for constant in forward.co_consts if isinstance(constant, types.CodeType))
+    for code in (forward, inner, made[1].__code__):
+        assert code.co_filename == __file__
+    assert forward.co_firstlineno == Model.forward.__code__.co_firstlineno
+    assert made[0]().forward(3)[1]() == 3
 
 
 @pytest.fixture(scope="module")

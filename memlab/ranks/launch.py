@@ -17,11 +17,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
 import torch
 from torch import distributed
 
-from memlab.ranks import worker
+from memlab.ranks import by_value, worker
 from memlab.ranks.processes import Processes
 from memlab.ranks.torchrun import run_this_rank, under_torchrun
 
@@ -64,7 +63,7 @@ def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 6
     if under_torchrun():
         return run_this_rank(fn, world, args, timeout)
     try:
-        work = cloudpickle.dumps((fn, args))
+        work = by_value.dumps((fn, args))
     except Exception as error:
         raise TypeError(
             f"expected a function and arguments that can be copied to other processes, found {type(error).__name__}: "

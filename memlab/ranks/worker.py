@@ -26,9 +26,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
 import torch
 from torch import distributed
+
+from memlab.ranks import by_value
 
 READY, BEGIN, RETURNED, FAILED, LEAVE = b"ready", b"begin", b"returned", b"failed", b"leave"
 STACK_SIGNAL = getattr(signal, "SIGUSR1", None)  # Windows has none
@@ -163,11 +164,11 @@ def _returned(folder: Path, rank: int, result: Any) -> tuple[bytes, Path, bytes]
         return FAILED, folder / f"failure-{rank}", failure
 
 
-class _Pickler(cloudpickle.Pickler):
+class _Pickler(by_value.Pickler):
     """By value, a cell's classes too; a GPU's tensors arrive in main memory."""
 
     def reducer_override(self, obj):
-        """As cloudpickle's own, except for tensors on a GPU."""
+        """As ever, except for tensors on a GPU."""
         if isinstance(obj, torch.Tensor) and obj.is_cuda:
             moved = obj.detach().cpu()
             if isinstance(obj, torch.nn.Parameter):
@@ -181,7 +182,7 @@ def _failure(error: BaseException) -> bytes:
     tail = error.__traceback__.tb_next if error.__traceback__ is not None else None  # without this file's line
     text = "".join(traceback.format_exception(type(error), error, tail))
     try:
-        cause = cloudpickle.dumps(error)
+        cause = by_value.dumps(error)
     except BaseException:
         cause = None
     summary = "raised " + "".join(traceback.format_exception_only(type(error), error)).strip()
