@@ -41,7 +41,8 @@ for technique in TECHNIQUES:
 
 def test_every_technique_of_the_example_has_the_same_losses_and_a_smaller_peak_than_the_one_before(said):
     names = [name for name in said if "imagined" not in name]
-    assert len({tuple(figures(said[name])[0]) for name in names}) == 1
+    first, *others = ([float(loss) for loss in figures(said[name])[0]] for name in names)
+    assert len(first) == 3 and others == [pytest.approx(first, abs=2e-6)] * 3  # printed to 1e-6, and sums may round
     peaks = [float(re.search(r"rank 0  peak +(\S+) MiB", said[name])[1]) for name in names]
     assert peaks == sorted(peaks, reverse=True) and len(set(peaks)) == 4
 
