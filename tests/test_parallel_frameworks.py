@@ -143,8 +143,8 @@ def test_the_meter_sees_into_the_nested_lists_of_all_gather():
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     try:
         with Meter() as meter:
-            pieces = [torch.empty(1000)]
-            distributed.all_gather(pieces, torch.ones(1000))
-        assert meter.timeline.totals[-1] == 4000 and bool(pieces[0].all())
+            mine, pieces = torch.ones(1000), [torch.empty(1000)]  # with a name: gloo's thread may let go of it later
+            distributed.all_gather(pieces, mine)
+        assert meter.timeline.totals[-1] == 4000 + 4000 and bool(pieces[0].all())
     finally:
         distributed.destroy_process_group()
