@@ -122,20 +122,21 @@ class MasterWeights(Optimizer):
     def _step_chunk(self, chunk: list[tuple[dict, Tensor]]) -> list[tuple[dict, dict]]:
         """One step of these parameters. Returns their groups, each with what the optimizer made of its options."""
         weights, groups, inner = [p for _, p in chunk], [], self._inner
-        masters = [self._master(group, p) for group, p in chunk]
+        masters, states = zip(*(self._master(group, p) for group, p in chunk), strict=True)
         for _, pairs in itertools.groupby(zip(chunk, masters, strict=True), key=lambda pair: id(pair[0][0])):
             ((group, _), _), *_ = pairs = list(pairs)
             groups.append((group, group | {"params": [m for _, m in pairs]}))
-        for p, m in zip(weights, masters, strict=True):
-            inner.state[m] = {name: value for name, value in self.state[p].items() if name != "master"}
+        for m, state in zip(masters, states, strict=True):  # its own dict, as ever; an empty one tells it to begin
+            inner.state[m] = {} if state.keys() == {"master"} else state
         halves = [(p, m) for p, m in zip(weights, masters, strict=True) if m is not p]
         try:
             inner.param_groups = [options for _, options in groups]
             self._widen(weights, masters)
             type(inner).step.__wrapped__(inner)  # without the hooks: they are for the whole step, and run there
         finally:  # if it raises halfway, some masters have moved: their states and weights go along
-            for p, m in zip(weights, masters, strict=True):
-                self.state[p] = self._kept(p, m) | inner.state[m]
+            for p, m, before in zip(weights, masters, states, strict=True):
+                if (state := inner.state[m]) is not before:
+                    self.state[p] = self._kept(p, m) | state
             for _, m in halves:
                 m.grad = None
             inner.state, inner.param_groups = defaultdict(dict), self.param_groups
@@ -156,7 +157,7 @@ class MasterWeights(Optimizer):
 
     def _widen(self, weights: list[Tensor], masters: list[Tensor]) -> None:
         """Give each master its weight's gradient in FP32, divided by the loss scale if a scaler left that to us."""
-        copied = []  # narrow ones, and those of another layout: fused kernels read a gradient in its master's order
+        copied, numel = [], 0  # narrow ones, and those of another layout: fused kernels read a gradient in its master's order
         for p, m in zip(weights, masters, strict=True):
             if m is p:
                 continue  # its gradient is its own
@@ -164,14 +165,16 @@ class MasterWeights(Optimizer):
             dense = m.dtype is torch.float32 and not gradient.is_sparse
             if dense and (gradient.dtype in HALVES or gradient.stride() != m.stride()):
                 copied.append((gradient, m))
+                numel += m.numel()
             else:
                 m.grad = gradient.to(m.device, m.dtype)
         if copied:  # in the memory in which the gradients of the chunk before were
-            block, end = self._room(sum(m.numel() for _, m in copied), masters[0].device), 0
+            block, end, wide = self._room(numel, masters[0].device), 0, []
             for _, m in copied:
-                m.grad = block.as_strided(m.shape, m.stride(), end)
+                m.grad = part = block.as_strided(m.shape, m.stride(), end)
+                wide.append(part)
                 end += m.numel()
-            torch._foreach_copy_([m.grad for _, m in copied], [gradient for gradient, _ in copied])
+            torch._foreach_copy_(wide, [gradient for gradient, _ in copied])
         scale = getattr(self, "grad_scale", None)
         if scale is not None:
             gradients = [m.grad._values() if m.grad.is_sparse else m.grad for m in masters]
@@ -208,8 +211,8 @@ class MasterWeights(Optimizer):
         """The gradient of a parameter that has one, in its own dtype, once its chunk is brought."""
         return p.grad
 
-    def _master(self, group: dict, p: Tensor) -> Tensor:
-        """The FP32 weights of a parameter, up to date with what others wrote to it. At its first step, made."""
+    def _master(self, group: dict, p: Tensor) -> tuple[Tensor, dict]:
+        """The FP32 weights of a parameter, up to date with what others wrote to it, and its state. Made when missing."""
         state = self.state.get(p)
         m = state.get("master") if state else None
         if m is None:
@@ -217,8 +220,8 @@ class MasterWeights(Optimizer):
         elif not self._versions.unchanged(p):
             take_over(p, m)
         if state is None:  # most optimizers begin without one; torch 2.11's Adagrad needs what its __init__ makes
-            self.state[p] = self._kept(p, m) | self._make([group | {"params": [m]}]).state[m]
-        return m
+            self.state[p] = state = self._kept(p, m) | self._make([group | {"params": [m]}]).state[m]
+        return m, state
 
     def _kept(self, p: Tensor, m: Tensor) -> dict[str, Tensor]:
         """What a parameter's state holds beside the optimizer's own."""
