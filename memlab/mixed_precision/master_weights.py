@@ -157,7 +157,7 @@ class MasterWeights(Optimizer):
 
     def _widen(self, weights: list[Tensor], masters: list[Tensor]) -> None:
         """Give each master its weight's gradient in FP32, divided by the loss scale if a scaler left that to us."""
-        copied, numel = [], 0  # narrow ones, and those of another layout: fused kernels read a gradient in its master's order
+        copied, numel = [], 0  # narrow ones, and of another layout: fused kernels read a gradient in its master's order
         for p, m in zip(weights, masters, strict=True):
             if m is p:
                 continue  # its gradient is its own
@@ -212,7 +212,7 @@ class MasterWeights(Optimizer):
         return p.grad
 
     def _master(self, group: dict, p: Tensor) -> tuple[Tensor, dict]:
-        """The FP32 weights of a parameter, up to date with what others wrote to it, and its state. Made when missing."""
+        """The FP32 weights of a parameter, up to date with what others wrote to it, and its state; made, if missing."""
         state = self.state.get(p)
         m = state.get("master") if state else None
         if m is None:
