@@ -157,7 +157,7 @@ class MasterWeights(Optimizer):
 
     def _widen(self, weights: list[Tensor], masters: list[Tensor]) -> None:
         """Give each master its weight's gradient in FP32, divided by the loss scale if a scaler left that to us."""
-        copied, numel = [], 0  # narrow ones, and of another layout: fused kernels read a gradient in its master's order
+        copied = []  # narrow ones, and those of another layout: fused kernels read a gradient in its master's order
         for p, m in zip(weights, masters, strict=True):
             if m is p:
                 continue  # its gradient is its own
@@ -165,16 +165,14 @@ class MasterWeights(Optimizer):
             dense = m.dtype is torch.float32 and not gradient.is_sparse
             if dense and (gradient.dtype in HALVES or gradient.stride() != m.stride()):
                 copied.append((gradient, m))
-                numel += m.numel()
             else:
                 m.grad = gradient.to(m.device, m.dtype)
         if copied:  # in the memory in which the gradients of the chunk before were
-            block, end, wide = self._room(numel, masters[0].device), 0, []
+            block, end = self._room(sum(m.numel() for _, m in copied), masters[0].device), 0
             for _, m in copied:
-                m.grad = part = block.as_strided(m.shape, m.stride(), end)
-                wide.append(part)
+                m.grad = block.as_strided(m.shape, m.stride(), end)
                 end += m.numel()
-            torch._foreach_copy_(wide, [gradient for gradient, _ in copied])
+            torch._foreach_copy_([m.grad for _, m in copied], [gradient for gradient, _ in copied])
         scale = getattr(self, "grad_scale", None)
         if scale is not None:
             gradients = [m.grad._values() if m.grad.is_sparse else m.grad for m in masters]
