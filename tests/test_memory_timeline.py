@@ -205,6 +205,26 @@ def test_an_optimizers_states_are_exactly_what_it_keeps(name, given):
         assert {s.line.source for s in stepping} == {"optimizer.step()"}
 
 
+@pytest.mark.parametrize("workspace", [False, True], ids=["storages", "workspace"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_states_from_before_count_from_the_first_step_also_of_an_optimizer_that_was_not_given(name, workspace):
+    model, inputs = MLP(32, 64, 8), (torch.randn(4, 32), torch.randint(8, (4,)))
+    optimizer = OPTIMIZERS[name](model.parameters())
+    model(*inputs).backward()
+    optimizer.step()
+    with Meter(model, None, inputs, workspace=workspace) as meter:
+        for _ in range(2):
+            optimizer.step()
+    kept = [v for states in optimizer.state.values() for v in states.values() if isinstance(v, torch.Tensor)]
+    timeline = meter.timeline
+    met = [e for e in timeline.events if e.op == "step"]
+    assert sum(e.delta for e in met) == sum(t.nbytes for t in kept) > 0
+    assert {(e.phase, e.line.source) for e in met} == {("optimizer", "optimizer.step()")}
+    first = next(n for n, e in enumerate(timeline.events) if e.phase == "optimizer")
+    assert timeline.events[first : first + len(met)] == met
+    assert timeline.bytes_by_category(len(timeline))["optimizer_state"] == sum(t.nbytes for t in kept)
+
+
 def test_a_closure_inside_an_optimizers_step_is_forward_and_backward():
     weight = torch.randn(4, requires_grad=True)
     optimizer = torch.optim.LBFGS([weight], max_iter=2)

@@ -473,6 +473,23 @@ class Meter(TorchDispatchMode):
         for group in optimizer.param_groups:
             self._recognise(gradients_of(group["params"], self._parameter_names))
         self._here.begin_step(optimizer)
+        self._meet_states(optimizer)
+
+    def _meet_states(self, optimizer: torch.optim.Optimizer) -> None:
+        """States from before the meter, of an optimizer that it was not given, are there when the first step begins."""
+        met = [
+            (storage, *owned)
+            for owned in owned_by_optimizer(optimizer, self._parameter_names)
+            for storage in storages_of(owned.tensor)
+            if storage._cdata not in self._live
+        ]
+        if met:
+            op, (phase, line) = self._note_op("step", sys._getframe())
+            if self._log is not None:
+                self._log.run(op, bool, (), {})  # nothing: only its marker, under which the log finds them
+            for storage, tensor, category, name in met:
+                if (number := self._note_storage(storage, tensor, op, phase, line)) >= 0:
+                    self._history.owners[number] = (category, name)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_) -> None:
         self._recognise(owned_by_optimizer(optimizer, self._parameter_names))
@@ -497,12 +514,16 @@ class Meter(TorchDispatchMode):
         """Note a storage's other size under an op of its own, if it is one of those that are known."""
         if storage._cdata not in self._live:
             return resize()
-        phase, line = self._here.place(caller)
-        op = len(self._ops)
-        self._ops.flat += ("resize_", phase, line, "", -1, -1)
+        op, (phase, line) = self._note_op("resize_", caller)
         result = resize() if self._log is None else self._log.run(op, resize, (), {})
         self._note_storage(storage, None, op, phase, line)
         return result
+
+    def _note_op(self, name: str, caller: FrameType) -> tuple[int, tuple[str, int]]:
+        """Note something that is no op of PyTorch's as one. Returns its number, and its phase and line."""
+        phase, line = self._here.place(caller)
+        self._ops.flat += (name, phase, line, "", -1, -1)
+        return len(self._ops) - 1, (phase, line)
 
 
 DISPATCH = Meter.__torch_dispatch__.__code__
