@@ -287,6 +287,7 @@ REFORMULATED = {
     "masked.cumprod",
     "linalg.vander",
     "linalg.eig",
+    "linalg.det",  # its second derivative, in torch 2.11
     "masked_fill",  # with a tensor as the value
     "max",  # of all elements
 }
