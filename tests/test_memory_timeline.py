@@ -225,6 +225,22 @@ def test_states_from_before_count_from_the_first_step_also_of_an_optimizer_that_
     assert timeline.bytes_by_category(len(timeline))["optimizer_state"] == sum(t.nbytes for t in kept)
 
 
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_all_that_a_lone_step_holds_is_counted_without_a_model(name):
+    model = MLP(32, 64, 8)
+    optimizer = OPTIMIZERS[name](model.parameters())
+    model(torch.randn(4, 32), torch.randint(8, (4,))).backward()
+    with Meter() as meter:
+        optimizer.step()
+    timeline = meter.timeline
+    weights = sum(p.nbytes for p in model.parameters())
+    found = timeline.bytes_by_category(len(timeline))
+    assert (found["input"], found["gradient"]) == (weights, weights)
+    assert {s.reason for s in of(timeline, "gradient")} == {"gradient of a parameter"}
+    kept = [v for states in optimizer.state.values() for v in states.values() if isinstance(v, torch.Tensor)]
+    assert timeline.totals[-1] == 2 * weights + sum(t.nbytes for t in kept)
+
+
 def test_a_closure_inside_an_optimizers_step_is_forward_and_backward():
     weight = torch.randn(4, requires_grad=True)
     optimizer = torch.optim.LBFGS([weight], max_iter=2)

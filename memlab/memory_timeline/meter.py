@@ -11,6 +11,7 @@ was kept, is worked out once, afterwards, from the notes.
 
 from __future__ import annotations
 
+import itertools
 import sys
 import threading
 import weakref
@@ -459,7 +460,7 @@ class Meter(TorchDispatchMode):
         for tensor, category, name in owned:
             for storage in storages_of(tensor):
                 number = self._live.get(storage._cdata)
-                if number is not None and self._history.owners.get(number, OUTSIDE) is OUTSIDE:
+                if number is not None and self._history.owners.get(number, OUTSIDE) == OUTSIDE:
                     self._history.owners[number] = (category, name)
 
     def _recognise_model(self) -> None:
@@ -470,26 +471,24 @@ class Meter(TorchDispatchMode):
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_) -> None:
         # An optimizer that steps inside backward frees a gradient before the meter's own hook comes to see it.
-        for group in optimizer.param_groups:
-            self._recognise(gradients_of(group["params"], self._parameter_names))
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self._recognise(gradients_of(parameters, self._parameter_names))
         self._here.begin_step(optimizer)
-        self._meet_states(optimizer)
+        self._meet_held(parameters, optimizer)
 
-    def _meet_states(self, optimizer: torch.optim.Optimizer) -> None:
-        """States from before the meter, of an optimizer that it was not given, are there when the first step begins."""
-        met = [
-            (storage, *owned)
-            for owned in owned_by_optimizer(optimizer, self._parameter_names)
-            for storage in storages_of(owned.tensor)
-            if storage._cdata not in self._live
-        ]
+    def _meet_held(self, parameters: list[Tensor], optimizer: torch.optim.Optimizer) -> None:
+        """What an optimizer holds from before, and nobody named to the meter, is there when its first step begins."""
+        names = self._parameter_names
+        outside = (Owned(parameter, *OUTSIDE) for parameter in parameters)
+        held = itertools.chain(outside, gradients_of(parameters, names), owned_by_optimizer(optimizer, names))
+        met = [(s, owned) for owned in held for s in storages_of(owned.tensor) if s._cdata not in self._live]
         if met:
             op, (phase, line) = self._note_op("step", sys._getframe())
             if self._log is not None:
                 self._log.run(op, bool, (), {})  # nothing: only its marker, under which the log finds them
-            for storage, tensor, category, name in met:
+            for storage, (tensor, *whose) in met:
                 if (number := self._note_storage(storage, tensor, op, phase, line)) >= 0:
-                    self._history.owners[number] = (category, name)
+                    self._history.owners.setdefault(number, tuple(whose))
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_) -> None:
         self._recognise(owned_by_optimizer(optimizer, self._parameter_names))
