@@ -150,7 +150,7 @@ def test_after_a_step_that_raised_forward_is_forward(make):
     def fails():
         raise ValueError("planted")
 
-    with Meter(None, optimizer) as meter:
+    with Meter(None, optimizer, weight) as meter:
         with pytest.raises(ValueError, match="planted"):
             optimizer.step(fails)
         y = weight * 2

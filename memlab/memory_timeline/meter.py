@@ -474,7 +474,8 @@ class Meter(TorchDispatchMode):
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._recognise(gradients_of(parameters, self._parameter_names))
         self._here.begin_step(optimizer)
-        self._meet_held(parameters, optimizer)
+        if _this_thread() == self._here.thread:  # another thread's step is another meter's
+            self._meet_held(parameters, optimizer)
 
     def _meet_held(self, parameters: list[Tensor], optimizer: torch.optim.Optimizer) -> None:
         """What an optimizer holds from before, and nobody named to the meter, is there when its first step begins."""

@@ -35,11 +35,10 @@ import torch
 from torch import Tensor, UntypedStorage
 from torch.nn import Module, Parameter
 from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
 from memlab.memory_timeline import Line, Meter
-from memlab.memory_timeline.ownership import Owned, gradients_of, owned_by_model, storages_of
+from memlab.memory_timeline.ownership import Owned, gradients_of, owned_by_model, owned_by_optimizer, storages_of
 from memlab.mixed_precision.looking import Seen, bytes_of, floats_in, look, numbers_of, writes
 
 PLACING = ("fill", "full", "where", "scalar_tensor", "pad")  # ops whose scalar is put into the result as it is
@@ -182,7 +181,6 @@ class _Watch(Meter):
         super()._set_up(stack)
         self._log = self.followed
         stack.callback(setattr, self, "_log", None)
-        stack.callback(register_optimizer_step_pre_hook(self._adopt_gradients).remove)
         for name, value in self._arguments.items():
             for leaf in tree_leaves(value):
                 if isinstance(leaf, Module):
@@ -197,9 +195,9 @@ class _Watch(Meter):
                 if isinstance(leaf, Tensor):
                     self._adopt_unseen([Owned(leaf, "input", f"argument {place} of {type(module).__name__}")])
 
-    def _adopt_gradients(self, optimizer: torch.optim.Optimizer, *_) -> None:
-        for group in optimizer.param_groups:
-            self._adopt_unseen(gradients_of(group["params"], self._parameter_names))
+    def _meet_held(self, parameters: list[Tensor], optimizer: torch.optim.Optimizer) -> None:
+        self._adopt_unseen(gradients_of(parameters, self._parameter_names))  # from before the run, not made in it
+        self._adopt_unseen(owned_by_optimizer(optimizer, self._parameter_names))
 
     def _learn(self, model: Module) -> None:
         """The names in a model that the run turns out to use."""
