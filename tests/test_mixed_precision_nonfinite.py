@@ -199,6 +199,16 @@ def test_without_a_model_to_name_them_parameters_and_gradients_are_still_told_fr
     assert report(lambda: optimizer.step()).came_in == "the gradient of a parameter"
 
 
+@pytest.mark.parametrize("foreach", [False, True], ids=["for-loop", "foreach"])
+def test_a_state_from_before_came_in_by_its_name(foreach):
+    parameter = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9, foreach=foreach)
+    parameter.grad = torch.ones(3)
+    optimizer.step()
+    optimizer.state[parameter]["momentum_buffer"].fill_(-INF)
+    assert report(lambda: optimizer.step()).came_in == "momentum_buffer of a parameter"
+
+
 # ---- what is not reported
 
 

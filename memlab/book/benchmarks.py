@@ -35,8 +35,8 @@ PRODUCTION = re.compile(
 )
 """What a row names that sets ours beside the tool which people use."""
 WHY = {
-    "meter_time": "Between large tensors an op costs the meter about twice what it does in a tiny model's step, most "
-    "likely because they push it out of the caches. Medians of repeated runs lie on both sides of the bound.",
+    "meter_time": "Between large tensors an op costs the meter more than in a tiny model's step, most likely because "
+    "they push it out of the caches. Medians of repeated runs lie on both sides of the bound.",
     "master_weights": "Before the step each 16-bit gradient is cast to FP32, and after it each master to 16 bits: two "
     "more passes over memory, since PyTorch has no CPU kernel that does it within the step. Beside a fused step, which "
     "is one pass itself, they weigh most. What casts and steps take alone, the rows say; the rest is Python, of which "

@@ -126,7 +126,7 @@ class MasterWeights(Optimizer):
         for _, pairs in itertools.groupby(zip(chunk, masters, strict=True), key=lambda pair: id(pair[0][0])):
             ((group, _), _), *_ = pairs = list(pairs)
             groups.append((group, group | {"params": [m for _, m in pairs]}))
-        for m, state in zip(masters, states, strict=True):  # its own dict, as ever; an empty one tells it to begin
+        for m, state in zip(masters, states, strict=True):  # the dict itself; an empty one tells it to begin
             inner.state[m] = {} if state.keys() == {"master"} else state
         halves = [(p, m) for p, m in zip(weights, masters, strict=True) if m is not p]
         try:

@@ -196,7 +196,8 @@ class _Watch(Meter):
                     self._adopt_unseen([Owned(leaf, "input", f"argument {place} of {type(module).__name__}")])
 
     def _meet_held(self, parameters: list[Tensor], optimizer: torch.optim.Optimizer) -> None:
-        self._adopt_unseen(gradients_of(parameters, self._parameter_names))  # from before the run, not made in it
+        """What an optimizer holds from before came in with it: it was not made in the run."""
+        self._adopt_unseen(gradients_of(parameters, self._parameter_names))
         self._adopt_unseen(owned_by_optimizer(optimizer, self._parameter_names))
 
     def _learn(self, model: Module) -> None:
