@@ -122,7 +122,7 @@ class History:
         """A storage of `nbytes` is here since `op`. Returns the number it goes by."""
         number = len(self.sizes)
         ragged = tensor.is_nested and tensor.layout is torch.strided
-        shape = (tensor.numel(),) if ragged else tuple(tensor.shape)
+        shape = (tensor.numel(),) if ragged else tensor.shape
         self.births.flat += (nbytes, shape, tensor.dtype, self.device or tensor.device, op)
         self.held += nbytes
         self.sizes.append(nbytes)

@@ -32,12 +32,11 @@ from memlab.memory_timeline.lines import AUTOGRAD, BACKWARD_CALLS, ENGINE
 from memlab.memory_timeline.lines import OPTIMIZER as OPTIMIZER_CODE
 from memlab.memory_timeline.nodes import Nodes
 from memlab.memory_timeline.ownership import (
+    Members,
     Owned,
-    check_memory,
     gradients_of,
     modules_of,
     named_roots,
-    owned_by_model,
     owned_by_optimizer,
     owned_inputs,
     storages_of,
@@ -47,6 +46,7 @@ from memlab.memory_timeline.timeline import Timeline
 from memlab.memory_timeline.whereabouts import Whereabouts
 from memlab.memory_timeline.workspace import CPULog, CUDACounters, CUDALevels
 
+META = torch.device("meta")
 DEVICE_OF = torch.ops.prim.device.default
 LIFT_FRESH = torch.ops.aten.lift_fresh.default
 
@@ -108,7 +108,7 @@ class Meter(TorchDispatchMode):
     def __init__(self, model=None, optimizer=None, inputs=(), *, workspace: bool = False):
         super().__init__()
         self._modules = modules_of(model)
-        check_memory(self._modules)  # here, before anything is set up
+        Members.of(self._modules).check_memory()  # here, before anything is set up
         if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"expected an optimizer (torch.optim.Optimizer) or None, found {type(optimizer).__name__}")
         for _ in owned_inputs(inputs):
@@ -181,18 +181,18 @@ class Meter(TorchDispatchMode):
         self._here = Whereabouts(named_roots(self._modules), history.lines)
         self._nodes = Nodes(self._here.thread)
         history.functions = self._nodes.functions
+        members = Members.of(self._modules)
+        members.check_memory()
         self._parameter_names: dict[int, str] = {}
-        for prefix, root in named_roots(self._modules):
-            for name, parameter in root.named_parameters(prefix):
-                self._parameter_names.setdefault(id(parameter), name)
+        for name, parameter in members.parameters:
+            self._parameter_names.setdefault(id(parameter), name)
 
-        device = next((p.device for root in self._modules for p in root.parameters()), torch.device("cpu"))
+        device = members.parameters[0][1].device if members.parameters else torch.device("cpu")
         levels = CUDALevels(history, device) if device.type == "cuda" else None
         self._log = None
         if self._workspace:
             self._log = CPULog(history) if levels is None else CUDACounters(history, device, levels)
-        check_memory(self._modules)
-        self._adopt(owned_by_model(self._modules))
+        self._adopt(members.owned())
         if self._optimizer is not None:
             self._adopt(owned_by_optimizer(self._optimizer, self._parameter_names))
             self._place_counters(self._optimizer)
@@ -203,10 +203,9 @@ class Meter(TorchDispatchMode):
         stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
         stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
         self._here.watch(stack)
-        for root in self._modules:
-            for parameter in root.parameters():
-                if parameter.requires_grad and parameter.is_leaf and not is_lazy(parameter):
-                    stack.callback(parameter.register_post_accumulate_grad_hook(self._accumulated).remove)
+        for _, parameter in members.parameters:
+            if parameter.requires_grad and parameter.is_leaf and not is_lazy(parameter):
+                stack.callback(parameter.register_post_accumulate_grad_hook(self._accumulated).remove)
         for context in (watch_resizing(self._resized), levels, self._log):
             if context is not None:
                 stack.enter_context(context)
@@ -266,9 +265,14 @@ class Meter(TorchDispatchMode):
             node, forward_op = nodes.find(evaluated, task, caller, thread)
             if in_formula and func is ADD and self._engine_accumulates(args, kwargs, evaluated, node):
                 func = ADD_
-        if in_formula and forward_op >= 0:
+        if in_formula:
             phase = BACKWARD
-            line, module = flat[6 * forward_op + 2], flat[6 * forward_op + 3]
+            if forward_op >= 0:
+                line, module = flat[6 * forward_op + 2], flat[6 * forward_op + 3]
+            elif (birthplace := self._birthplace(args)) is not None:  # such as of what accumulates into a .grad
+                line, module = birthplace
+            else:
+                line, module = self._lines.number(here.owners.climb(caller)[0]), here.modules[-1]
         elif (
             here.step_line is not None
             and not in_backward
@@ -287,8 +291,6 @@ class Meter(TorchDispatchMode):
             module = here.modules[-1]
             if not in_backward and not passed & (OPTIMIZER_CODE | AUTOGRAD) and not here.stepping:
                 phase = FORWARD
-            elif in_formula:  # of a node that is no op's, such as the one that hands a gradient to its parameter
-                phase, (line, module) = BACKWARD, self._birthplace(args, line, module)
             else:
                 phase = here.phase(caller, passed)
                 if phase is BACKWARD and forward_op >= 0:  # Python code called by the engine: a Function's backward
@@ -336,14 +338,14 @@ class Meter(TorchDispatchMode):
             self._note_all(result, number, phase, line)
         return result
 
-    def _birthplace(self, args: tuple, line: int, module: str) -> tuple[int, str]:
-        """Line and module of the op that made the first argument, a gradient; these, if nobody saw that."""
+    def _birthplace(self, args: tuple) -> tuple[int, str] | None:
+        """Line and module of the op that made the first argument, a gradient; None if nobody saw that."""
         if args and isinstance(args[0], Tensor):
             for storage in storages_of(args[0]):
                 number = self._live.get(storage._cdata)
                 if number is not None and (born := self._history.births[number].op) >= 0:
-                    return self._ops[born].line, self._ops[born].module
-        return line, module
+                    return (op := self._ops[born]).line, op.module
+        return None
 
     def _meet(self, tensor: Tensor, op: int, phase: str, line: int) -> None:
         """An op's argument: note that it was read, and that it is there if nobody saw it being born."""
@@ -380,7 +382,7 @@ class Meter(TorchDispatchMode):
         number = self._live.get(address)
         nbytes = storage.nbytes()
         if number is None:
-            if (storage.device.type == "meta" and not self._imagined) or is_lazy(tensor) or tensor._is_zerotensor():
+            if (storage.device == META and not self._imagined) or is_lazy(tensor) or tensor._is_zerotensor():
                 return -1  # a shape, and no bytes
             number = self._live[address] = self._history.born(tensor, nbytes, op, phase, line)
             if self._imagined and hasattr(storage, "in_main_memory"):
@@ -450,10 +452,8 @@ class Meter(TorchDispatchMode):
         """Note tensors that exist already, and whose they are."""
         for tensor, category, name in owned:
             for storage in storages_of(tensor):
-                if storage.device.type != "meta" or self._imagined:
-                    self._history.owners.setdefault(
-                        self._note_storage(storage, tensor, -1, BEFORE, -1), (category, name)
-                    )
+                if (number := self._note_storage(storage, tensor, -1, BEFORE, -1)) >= 0:
+                    self._history.owners.setdefault(number, (category, name))
 
     def _recognise(self, owned: Iterable[Owned]) -> None:
         """Storages seen being born turn out to belong to somebody: say to whom."""
@@ -464,10 +464,16 @@ class Meter(TorchDispatchMode):
                     self._history.owners[number] = (category, name)
 
     def _recognise_model(self) -> None:
-        self._recognise(owned_by_model(self._modules))
+        self._recognise(Members.of(self._modules).owned())
 
     def _accumulated(self, parameter: Tensor) -> None:
-        self._recognise(gradients_of([parameter], self._parameter_names))
+        gradient = parameter.grad
+        if type(gradient) is Tensor and gradient.layout is torch.strided:  # nearly all: without a call more
+            number = self._live.get(gradient.untyped_storage()._cdata)
+            if number is not None and self._history.owners.get(number, OUTSIDE) == OUTSIDE:
+                self._history.owners[number] = ("gradient", self._parameter_names.get(id(parameter), "a parameter"))
+        else:
+            self._recognise(gradients_of([parameter], self._parameter_names))
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_) -> None:
         # An optimizer that steps inside backward frees a gradient before the meter's own hook comes to see it.

@@ -82,30 +82,43 @@ def named_roots(modules: Iterable[torch.nn.Module]) -> list[tuple[str, torch.nn.
     return [(str(place) if len(roots) > 1 else "", root) for place, root in enumerate(roots)]
 
 
-def owned_by_model(modules: Iterable[torch.nn.Module]) -> Iterator[Owned]:
-    """Parameters, their gradients, and buffers. Tied parameters come once a model, and by the first model's name first.
+class Members(NamedTuple):
+    """The tensors in one or several models, by name; tied ones come once a model, by the first of its names."""
 
-    A Parameter that is registered as a buffer is a parameter: weights that are gathered from elsewhere for a time.
-    """
-    for prefix, module in named_roots(modules):
-        for name, parameter in module.named_parameters(prefix):
+    parameters: list[tuple[str, torch.nn.Parameter]]
+    buffers: list[tuple[str, Tensor]]
+
+    @classmethod
+    def of(cls, modules: Iterable[torch.nn.Module]) -> Members:
+        """All of them, found in one walk each: a walk over a model takes as long as dozens of ops."""
+        roots = named_roots(modules)
+        return cls(
+            [named for prefix, root in roots for named in root.named_parameters(prefix)],
+            [named for prefix, root in roots for named in root.named_buffers(prefix)],
+        )
+
+    def check_memory(self) -> None:
+        """Raises ValueError for a model on meta."""
+        for name, tensor in (*self.parameters, *self.buffers):
+            if tensor.is_meta:
+                raise ValueError(
+                    f"expected a model with memory, found {name} on the meta device, which has shapes and no bytes; "
+                    "build it on the cpu or a GPU, or give it bytes with model.to_empty(device=...)"
+                )
+
+    def owned(self) -> Iterator[Owned]:
+        """Parameters, their gradients, and buffers.
+
+        A Parameter that is registered as a buffer is a parameter: weights that are gathered from elsewhere for a time.
+        """
+        for name, parameter in self.parameters:
             if not torch.nn.parameter.is_lazy(parameter):
                 yield Owned(parameter, "parameter", name)
                 if parameter.grad is not None:
                     yield Owned(parameter.grad, "gradient", name)
-        for name, buffer in module.named_buffers(prefix):
+        for name, buffer in self.buffers:
             gathered = isinstance(buffer, torch.nn.Parameter)  # kept as a buffer, so that no optimizer finds it
             yield Owned(buffer, "parameter" if gathered else "buffer", name)
-
-
-def check_memory(modules: Iterable[torch.nn.Module]) -> None:
-    """Raises ValueError for a model on meta."""
-    for name, tensor in (each for module in modules for each in (*module.named_parameters(), *module.named_buffers())):
-        if tensor.is_meta:
-            raise ValueError(
-                f"expected a model with memory, found {name} on the meta device, which has shapes and no bytes; "
-                "build it on the cpu or a GPU, or give it bytes with model.to_empty(device=...)"
-            )
 
 
 def owned_by_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> Iterator[Owned]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -121,13 +120,17 @@ class MasterWeights(Optimizer):
 
     def _step_chunk(self, chunk: list[tuple[dict, Tensor]]) -> list[tuple[dict, dict]]:
         """One step of these parameters. Returns their groups, each with what the optimizer made of its options."""
-        weights, groups, inner = [p for _, p in chunk], [], self._inner
-        masters, states = zip(*(self._master(group, p) for group, p in chunk), strict=True)
-        for _, pairs in itertools.groupby(zip(chunk, masters, strict=True), key=lambda pair: id(pair[0][0])):
-            ((group, _), _), *_ = pairs = list(pairs)
-            groups.append((group, group | {"params": [m for _, m in pairs]}))
+        weights, masters, states, groups, inner = [], [], [], [], self._inner
+        for group, p in chunk:
+            m, state = self._master(group, p)
+            weights.append(p)
+            masters.append(m)
+            states.append(state)
+            if not groups or groups[-1][0] is not group:
+                groups.append((group, group | {"params": []}))
+            groups[-1][1]["params"].append(m)
         for m, state in zip(masters, states, strict=True):  # the dict itself; an empty one tells it to begin
-            inner.state[m] = {} if state.keys() == {"master"} else state
+            inner.state[m] = {} if len(state) == 1 and "master" in state else state
         halves = [(p, m) for p, m in zip(weights, masters, strict=True) if m is not p]
         try:
             inner.param_groups = [options for _, options in groups]

@@ -38,7 +38,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._pytree import tree_leaves
 
 from memlab.memory_timeline import Line, Meter
-from memlab.memory_timeline.ownership import Owned, gradients_of, owned_by_model, owned_by_optimizer, storages_of
+from memlab.memory_timeline.ownership import Members, Owned, gradients_of, owned_by_optimizer, storages_of
 from memlab.mixed_precision.looking import Seen, bytes_of, floats_in, look, numbers_of, writes
 
 PLACING = ("fill", "full", "where", "scalar_tensor", "pad")  # ops whose scalar is put into the result as it is
@@ -203,8 +203,9 @@ class _Watch(Meter):
     def _learn(self, model: Module) -> None:
         """The names in a model that the run turns out to use."""
         self._here.names |= {id(module): name or type(model).__name__ for name, module in model.named_modules()}
-        self._parameter_names |= {id(parameter): name for name, parameter in model.named_parameters()}
-        self._adopt_unseen(owned_by_model([model]))
+        members = Members.of([model])
+        self._parameter_names |= {id(parameter): name for name, parameter in members.parameters}
+        self._adopt_unseen(members.owned())
 
     def _adopt_unseen(self, owned: Iterable[Owned]) -> None:
         self._adopt(
