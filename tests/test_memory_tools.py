@@ -301,10 +301,10 @@ def test_a_census_finds_the_kept_loss_and_none_of_what_its_graph_holds(looks):
 
 
 def test_a_meter_takes_what_a_kept_graph_holds_for_what_a_variable_holds(metered):
-    """A loss of the reader's keeps it, so far it is right; that it does so by way of autograd it cannot see."""
+    """A loss of the reader's keeps it, by way of its graph; which of the two it is it cannot see."""
     timeline, ends = metered
     leaked = [s for s in timeline.alive(ends[-1]) if s.line.source == planted.LEAK_LINE]
-    assert {s.reason for s in leaked} == {"held by a variable, not by autograd: backward never read it"}
+    assert {s.reason for s in leaked} == {"held by a variable, or by the graph of one: backward never read it"}
 
 
 @ON_CPU

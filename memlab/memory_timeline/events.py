@@ -8,7 +8,8 @@ from typing import NamedTuple
 CATEGORIES = ("parameter", "buffer", "input", "gradient", "optimizer_state", "activation", "temporary", "workspace")
 """What a storage is for, as a plot stacks them from the bottom up."""
 PHASES = ("before", "forward", "backward", "recompute", "optimizer")
-"""What the code was doing; "before" is all that existed when the first op came."""
+"""What the code was doing: "before" is all that existed when the first op came, "forward" what is none of the others,
+such as clipping gradients."""
 LEVELS = ("requested", "allocated", "reserved")
 """What CUDA's caching allocator counts: bytes asked for, the blocks they got, the segments behind them."""
 

@@ -122,7 +122,7 @@ class History:
         """A storage of `nbytes` is here since `op`. Returns the number it goes by."""
         number = len(self.sizes)
         ragged = tensor.is_nested and tensor.layout is torch.strided
-        shape = (tensor.numel(),) if ragged else tensor.shape
+        shape = (tensor.numel(),) if ragged else tuple(tensor.shape)  # a Size the garbage collector would visit
         self.births.flat += (nbytes, shape, tensor.dtype, self.device or tensor.device, op)
         self.held += nbytes
         self.sizes.append(nbytes)
@@ -198,7 +198,7 @@ class History:
         if not category:
             # Did it wait until a backward op ran? Then backward needed it, or somebody forgot it.
             category = "activation" if waited and op.phase in (FORWARD, RECOMPUTE) else "temporary"
-        module, line = op.module, op.line
+        module, line, alive = op.module, op.line, self.sizes[number] > 0
         if line < 0 and self.last_read[number] >= 0:
             line = self.ops[self.last_read[number]].line
         return Storage(
@@ -213,10 +213,10 @@ class History:
             line=self.lines[line],
             module=module,
             name=name,
-            reason=self._reason(category, name, op, readers) + (HELD if outstayed and category == "activation" else ""),
+            reason=self._reason(category, name, op, readers, alive) + HELD * (outstayed and category == "activation"),
         )
 
-    def _reason(self, category: str, name: str, op: Op, readers: list[int]) -> str:
+    def _reason(self, category: str, name: str, op: Op, readers: list[int], alive: bool) -> str:
         if category in ("parameter", "buffer"):
             return f"{category} {name}"
         if category == "input":
@@ -229,13 +229,14 @@ class History:
             return f"scratch inside {friendly(op.name)}"
         if category == "activation":
             if not readers:
-                return "held by a variable, not by autograd: backward never read it"
+                return "held by a variable, or by the graph of one: backward never read it"
             also = f" and {len(readers) - 1} more" if len(readers) > 1 else ""
             again = "recomputed: " if op.phase == RECOMPUTE else ""
             return f"{again}saved by {self._op_of_node(readers[0])}{also} for its backward"
         if op.phase == BACKWARD and op.forward_op >= 0:
             return f"gradient passing through {self._op_of_node(op.forward_op)}"
-        return f"result of {friendly(op.name)} in {op.phase}, saved by nobody"
+        nobody = "" if alive else ", saved by nobody"  # what is still held, a graph may have saved
+        return f"result of {friendly(op.name)} in {op.phase}{nobody}"
 
     def _op_of_node(self, number: int) -> str:
         """The op, or Function, whose node was made before op `number`: an in-place op may clone what it overwrites."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import linecache
 import os
+import sysconfig
 from types import CodeType, FrameType
 
 import torch
@@ -21,8 +22,11 @@ READER, TORCH, OPTIMIZER, AUTOGRAD, METER = 0, 1, 2, 4, 8
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _OPTIM = os.path.join(_TORCH, "optim") + os.sep
+_AVERAGING = os.path.join(_OPTIM, "swa_utils.py")  # calls the model that it averages
 _AUTOGRAD = os.path.join(_TORCH, "autograd", "__init__.py")
 _METER = os.path.dirname(__file__) + os.sep
+_PYTHON = sysconfig.get_path("stdlib") + os.sep
+_INSTALLED = tuple({sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib")})
 
 # The Python frame from which the C++ engine is called: an op straight above it is part of a node's own formula.
 ENGINE = _graph._engine_run_backward.__code__
@@ -38,11 +42,11 @@ class Owners(dict):
     def __missing__(self, filename: str) -> int:
         if filename.startswith(_METER):
             owner = METER
-        elif filename.startswith("<frozen "):
+        elif filename.startswith("<frozen ") or _is_pythons(filename):
             owner = TORCH
         elif not filename.startswith(_TORCH):
             owner = READER
-        elif filename.startswith(_OPTIM):
+        elif filename.startswith(_OPTIM) and filename != _AVERAGING:
             owner = TORCH | OPTIMIZER
         else:
             owner = TORCH | AUTOGRAD if filename == _AUTOGRAD else TORCH
@@ -67,6 +71,11 @@ class Owners(dict):
                 return frame
             frame = frame.f_back
         return None
+
+
+def _is_pythons(filename: str) -> bool:
+    """Whether a file is of Python's own library, such as copy.py, whose lines tell a reader nothing."""
+    return filename.startswith(_PYTHON) and not filename.startswith(_INSTALLED)
 
 
 def recomputes(frame: FrameType | None) -> bool:

@@ -34,6 +34,7 @@ from memlab.memory_timeline.nodes import Nodes
 from memlab.memory_timeline.ownership import (
     Members,
     Owned,
+    ParameterNames,
     gradients_of,
     modules_of,
     named_roots,
@@ -108,7 +109,7 @@ class Meter(TorchDispatchMode):
     def __init__(self, model=None, optimizer=None, inputs=(), *, workspace: bool = False):
         super().__init__()
         self._modules = modules_of(model)
-        Members.of(self._modules).check_memory()  # here, before anything is set up
+        Members.of(named_roots(self._modules)).check_memory()  # here, before anything is set up
         if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"expected an optimizer (torch.optim.Optimizer) or None, found {type(optimizer).__name__}")
         for _ in owned_inputs(inputs):
@@ -152,6 +153,7 @@ class Meter(TorchDispatchMode):
                 self._undo.close()
             finally:
                 self._modules = []  # the record may outlive the model
+                self._parameter_names.forget()
         if self._interrupted:
             raise KeyboardInterrupt
 
@@ -178,14 +180,15 @@ class Meter(TorchDispatchMode):
         self._live: dict[int, int] = {}  # a storage's address → its number; addresses are used again after a free
         self._deaths: dict[int, _Death] = {}
         stack.callback(self._deaths.clear)
-        self._here = Whereabouts(named_roots(self._modules), history.lines)
+        roots = named_roots(self._modules)
+        self._here = Whereabouts(roots, history.lines)
         self._nodes = Nodes(self._here.thread)
         history.functions = self._nodes.functions
-        members = Members.of(self._modules)
+        members = Members.of(roots)
         members.check_memory()
-        self._parameter_names: dict[int, str] = {}
-        for name, parameter in members.parameters:
-            self._parameter_names.setdefault(id(parameter), name)
+        self._parameter_names = ParameterNames()
+        self._parameter_names.learn(roots, members)
+        self._strangers: set[int] = set()  # ids of parameters that optimizers have, and the models have not
 
         device = members.parameters[0][1].device if members.parameters else torch.device("cpu")
         levels = CUDALevels(history, device) if device.type == "cuda" else None
@@ -464,7 +467,7 @@ class Meter(TorchDispatchMode):
                     self._history.owners[number] = (category, name)
 
     def _recognise_model(self) -> None:
-        self._recognise(Members.of(self._modules).owned())
+        self._recognise(Members.of(named_roots(self._modules)).owned())
 
     def _accumulated(self, parameter: Tensor) -> None:
         gradient = parameter.grad
@@ -478,6 +481,10 @@ class Meter(TorchDispatchMode):
     def _before_step(self, optimizer: torch.optim.Optimizer, *_) -> None:
         # An optimizer that steps inside backward frees a gradient before the meter's own hook comes to see it.
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        unknown = {id(p) for p in parameters if self._parameter_names.get(id(p)) is None}
+        if not unknown <= self._strangers:  # are they new in the model?
+            self._parameter_names.learn_again()
+            self._strangers |= unknown
         self._recognise(gradients_of(parameters, self._parameter_names))
         self._here.begin_step(optimizer)
         if _this_thread() == self._here.thread:  # another thread's step is another meter's

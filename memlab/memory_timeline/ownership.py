@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
@@ -83,15 +84,18 @@ def named_roots(modules: Iterable[torch.nn.Module]) -> list[tuple[str, torch.nn.
 
 
 class Members(NamedTuple):
-    """The tensors in one or several models, by name; tied ones come once a model, by the first of its names."""
+    """The tensors in one or several models, by name: parameters first, so that what is both is a parameter.
+
+    Tied ones come once a model, by the first of its names.
+    """
 
     parameters: list[tuple[str, torch.nn.Parameter]]
     buffers: list[tuple[str, Tensor]]
 
     @classmethod
-    def of(cls, modules: Iterable[torch.nn.Module]) -> Members:
-        """All of them, found in one walk each: a walk over a model takes as long as dozens of ops."""
-        roots = named_roots(modules)
+    def of(cls, roots: Iterable[tuple[str, torch.nn.Module]]) -> Members:
+        """All of `named_roots`, found in one walk each: a walk over a model takes as long as dozens of ops."""
+        roots = list(roots)
         return cls(
             [named for prefix, root in roots for named in root.named_parameters(prefix)],
             [named for prefix, root in roots for named in root.named_buffers(prefix)],
@@ -117,20 +121,84 @@ class Members(NamedTuple):
                 if parameter.grad is not None:
                     yield Owned(parameter.grad, "gradient", name)
         for name, buffer in self.buffers:
-            gathered = isinstance(buffer, torch.nn.Parameter)  # kept as a buffer, so that no optimizer finds it
-            yield Owned(buffer, "parameter" if gathered else "buffer", name)
+            if not torch.nn.parameter.is_lazy(buffer):
+                gathered = isinstance(buffer, torch.nn.Parameter)  # kept as a buffer, so that no optimizer finds it
+                yield Owned(buffer, "parameter" if gathered else "buffer", name)
 
 
-def owned_by_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> Iterator[Owned]:
-    """The optimizer's states, named after the parameter they belong to. `names`: id(parameter) → its name."""
+class ParameterNames:
+    """What parameters are called in some models, by id, as long as each has its place in a module.
+
+    An id is used again when its object is gone. So a name counts while what is in its place still has that id; if not,
+    the models have changed, and are walked over again.
+    """
+
+    def __init__(self):
+        self._roots: list[tuple[str, torch.nn.Module]] = []
+        self._places: dict[int, tuple[str, tuple[weakref.ref, str] | None]] = {}
+
+    def learn(self, roots: Iterable[tuple[str, torch.nn.Module]], members: Members) -> None:
+        """Names in more models, whose members are these."""
+        self._roots += roots
+        homes: dict[int, tuple[weakref.ref, str]] = {}
+        for _, root in self._roots:
+            for module in root.modules():
+                for key, parameter in module._parameters.items():
+                    homes.setdefault(id(parameter), (weakref.ref(module), key))
+        for name, parameter in members.parameters:
+            self._places.setdefault(id(parameter), (name, homes.get(id(parameter))))
+
+    def learn_again(self) -> None:
+        """Names in the models as they are now."""
+        roots, self._roots, self._places = self._roots, [], {}
+        self.learn(roots, Members.of(roots))
+
+    def forget(self) -> None:
+        """Let the models go, and their names."""
+        self._roots, self._places = [], {}
+
+    def get(self, number: int, default: str | None = None) -> str | None:
+        """The name of the parameter with this id, or `default`."""
+        if self._moved(number):
+            self.learn_again()
+        return self._places[number][0] if number in self._places else default
+
+    def _moved(self, number: int) -> bool:
+        _, home = self._places.get(number, ("", None))
+        if home is None:  # not known, or of a model that shows other parameters than its modules have
+            return False
+        module = home[0]()
+        return module is None or id(module._parameters.get(home[1])) != number
+
+
+def owned_by_optimizer(optimizer: torch.optim.Optimizer, names: ParameterNames | Mapping[int, str]) -> Iterator[Owned]:
+    """The optimizer's states, also in lists (LBFGS has such), named after the parameter they belong to.
+
+    names: id(parameter) → its name.
+    """
     for parameter, states in optimizer.state.items():
+        owner = names.get(id(parameter), "a parameter")
         if isinstance(states, Mapping):
             for state, value in states.items():
                 if isinstance(value, Tensor):
-                    yield Owned(value, "optimizer_state", f"{state} of {names.get(id(parameter), 'a parameter')}")
+                    yield Owned(value, "optimizer_state", f"{state} of {owner}")
+                else:
+                    for tensor, place in _tensors_in(value, str(state)):
+                        yield Owned(tensor, "optimizer_state", f"{place} of {owner}")
 
 
-def gradients_of(parameters: Iterable[Tensor], names: Mapping[int, str]) -> Iterator[Owned]:
+def _tensors_in(value: object, name: str) -> Iterator[tuple[Tensor, str]]:
+    if isinstance(value, Tensor):
+        yield value, name
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _tensors_in(item, f"{name} {key}")
+    elif isinstance(value, (list, tuple)):
+        for number, item in enumerate(value):
+            yield from _tensors_in(item, f"{name} {number}")
+
+
+def gradients_of(parameters: Iterable[Tensor], names: ParameterNames | Mapping[int, str]) -> Iterator[Owned]:
     """The gradients that parameters have at present. `names`: id(parameter) → its name."""
     for parameter in parameters:
         if parameter.grad is not None:

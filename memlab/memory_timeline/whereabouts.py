@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import sys
 import threading
+import weakref
 from collections.abc import Iterable
 from contextlib import ExitStack
 from types import CodeType, FrameType
@@ -37,10 +38,21 @@ class Whereabouts:
         self.stepping = False  # inside the step of the reader's own optimizer
         self.step_line: int | None = None  # inside the step of one of torch's: the line that called it
         self._own_step: CodeType | None = None
-        self.names: dict[int, str] = {}
+        self._called_model = False  # by the reader's own optimizer, in the closure of its step
+        self._names: dict[int, tuple[weakref.ref, str]] = {}
         for prefix, root in roots:
-            for name, module in root.named_modules(prefix=prefix):
-                self.names.setdefault(id(module), name)
+            self.learn(root, prefix)
+
+    def learn(self, root: torch.nn.Module, prefix: str = "", own: str = "") -> None:
+        """The names of the modules in a model, and `own` for itself if it has none."""
+        for name, module in root.named_modules(prefix=prefix):
+            if self.name(module) is None:
+                self._names[id(module)] = weakref.ref(module), name or own
+
+    def name(self, module: torch.nn.Module) -> str | None:
+        """A module's name; None for one that is not in the models. (An id alone is used again after a module's end.)"""
+        known = self._names.get(id(module))
+        return known[1] if known is not None and known[0]() is module else None
 
     def watch(self, stack: ExitStack) -> None:
         """Notice each module's forward, until `stack` is closed."""
@@ -56,7 +68,7 @@ class Whereabouts:
         if _current_task() != -1:
             in_formula = caller is None or caller.f_code is ENGINE
             return RECOMPUTE if not in_formula and recomputes(caller) else BACKWARD
-        if self.stepping and self._steps(caller):
+        if self.stepping and self._steps(caller) and not (self._called_model and torch.is_grad_enabled()):
             return OPTIMIZER
         return BACKWARD if passed & AUTOGRAD else FORWARD
 
@@ -85,7 +97,8 @@ class Whereabouts:
         if self._is_torchs(optimizer):  # one line answers for all its ops
             self.step_line = self.lines.number(self.owners.climb(sys._getframe())[0])
         else:
-            self.stepping, self._own_step = True, inspect.unwrap(type(optimizer).step).__code__
+            self.stepping, self._called_model = True, False
+            self._own_step = inspect.unwrap(type(optimizer).step).__code__
 
     def end_step(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer's step is over."""
@@ -94,20 +107,21 @@ class Whereabouts:
         if self._is_torchs(optimizer):
             self.step_line = None
         else:
-            self.stepping = False
+            self._steps(sys._getframe())  # still so, if it was the step of a base class that has ended
 
     def _is_torchs(self, optimizer: torch.optim.Optimizer) -> bool:
         return bool(self.owners[inspect.unwrap(type(optimizer).step).__code__.co_filename])
 
     def _enter_module(self, module, _args) -> None:
         if _current_task() == -1 and threading.get_ident() == self.thread:
-            self.stepping, self.step_line = False, None  # a step that raised never said that it had ended
-        name = self.names.get(id(module))
+            self.step_line = None  # a step that raised never said that it had ended
+            self._called_model = self.stepping and self._steps(sys._getframe())
+        name = self.name(module)
         if name:
             self.modules.append(name)
 
     def _leave_module(self, module, _args, _result) -> None:
-        name = self.names.get(id(module))
+        name = self.name(module)
         if name and name in self.modules:  # after an exception, inner modules may still be on the list
             while self.modules.pop() != name:
                 pass
