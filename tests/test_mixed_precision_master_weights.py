@@ -302,6 +302,25 @@ def test_a_counter_in_the_group_counts_steps_however_small_the_chunks(chunk_byte
     assert masters.state_dict()["param_groups"][0]["t"] == 3
 
 
+class Noting(optim.SGD):
+    """Writes to its group what each of its steps makes anew: equal, not the same object; and nan, equal to nothing."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step(closure)
+        for group in self.param_groups:
+            group["history"], group["worst"] = torch.ones(3), float("nan")
+
+
+def test_options_that_are_tensors_or_nan_may_be_written_in_each_chunk():
+    params = parameters(shapes=[(3, 4), (5,)])
+    masters = MasterWeights(params, Noting, lr=1.0, chunk_bytes=1)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    masters.step()
+    assert masters.param_groups[0]["history"].tolist() == [1, 1, 1]
+
+
 def test_an_optimizer_that_looks_at_all_parameters_together_is_right_in_one_chunk_and_refused_in_several():
     narrow, wide = pairs()
     masters, reference = MasterWeights(narrow, Counting, chunk_bytes=None, together=True), Counting(wide, True)
@@ -614,6 +633,35 @@ def test_a_write_through_data_is_taken_over_by_refresh():
     assert masters.state[p]["master"].tolist() == [5.0, 1 - 2**-10]
 
 
+def assigned(model: nn.Module, weights: torch.Tensor) -> None:
+    model.weight.data = weights
+
+
+def swapped(model: nn.Module, weights: torch.Tensor) -> None:
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model.load_state_dict({"weight": weights})
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+def from_vector(model: nn.Module, weights: torch.Tensor) -> None:
+    nn.utils.vector_to_parameters(weights.flatten(), model.parameters())
+
+
+@pytest.mark.parametrize("write", [assigned, swapped, from_vector])
+def test_weights_that_are_put_in_another_way_are_taken_over(write):
+    model = nn.Linear(4, 3, bias=False, dtype=BF16)
+    masters = MasterWeights(model.parameters(), optim.SGD, lr=1.0)
+    for _ in range(2):
+        model.weight.grad = torch.full_like(model.weight, 2**-10)
+        masters.step()
+    write(model, torch.full((3, 4), 5.0, dtype=BF16))
+    model.weight.grad = torch.full_like(model.weight, 2**-10)
+    masters.step()
+    assert (masters.state[model.weight]["master"] == 5 - 2**-10).all() and (model.weight == 5).all()
+
+
 # ---- saving and loading
 
 
@@ -796,6 +844,7 @@ def test_a_deep_copy_goes_on_like_the_original():
         (lambda: ([], optim.AdamW), {}, ValueError, "empty parameter list"),
         (lambda: (parameters(), optim.AdamW), {"lr": -1.0}, ValueError, "Invalid learning rate"),
         (lambda: (parameters(), optim.AdamW), {"speed": 1}, TypeError, "speed"),
+        (lambda: (parameters(), optim.SGD), {"differentiable": True}, ValueError, "without differentiable=True"),
         (lambda: ([torch.ones(2, requires_grad=True).to(BF16)], optim.AdamW), {}, ValueError, "non-leaf"),
     ],
 )

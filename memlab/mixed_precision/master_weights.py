@@ -47,8 +47,8 @@ class MasterWeights(Optimizer):
     gradients stay scaled, those in FP32 are divided in place. Before the scaler's `unscale_`, call `widen_gradients`.
     For plain tensors: FSDP2's DTensor is refused by torch ("mixed torch.Tensor and DTensor").
 
-    Raises TypeError or ValueError for an optimizer instead of its class, one whose step needs a closure (LBFGS), a
-    chunk_bytes below 1, and parameters of which none has 16 bits.
+    Raises TypeError or ValueError for an optimizer instead of its class, one whose step needs a closure (LBFGS) or is
+    to be differentiable, a chunk_bytes below 1, and parameters of which none has 16 bits.
     """
 
     _step_supports_amp_scaling = True  # to GradScaler: hand over `grad_scale` and `found_inf`, and do not unscale
@@ -71,6 +71,11 @@ class MasterWeights(Optimizer):
         self._versions = Versions()  # of the weights, when their step ended
         self._block: Tensor | None = None  # in which the FP32 gradients of one chunk after another are
         super().__init__(self._inner.param_groups, self._inner.defaults)
+        if any(group.get("differentiable") for group in self.param_groups):
+            raise ValueError(
+                "expected an optimizer without differentiable=True, since no gradient comes back through the rounding "
+                "of a master to its weight; use it on FP32 weights"
+            )
         params = [p for group in self.param_groups for p in group["params"]]
         if self._refuses_wide and not any(map(self._needs_master, params)):
             dtypes = sorted({str(p.dtype) for p in params})
@@ -150,11 +155,14 @@ class MasterWeights(Optimizer):
     def _keep_options(self, after: list[tuple[dict, dict]]) -> None:
         """What the optimizer wrote to its groups, such as a counter: every chunk began with the same and ends so."""
         last = {id(group): options for group, options in after}
-        if any(options != last[id(group)] for group, options in after):
-            raise ValueError(
-                f"expected {type(self._inner).__name__} to write a group the same options in each chunk, found others: "
-                "it looks at all parameters together; use chunk_bytes=None"
-            )
+        for group, options in after:
+            its = last[id(group)]
+            if others := [n for n, value in options.items() if value is not its.get(n) and not same(value, its.get(n))]:
+                raise ValueError(
+                    f"expected {type(self._inner).__name__} to write a group the same options in each chunk, found "
+                    f"another {' and '.join(map(repr, others))}: it looks at all parameters together; use "
+                    "chunk_bytes=None"
+                )
         for group, options in after:
             group.update(options)
 
@@ -238,7 +246,8 @@ class MasterWeights(Optimizer):
         """Take over what was written to the weights: where a weight is not its master rounded, the master becomes it.
 
         All other elements keep their low bits. `step` does this by itself for a write that torch counts in
-        `p._version`; only one through `p.data` passes unseen, and needs this call.
+        `p._version`, and for other `data`; only a write into `p.data` (`p.data.clamp_(...)`) passes unseen, and needs
+        this call.
         """
         for p, state in self.state.items():
             if "master" in state:
@@ -317,6 +326,13 @@ class MasterWeights(Optimizer):
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
         self._versions, self._block = Versions(), None
+
+
+def same(a: object, b: object) -> bool:
+    """Whether two options are equal: also tensors, and nan."""
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return torch.equal(a, b) or bool(a.isnan().all() and b.isnan().all())
+    return bool(a == b) or (a != a and b != b)
 
 
 def take_over(p: Tensor, m: Tensor) -> None:
