@@ -4,12 +4,14 @@ import copy
 import pickle
 import warnings
 from collections import namedtuple
+from contextlib import nullcontext
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.func import grad, jacrev, vmap
 from torch.nn.functional import mse_loss
 
 from memlab.mixed_precision.loss_scaler import LossScaler
@@ -143,6 +145,28 @@ def test_only_the_optimizer_that_met_the_overflow_skips_and_the_scale_backs_off_
     assert_twins(ours, torchs)
 
 
+@pytest.mark.parametrize(
+    "optimizer, step_all", [(name, False) for name in OPTIMIZERS] + [("fused SGD", True), ("fused AdamW", True)]
+)
+def test_in_an_iteration_some_optimizers_may_have_no_gradients(optimizer, step_all):
+    """As in a GAN, where one of two trains. Both are unscaled; or both step, as fused ones can without gradients."""
+    ours, torchs = (Twin(scaler, optimizer) for scaler in scalers(init_scale=256.0, growth_interval=2))
+    for twin in (ours, torchs):
+        for number, plant in enumerate((1.0, 1.0, INF, 1.0, 1.0)):
+            x, trains = torch.full((5, 4), number + 1.0), number % 2
+            twin.scaler.scale(mse_loss(twin.models[trains](x), x[:, :3])).backward()
+            twin.models[trains].weight.grad[:1, :1].mul_(plant)
+            for each in twin.optimizers:
+                (twin.scaler.step if step_all else twin.scaler.unscale_)(each)
+            if not step_all:
+                twin.scaler.step(twin.optimizers[trains])
+            twin.scaler.update()
+            twin.optimizers[trains].zero_grad()
+            twin.scales.append(twin.scaler.get_scale())
+    assert ours.scales == [256.0, 512.0, 256.0, 256.0, 512.0]
+    assert_twins(ours, torchs)
+
+
 @pytest.mark.parametrize("plant", [1.0, INF])
 def test_sparse_gradients_of_an_embedding_follow_gradscaler(plant):
     ours, torchs = (
@@ -267,6 +291,23 @@ def test_a_fused_optimizer_that_was_unscaled_is_given_no_scale_and_the_users_own
     assert optimizer.seen.item() == 96.0
 
 
+def test_the_factors_and_the_interval_are_read_and_set_as_gradscalers_are():
+    ours, torchs = (Twin(scaler) for scaler in scalers(init_scale=1024.0))
+    for twin in (ours, torchs):
+        scaler = twin.scaler
+        found = [scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval()]
+        scaler.set_growth_factor(new_factor=3.0)
+        scaler.set_backoff_factor(new_factor=0.25)
+        scaler.set_growth_interval(new_interval=2)
+        found += [scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval()]
+        assert found == [2.0, 0.5, 2000, 3.0, 0.25, 2]
+        for plant in (1.0, 1.0, INF):
+            twin.iteration(plants=(plant, 1.0))
+    assert ours.scales == [1024.0, 3072.0, 768.0]
+    assert ours.scaler.state_dict() == torchs.scaler.state_dict()
+    assert_twins(ours, torchs)
+
+
 # ---- what is scaled
 
 
@@ -290,10 +331,82 @@ def test_a_scaled_output_has_gradscalers_bits_and_dtype(dtype, shape):
     assert a.dtype == b.dtype and torch.equal(a, b)
 
 
-@pytest.mark.parametrize("outputs", [torch.tensor(1), torch.tensor(True), 1.0, "loss", None, [torch.tensor(3)]])
-def test_what_has_no_gradient_is_not_scaled(outputs):
+@pytest.mark.parametrize("output", [torch.tensor(3), torch.tensor([True, False])])
+def test_whole_numbers_are_scaled_as_gradscaler_scales_them(output):
+    for a, b in zip(*(scaler.scale([output, output]) for scaler in scalers()), strict=True):
+        assert a.dtype == b.dtype and torch.equal(a, b)
+
+
+@pytest.mark.parametrize("outputs", [1.0, "loss", None, [1.0]])
+def test_what_is_no_tensor_is_not_scaled(outputs):
     with pytest.raises(TypeError, match="expected a"):
         LossScaler().scale(outputs)
+
+
+def loss_of(scaler, plus=0.0):
+    """A function of a weight: (3,) and an input: (3,), and what it returns: a scaled loss."""
+    return lambda weight, x: scaler.scale((weight * x + plus).sum())
+
+
+TRANSFORMS = {  # each gives a gradient: (3,), by way of losses scaled inside one of torch.func's transforms
+    "grad": lambda f, w, xs: grad(f)(w, xs[0]),
+    "vmap of grad": lambda f, w, xs: vmap(grad(f), (None, 0))(w, xs).mean(0),
+    "vmap of grad in chunks": lambda f, w, xs: vmap(grad(f), (None, 0), chunk_size=1)(w, xs).mean(0),
+    "grad of vmap": lambda f, w, xs: grad(lambda w: vmap(f, (None, 0))(w, xs).sum())(w),
+    "vmap of vmap of grad": lambda f, w, xs: vmap(vmap(grad(f), (None, 0)), (None, 0))(w, xs[None]).mean((0, 1)),
+    "jacrev": lambda f, w, xs: jacrev(f)(w, xs[0]),
+}
+
+
+@pytest.mark.parametrize("begun", [False, True])
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_a_loss_scaled_inside_a_transform_of_torch_func_leaves_the_scaler_as_good_as_before(transform, begun):
+    found = []
+    for scaler in scalers(init_scale=4.0, growth_interval=2):
+        parameter = nn.Parameter(torch.ones(3))
+        optimizer = torch.optim.SGD([parameter], lr=0.25)
+        if begun:
+            scaler.scale(parameter.sum())
+        for _ in range(2):
+            inputs = torch.arange(6.0).reshape(2, 3)
+            parameter.grad = TRANSFORMS[transform](loss_of(scaler), parameter.detach(), inputs).clone()
+            scaler.step(optimizer)
+            scaler.update()
+        optimizer.zero_grad()
+        scaler.scale(parameter.sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        found.append((parameter.tolist(), scaler.state_dict(), pickle.loads(pickle.dumps(scaler)).state_dict()))
+    assert found[0] == found[1]
+    assert found[0][1]["scale"] == 8.0
+
+
+def test_a_loss_is_scaled_and_looked_at_in_one_compiled_graph():
+    scaler, parameter = LossScaler(4.0), nn.Parameter(torch.ones(3))
+    optimizer, loss = torch.optim.SGD([parameter], lr=1.0), loss_of(scaler)
+    scaler.scale(parameter.sum())
+    try:
+        for x, expected in ((1.0, 0.0), (INF, 0.0), (1.0, -1.0)):
+            optimizer.zero_grad()
+            torch.compile(loss, backend="eager", fullgraph=True)(parameter, torch.full((3,), x)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            assert parameter.tolist() == [expected] * 3
+    finally:
+        torch.compiler.reset()
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_an_infinite_loss_inside_a_transform_is_an_overflow_too(transform):
+    scaler, parameter = LossScaler(4.0), nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    for plus, expected in ((torch.tensor([0.0, 0.0, INF]), 1.0), (0.0, 0.0)):
+        xs = torch.ones(1, 3)
+        parameter.grad = TRANSFORMS[transform](loss_of(scaler, plus), parameter.detach(), xs).clone()
+        assert parameter.grad.isfinite().all()
+        scaler.step(optimizer)
+        scaler.update()
+        assert parameter.tolist() == [expected] * 3 and scaler.get_scale() == 2.0
 
 
 # ---- an infinite loss
@@ -335,6 +448,25 @@ def test_an_infinite_loss_whose_gradients_are_dropped_on_the_way_is_an_overflow_
         scaler.update()
         optimizer.zero_grad()
         assert parameter.item() == expected and scaler.get_scale() == 32.0
+
+
+def test_an_infinite_loss_makes_a_fused_optimizer_without_gradients_skip_as_well():
+    class Fused(torch.optim.SGD):
+        _step_supports_amp_scaling = True
+
+        def step(self, closure=None):
+            self.seen = self.found_inf.item()
+
+    for unscale in (False, True):
+        scaler, _, optimizer = scaled(init_scale=8.0)
+        empty = Fused([nn.Parameter(torch.ones(1))])
+        scaler.scale(torch.tensor(NAN))
+        if unscale:
+            scaler.unscale_(empty)
+        for each in (empty, optimizer):
+            scaler.step(each)
+        scaler.update()
+        assert empty.seen == 1.0 and scaler.skipped(empty) and scaler.get_scale() == 4.0
 
 
 def test_a_scale_that_falls_for_ever_stays_one_that_it_can_come_back_from():
@@ -557,6 +689,24 @@ def test_a_copy_goes_on_where_the_scaler_was(copied):
     assert copied(LossScaler(enabled=False)).state_dict() == {}
 
 
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickle.dumps])
+def test_an_iteration_without_gradients_has_begun_as_well_and_nothing_is_copied_in_it(copied):
+    for scaler, error in zip(scalers(), (RuntimeError, AssertionError), strict=True):
+        scaled(scaler)
+        scaler.unscale_(torch.optim.SGD([nn.Parameter(torch.ones(1))]))
+        with pytest.raises(error, match="between iterations|beginning of an iteration"):
+            copied(scaler)
+
+
+def test_a_growth_factor_of_1_is_refused_in_a_state_dict_too_where_gradscaler_can_be_set_to_it():
+    ours, torchs = scalers()
+    with pytest.raises(AssertionError):
+        torch.amp.GradScaler("cpu", growth_factor=1.0)
+    torchs.set_growth_factor(1.0)
+    with pytest.raises(ValueError, match="expected growth_factor to be a number above 1"):
+        ours.load_state_dict(torchs.state_dict())
+
+
 @pytest.mark.parametrize(
     "state",
     [
@@ -609,6 +759,19 @@ def test_settings_at_the_edge_are_refused(setting):
         LossScaler(**setting)
 
 
+@pytest.mark.parametrize("name", ["growth_factor", "backoff_factor", "growth_interval"])
+@pytest.mark.parametrize("value", [0.0, -1.0, INF, NAN, 0, True, "cuda", None, 1j])
+def test_what_may_not_be_made_may_not_be_set_either(name, value):
+    scaler = LossScaler()
+    before = scaler.state_dict()
+    with pytest.raises((TypeError, ValueError)) as made:
+        LossScaler(**{name: value})
+    with pytest.raises(made.type) as found:
+        getattr(scaler, f"set_{name}")(value)
+    assert str(found.value) == str(made.value)
+    assert scaler.state_dict() == before
+
+
 @pytest.mark.parametrize("growth_interval", [1.0, 2000.5])
 def test_a_growth_interval_is_a_whole_number(growth_interval):
     with pytest.raises(ValueError, match="whole number"):
@@ -658,12 +821,47 @@ def test_an_update_without_any_step_is_refused():
         scaler.update()
 
 
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("method", ["step", "unscale_"])
-def test_an_optimizer_without_gradients_is_refused(method, fused):
-    scaler, _, _ = scaled()
+@pytest.mark.parametrize("unscale", [False, True])
+def test_a_step_without_gradients_is_refused_where_gradscaler_refuses_it(unscale):
+    for scaler, error, message in zip(
+        scalers(), (RuntimeError, AssertionError), ("found one without any", "No inf checks"), strict=True
+    ):
+        scaled(scaler)
+        empty = torch.optim.SGD([nn.Parameter(torch.ones(1))])
+        if unscale:
+            scaler.unscale_(empty)
+        with pytest.raises(error, match=message):
+            scaler.step(empty)
+
+
+@pytest.mark.parametrize("method", ["unscale_", "step"])
+def test_an_iteration_in_which_no_optimizer_has_gradients_cannot_end_here_nor_in_gradscaler(method):
+    for scaler, error in zip(scalers(), (RuntimeError, AssertionError), strict=True):
+        scaler.scale(torch.tensor(INF))
+        getattr(scaler, method)(torch.optim.SGD([nn.Parameter(torch.ones(1))], fused=True))
+        with pytest.raises(error, match="no gradient was checked|No inf checks"):
+            scaler.update()
+
+
+def test_gradients_that_come_after_unscale_are_refused_here_and_in_gradscaler():
+    for scaler, error in zip(scalers(), (RuntimeError, AssertionError), strict=True):
+        parameter = nn.Parameter(torch.ones(1))
+        optimizer, loss = torch.optim.SGD([parameter], lr=1.0), scaler.scale(parameter.sum())
+        scaler.unscale_(optimizer)
+        loss.backward()
+        with pytest.raises(error, match="without any when it was unscaled|No inf checks"):
+            scaler.step(optimizer)
+        assert parameter.item() == 1.0
+
+
+def test_a_step_that_was_refused_for_want_of_gradients_is_right_when_they_are_there():
+    scaler, parameter, optimizer = scaled(init_scale=8.0)
+    parameter.grad = None
     with pytest.raises(RuntimeError, match="found one without any"):
-        getattr(scaler, method)(torch.optim.SGD([nn.Parameter(torch.ones(1))], fused=fused))
+        scaler.step(optimizer)
+    scaler.scale(parameter.sum()).backward()
+    scaler.step(optimizer)
+    assert parameter.item() == 0.0
 
 
 @pytest.mark.parametrize("method", ["step", "unscale_"])
@@ -687,11 +885,19 @@ def test_an_optimizer_is_unscaled_once_and_stepped_once():
     assert parameter.item() == 0.0
 
 
-@pytest.mark.parametrize("how", [lambda s, o: s.step(o, closure=lambda: 0), lambda s, o: s.step(o, lambda: 0)])
-def test_a_closure_is_refused(how):
-    scaler, _, optimizer = scaled()
-    with pytest.raises(RuntimeError, match="closure"):
-        how(scaler, optimizer)
+@pytest.mark.parametrize("number, expected", [(0, 1.0), (1, -7.0)], ids=["memlab", "torch"])
+def test_a_closure_is_refused_by_position_too_where_gradscaler_steps_on_scaled_gradients(number, expected):
+    scaler, parameter, optimizer = scaled(scalers(init_scale=8.0)[number])
+
+    def closure():
+        optimizer.zero_grad()
+        scaler.scale(parameter.sum()).backward()  # a gradient of 8, which nobody divides
+
+    with pytest.raises(RuntimeError, match="[Cc]losure"):
+        scaler.step(optimizer, closure=closure)
+    with pytest.raises(RuntimeError, match="closure") if number == 0 else nullcontext():
+        scaler.step(optimizer, closure)
+    assert parameter.item() == expected
 
 
 def test_where_ranks_cannot_agree_nothing_is_divided_twice_and_the_step_is_skipped():

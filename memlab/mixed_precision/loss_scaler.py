@@ -41,6 +41,12 @@ def checked(name: str, value):
     return value
 
 
+def unwrapped(x: Tensor) -> Tensor:
+    """What vmap and grad of torch.func have wrapped, to be kept when they end. x: of any shape; in vmap (batch, *x)."""
+    inside = torch._C._functorch.maybe_current_level() is not None  # asked first: torch.compile can't trace the rest
+    return torch.func.debug_unwrap(x) if inside else x
+
+
 class LossScaler:
     """torch.amp.GradScaler's contract, for any device, and some things beyond it.
 
@@ -54,7 +60,7 @@ class LossScaler:
     growth_interval iterations without. enabled=False: every method does what it would without scaling.
     agree: a function that makes all ranks skip together. It gets a 0-dim FP32 tensor, 1. if this rank met inf or nan,
       else 0., and returns the one that all agree on (all-reduce MAX). It is called once per optimizer and update(),
-      before anything reads that tensor, and where a rank has no gradient too, which without `agree` is an error.
+      before anything reads that tensor, and where a rank has no gradient too, which without `agree` step() refuses.
 
     FP16 gradients are unscaled in FP16: what the scale had saved from underflow is rounded or lost after all. An
     optimizer that can `widen_gradients()`, as MasterWeights can, is asked to first, and then nothing is lost.
@@ -62,7 +68,12 @@ class LossScaler:
     An infinite loss is an overflow, also if its gradients are finite (x² overflows, 2x does not) or dropped on the way:
     after an inf or nan among the losses, before the scale, every optimizer skips until update(). Losses that are to be
     weighted or masked, reduce first. If only S · loss overflows, the gradients are right unless they overflow too.
-    This, and `agree`, is where GradScaler differs.
+
+    GradScaler looks at no loss, and has no `agree`, skipped() and step_scheduler(). Its first argument is a device. It
+    refuses FP16 gradients in unscale_(), and a new_scale that is an int or comes before any loss; it knows no dicts. It
+    takes most settings and state dicts that make no sense (a growth_factor set to 1), and a closure by position, whose
+    gradients nobody divides or checks. Its scale may fall to 0. It passes itself to a step that asks for `grad_scaler`,
+    which is deprecated. Many of its errors are AssertionErrors.
 
     Raises TypeError or ValueError for settings that make no sense.
     """
@@ -87,18 +98,16 @@ class LossScaler:
         self._latest = WeakKeyDictionary()  # optimizer → found_inf of its latest step; None: unscaled and not stepped
 
     def scale(self, outputs):
-        """S · loss. outputs: a floating-point tensor, or lists, tuples, dicts or an iterator of them: the same back.
+        """S · loss. outputs: a tensor of any shape, or lists, tuples, dicts or an iterator of them: the same back.
 
         Raises TypeError for anything else.
         """
         if not self._enabled:
             return outputs
         if isinstance(outputs, Tensor):
-            if not (outputs.is_floating_point() or outputs.is_complex()):
-                raise TypeError(f"expected a floating-point loss, found {outputs.dtype}, which has no gradient")
             self._make_scale(outputs.device)
-            bad = outputs.detach().isfinite().all().logical_not().to(self._scale)
-            self._bad_loss = torch.maximum(self._bad_loss, bad)
+            bad = unwrapped(outputs.detach()).isfinite().all().logical_not().to(self._scale)
+            self._bad_loss = unwrapped(torch.maximum(self._bad_loss, bad))
             return outputs * self._scale.to(outputs.device)
         if isinstance(outputs, Mapping):
             return {name: self.scale(output) for name, output in outputs.items()}
@@ -111,8 +120,8 @@ class LossScaler:
     def unscale_(self, optimizer) -> None:
         """Divide the optimizer's gradients by S, in place, and note whether one is inf or nan.
 
-        Once per update(), when all gradients are there. Raises RuntimeError the second time, after step(), before
-        scale(), and where there is no gradient; TypeError for what is no optimizer.
+        Once per update(), when all gradients are there; there may be none. Raises RuntimeError the second time, after
+        step() and before scale(); TypeError for what is no optimizer.
         """
         if not self._enabled:
             return
@@ -124,15 +133,16 @@ class LossScaler:
         if hasattr(optimizer, "widen_gradients"):
             optimizer.widen_gradients()
         precise = torch.float32 if self._scale.device.type == "mps" else torch.float64
-        self._found_inf[optimizer] = self._multiply_gradients(optimizer, self._scale.to(precise).reciprocal().float())
+        self._multiply_gradients(optimizer, self._scale.to(precise).reciprocal().float())
         self._latest[optimizer] = None
 
     def step(self, optimizer, *args, **kwargs):
         """optimizer.step(*args, **kwargs) on unscaled gradients, and its result; None if skipped.
 
         One that unscales and skips by itself (`_step_supports_amp_scaling`: torch's fused ones) is given tensors
-        `grad_scale` and `found_inf`, and runs. Raises what unscale_ raises, and RuntimeError for a second step before
-        update() and for a closure, whose gradients would be made inside the step, where nobody can check them.
+        `grad_scale` and `found_inf`, and runs, with gradients or without; for others, none is a RuntimeError. So is a
+        second step before update(), and a closure, whose gradients would be made inside the step, where nobody can
+        check them. Raises what unscale_ raises, too.
         """
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
@@ -145,19 +155,26 @@ class LossScaler:
         else:
             if stage == READY:
                 self.unscale_(optimizer)
+            if optimizer not in self._found_inf:
+                self._stages[optimizer] = stage  # nothing was divided: after an error the next step divides
+                raise RuntimeError(
+                    "expected an optimizer with gradients, found one without any when it was unscaled: first call "
+                    "backward() on a scaled loss that depends on its parameters (where only some ranks have gradients, "
+                    "give LossScaler an `agree`)"
+                )
             result = None if self._found_inf[optimizer].item() else optimizer.step(*args, **kwargs)
-        self._stages[optimizer], self._latest[optimizer] = STEPPED, self._found_inf[optimizer]
+        self._stages[optimizer], self._latest[optimizer] = STEPPED, self._found_inf.get(optimizer, self._bad_loss)
         return result
 
     def _step_itself(self, optimizer, stage: str, *args, **kwargs):
         """The step of an optimizer that unscales and skips by itself. `grad_scale` may be there: the user's own."""
         scale = getattr(optimizer, "grad_scale", None)
         if stage == READY:
-            self._found_inf[optimizer] = self._multiply_gradients(optimizer, torch.ones_like(self._scale))
+            self._multiply_gradients(optimizer, torch.ones_like(self._scale))
             self._latest[optimizer] = None
             self._stages[optimizer] = READY  # nothing was divided: after an error the next step divides
             scale = self._scale if scale is None else self._scale * scale
-        optimizer.grad_scale, optimizer.found_inf = scale, self._found_inf[optimizer]
+        optimizer.grad_scale, optimizer.found_inf = scale, self._found_inf.get(optimizer, self._bad_loss)
         try:
             return optimizer.step(*args, **kwargs)
         finally:
@@ -166,8 +183,8 @@ class LossScaler:
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """End the iteration: S backs off if any optimizer met inf or nan, else grows if it is time (and never to inf).
 
-        new_scale: take this one instead, a number or a tensor of one element. Raises RuntimeError if nothing was
-        unscaled or stepped since the last update(); TypeError or ValueError for a new_scale that makes no sense.
+        new_scale: take this one instead, a number or a tensor of one element. Raises RuntimeError if no gradient was
+        unscaled or stepped on since the last update(); TypeError or ValueError for a new_scale that makes no sense.
         """
         if not self._enabled:
             return
@@ -178,7 +195,7 @@ class LossScaler:
             if self._scale is not None:
                 self._scale.fill_(self._init_scale)
         elif not self._found_inf:
-            raise RuntimeError("expected step() or unscale_() before update(), found neither: no gradient was checked")
+            raise RuntimeError("expected step() or unscale_() of gradients before update(): no gradient was checked")
         else:
             found_inf = torch.stack(list(self._found_inf.values())).amax()
             factors = self.growth_factor, self.backoff_factor, self.growth_interval
@@ -209,6 +226,30 @@ class LossScaler:
         """S, or 1. if disabled. Waits for the GPU."""
         return 1.0 if not self._enabled else self._init_scale if self._scale is None else self._scale.item()
 
+    def get_growth_factor(self) -> float:
+        """What S is multiplied by when it grows."""
+        return self.growth_factor
+
+    def set_growth_factor(self, new_factor: float) -> None:
+        """Change it. Raises what LossScaler(growth_factor=new_factor) raises."""
+        self.growth_factor = checked("growth_factor", new_factor)
+
+    def get_backoff_factor(self) -> float:
+        """What S is multiplied by after an overflow."""
+        return self.backoff_factor
+
+    def set_backoff_factor(self, new_factor: float) -> None:
+        """Change it. Raises what LossScaler(backoff_factor=new_factor) raises."""
+        self.backoff_factor = checked("backoff_factor", new_factor)
+
+    def get_growth_interval(self) -> int:
+        """After how many iterations without an overflow S grows."""
+        return self.growth_interval
+
+    def set_growth_interval(self, new_interval: int) -> None:
+        """Change it. Raises what LossScaler(growth_interval=new_interval) raises."""
+        self.growth_interval = checked("growth_interval", new_interval)
+
     def is_enabled(self) -> bool:
         """Whether it scales."""
         return self._enabled
@@ -234,7 +275,7 @@ class LossScaler:
             self._growth_tracker.fill_(tracker)
 
     def __getstate__(self) -> dict:
-        if self._found_inf:
+        if self._stages:
             raise RuntimeError("expected to pickle a LossScaler between iterations, found one before its update()")
         state = vars(self) | dict.fromkeys(("_scale", "_growth_tracker", "_bad_loss", "_latest"))
         if self._enabled:  # as numbers: the tensors are made again where the next loss is
@@ -261,8 +302,8 @@ class LossScaler:
             self._bad_loss = torch.zeros_like(self._scale)
 
     @torch.no_grad()
-    def _multiply_gradients(self, optimizer, factor: Tensor) -> Tensor:
-        """Multiply gradients in place by a 0-dim FP32 tensor; returns found_inf, such a tensor too: 1. or 0."""
+    def _multiply_gradients(self, optimizer, factor: Tensor) -> None:
+        """Multiply gradients in place by a 0-dim FP32 tensor, and note found_inf, such a tensor too: 1. or 0."""
         kinds = defaultdict(list)  # one kernel reads and multiplies all gradients of a device and dtype
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
             if (gradient := parameter.grad) is None:
@@ -272,13 +313,10 @@ class LossScaler:
                     parameter.grad = gradient = gradient.coalesce()
                 gradient = gradient._values()
             kinds[gradient.device, gradient.dtype].append(gradient)
+        self._stages[optimizer] = UNSCALED
         if not kinds and self._agree is None:
-            raise RuntimeError(
-                "expected an optimizer with gradients, found one without any: call backward() on a scaled loss that "
-                "depends on its parameters (where only some ranks have gradients, give LossScaler an `agree`)"
-            )
-        # Should something here raise: divided twice is worse than skipped.
-        self._stages[optimizer], self._found_inf[optimizer] = UNSCALED, torch.ones_like(factor)
+            return  # nothing was checked, so nothing is noted
+        self._found_inf[optimizer] = torch.ones_like(factor)  # should something raise: skipped, not divided twice
         found_inf = self._bad_loss.clone()
         for (device, _), gradients in kinds.items():
             here = torch.zeros_like(factor, device=device)
@@ -289,4 +327,4 @@ class LossScaler:
             if not isinstance(agreed, Tensor) or agreed.numel() != 1:
                 raise TypeError(f"expected agree to return the tensor of one element agreed on, found {agreed!r}")
             found_inf = agreed.reshape(()).to(factor).ne(0).float()  # a fused kernel skips on exactly 1.
-        return found_inf
+        self._found_inf[optimizer] = found_inf
