@@ -1,6 +1,7 @@
 """The op that made the first inf or nan is named, with its module and line; what is inf on purpose is not."""
 
 import functools
+import math
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.checkpoint import checkpoint
 
 from memlab.book.workloads import GPT, text_batch
+from memlab.mixed_precision.looking import writes
 from memlab.mixed_precision.loss_scaler import LossScaler
 from memlab.mixed_precision.nonfinite import first_nonfinite
 from tests.memory_timeline_helpers import one_thread  # noqa: F401
@@ -142,6 +144,104 @@ def test_autocast_and_its_casts_are_seen():
 
     found = report(run)
     assert (found.op, found.module, found.largest_input) == ("_to_copy", "up", 7e4)
+
+
+@pytest.mark.parametrize("masked", ["outside", "inside", "log"])
+def test_an_attention_overflow_beside_a_causal_mask_is_the_products_and_not_the_softmaxs(masked):
+    attention = nn.MultiheadAttention(8, 1, bias=False).half()
+    nn.init.constant_(attention.in_proj_weight, 1.0)
+    x = torch.full((4, 1, 8), 100.0).half()
+    outside = torch.full((4, 4), -INF).half().triu(1)
+
+    def run():
+        made_here = {"inside": lambda: torch.full((4, 4), -INF).half().triu(1), "log": lambda: outside.exp().log()}
+        attention(x, x, x, attn_mask=made_here.get(masked, lambda: outside)(), need_weights=True)
+
+    found = report(run)
+    assert (found.op, found.module, found.kind) == ("baddbmm", "MultiheadAttention", "inf")
+    assert (found.count, found.shape, found.largest_input) == (10, (1, 4, 4), 800.0)  # what the mask leaves of 16
+
+    attention.in_proj_weight.data.mul_(0.01)
+    assert first_nonfinite(run) is None
+
+
+SQUARE, ROW, BATCH = torch.full((2, 2), 1e30), torch.full((2,), 1e30), torch.full((1, 2, 2), 1e30)
+PRODUCTS = [
+    (torch.addmm, (2,), (SQUARE, SQUARE)),
+    (torch.addmm, (2, 2), (SQUARE, SQUARE)),
+    (torch.addmv, (2,), (SQUARE, ROW)),
+    (torch.addbmm, (2, 2), (BATCH, BATCH)),
+    (torch.baddbmm, (1, 2, 2), (BATCH, BATCH)),
+    (torch.addr, (2, 2), (ROW, ROW)),
+]
+
+
+@pytest.mark.parametrize("add, shape, factors", PRODUCTS)
+@pytest.mark.parametrize("in_place", [False, True])
+def test_the_overflow_of_a_product_beside_the_inf_of_what_it_is_added_to_is_found(add, shape, factors, in_place):
+    added = torch.zeros(shape)
+    added[..., 0] = -INF
+    small = [factor / 1e30 for factor in factors]
+
+    def run(factors):
+        added_here = added.expand_as(add(added, *small)).clone() if in_place else added
+        getattr(added_here, add.__name__ + "_")(*factors) if in_place else add(added_here, *factors)
+
+    found = report(run, factors)
+    assert (found.op, found.kind, found.came_in) == (add.__name__ + "_" * in_place, "inf", "")
+    assert found.count == math.prod(found.shape) // 2  # beside the -inf of each row
+    assert first_nonfinite(run, small) is None
+
+
+def test_what_came_in_with_a_factor_is_not_the_masks():
+    mask, bad = torch.tensor([[-INF, 0.0]]), torch.tensor([[0.0, NAN]])
+    assert report(lambda factor: mask.addmm(torch.ones(1, 1), factor), bad).came_in == "argument 0"
+    found = report(lambda: mask.exp().log().addmm(torch.ones(1, 1), torch.full((1, 2), 3e38) * 10))
+    assert found.op == "mul"
+
+
+@pytest.mark.parametrize("add, shape, factors", PRODUCTS)
+def test_at_beta_0_what_the_product_is_added_to_is_not_read(add, shape, factors):
+    fresh = torch.full(shape, NAN)
+    found = report(lambda: add(fresh, *factors, beta=0))
+    assert (found.op, found.kind, found.came_in) == (add.__name__, "inf", "")
+    assert found.largest_input == torch.tensor(1e30).item()
+    small = [factor / 1e30 for factor in factors]
+    assert first_nonfinite(lambda: add(fresh, *small, beta=0) + 1) is None
+    in_place = add(torch.ones(shape), *small).fill_(NAN)
+    assert first_nonfinite(lambda: getattr(in_place, add.__name__ + "_")(*small, beta=0)) is None
+    # nor is it forgiven: nothing has read it
+    assert report(lambda: add(torch.zeros(shape).log(), *small, beta=0)).op == "log"
+
+
+@pytest.mark.parametrize("affine", [False, True])
+def test_an_overflow_of_batch_norms_running_variance_is_found(affine):
+    torch.manual_seed(0)
+    norm, x = nn.BatchNorm1d(2, affine=affine).half(), (torch.randn(64, 2) * 3000).half()
+    found = report(lambda: norm(x).sum().backward() if affine else norm(x))
+    assert (found.op, found.kind, found.count, found.shape) == ("native_batch_norm", "inf", 2, (2,))
+    assert (found.module, found.phase, found.came_in) == ("BatchNorm1d", "forward", "")
+    assert norm.running_var.isinf().all() and norm(x).isfinite().all()  # nothing else shows it
+    assert report(lambda: norm(x)).came_in == "buffer running_var"
+    norm.reset_running_stats()
+    assert first_nonfinite(lambda: norm(x / 100)) is None
+    assert first_nonfinite(lambda: norm.eval()(x / 100)) is None
+
+
+@pytest.mark.parametrize(
+    "op, before, after",
+    [
+        (torch.ops.aten.native_batch_norm.default, (None, None), (True, 0.1, 1e-5)),
+        (torch.ops.aten.batch_norm_update_stats.default, (), (0.1,)),
+    ],
+)
+def test_what_torchs_schemas_do_not_say_that_batch_norms_write_is_known(op, before, after):
+    mean, variance = torch.zeros(2), torch.ones(2)
+    arguments = (torch.arange(6.0).view(3, 2), *before, mean, variance, *after)
+    op(*arguments)
+    assert mean.tolist() != [0, 0] and variance.tolist() != [1, 1]
+    assert not op._schema.is_mutable
+    assert list(map(id, (arguments[place] for place in sorted(writes(op)[0])))) == [id(mean), id(variance)]
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
@@ -343,6 +443,103 @@ def test_a_nan_that_argmax_read_or_that_a_finite_neighbour_hides_is_still_found(
         both[2:].add_(1)
 
     assert report(neighbours).op == "div_"
+
+
+@pytest.mark.parametrize("width", [3, 4, 5])
+@pytest.mark.parametrize("freed", [False, True])
+def test_an_inf_in_one_gradient_of_a_bucket_is_found_though_the_norm_of_the_other_was_read(width, freed):
+    first, second = nn.Parameter(torch.ones(4).half()), nn.Parameter(torch.ones(width).half())
+
+    def run():
+        bucket = torch.zeros(4 + width).half()
+        first.grad, second.grad = bucket[:4], bucket[4:]
+        ((first.float() * 1e6).sum() + second.float().sum()).backward()
+        second.grad.norm()
+        if freed:
+            first.grad = second.grad = None
+
+    found = report(run)
+    assert (found.op, found.kind, found.count, found.shape) == ("_to_copy", "inf", 4, (4,))
+
+
+def keep_all():
+    x = torch.tensor([300.0, 1.0]).half() ** 2
+    x[1:] * 2
+    return x
+
+
+def keep_the_odd():
+    x = torch.tensor([1.0, 300.0, 1.0]).half() ** 2
+    x[::2] * 2
+    return x
+
+
+KEPT = []
+
+
+def keep_in_a_list():
+    KEPT[:] = [torch.tensor([300.0, 1.0]).half() ** 2]
+    KEPT[0][1:] * 2
+
+
+def overwrite():
+    buffer = torch.zeros(4)
+    buffer[:2] = torch.full((2,), 3e38) * 10
+    buffer[:2] = 1
+    return buffer.sum()
+
+
+def zero_the_gradients_of_a_bucket():
+    bucket = torch.zeros(4)
+    bucket[:2].add_(torch.full((2,), 3e38)).mul_(10)
+    bucket[:2].zero_()
+    return bucket[:2].add_(1).sum()
+
+
+def mend_half():
+    x = torch.full((4,), 3e38) * 10
+    x[:2].mul_(2).clamp_(max=1.0)
+    return x[2:] + 1
+
+
+@pytest.mark.parametrize(
+    "fn, op",
+    [
+        (mend_half, "mul"),
+        (keep_all, "pow"),
+        (keep_the_odd, "pow"),
+        (keep_in_a_list, "pow"),
+        (overwrite, "mul"),
+        (zero_the_gradients_of_a_bucket, "mul_"),
+    ],
+)
+def test_an_inf_is_found_though_something_finite_in_the_same_memory_was_read(fn, op):
+    assert report(fn).op == op
+
+
+@pytest.mark.parametrize(
+    "drop",
+    [
+        lambda x: x.log()[1:].mul_(2),
+        lambda x: x.log()[1:].expand(5, 3) + 1,
+        lambda x: (x - 1).log()[[2, 3]] + 1,
+        lambda x: (x - 1).abs().log()[::2] + 1,
+        lambda x: torch.eye(5).log().diagonal() + 1,
+        lambda x: x.log().index_fill_(0, torch.tensor([0]), 0.0) + 1,
+        lambda x: x.log()[1:].argmax(),
+    ],
+)
+def test_an_inf_that_a_view_drops_is_no_finding(drop):
+    assert first_nonfinite(lambda x: drop(x).sum(), torch.arange(5.0)[:4]) is None
+
+
+def test_an_inf_that_is_replaced_in_a_tensor_that_is_then_read_is_no_finding():
+    def rank_of_0(x):
+        rank = x.log()
+        rank[0] = 0
+        return rank, rank + 1
+
+    assert first_nonfinite(rank_of_0, torch.arange(4.0)) is None
 
 
 def test_an_inf_that_was_overwritten_is_found_though_what_stands_there_afterwards_is_read():

@@ -11,8 +11,10 @@ But not every inf is a mistake: masks hold -inf on purpose, and log(0) does no h
   with a scalar, if the result of an op that reads it is not finite either;
 - what is not finite and depends on these is no news: it has the earliest origin among the inputs that are not finite
   (that are nan, if it is nan and one of them is);
+- where a mask is finite to which `addmm`, `baddbmm` and the like add a product, what is not finite is the product's;
 - a value is **forgiven** if an op reads it and all that the op makes is finite. Tests (`isfinite`, `>`) and overwriting
-  (`zero_`, `copy_`, `out=`) forgive nothing, and what only makes an integer (`argmax`) forgives no nan.
+  (`zero_`, `copy_`, `out=`) forgive nothing, and what only makes an integer (`argmax`) forgives no nan. A finite slice
+  of a tensor (`x.log()[1:]`) forgives the rest if by the end of the run the memory is gone: that dropped it.
 
 Reported is the earliest origin of a value that was neither forgiven nor carried on to another by the end: a loss, a
 gradient, a weight, or whatever nobody has read, be it freed by then.
@@ -38,8 +40,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._pytree import tree_leaves
 
 from memlab.memory_timeline import Line, Meter
-from memlab.memory_timeline.ownership import Members, Owned, gradients_of, owned_by_optimizer, storages_of
-from memlab.mixed_precision.looking import Seen, bytes_of, floats_in, look, numbers_of, writes
+from memlab.memory_timeline.ownership import Members, Owned, gradients_of, named_roots, owned_by_optimizer, storages_of
+from memlab.mixed_precision.looking import Seen, Span, bytes_of, floats_in, look, numbers_of, sums, writes
 
 PLACING = ("fill", "full", "where", "scalar_tensor", "pad")  # ops whose scalar is put into the result as it is
 
@@ -93,17 +95,22 @@ def first_nonfinite(fn: Callable, *args, **kwargs) -> NonFinite | None:
     """
     watch = _Watch({f"argument {name}": value for name, value in [*enumerate(args), *kwargs.items()]})
     with watch:
-        fn(*args, **kwargs)
+        watch.followed.keep(fn(*args, **kwargs))
     return watch.followed.found
 
 
 @dataclass
 class Value:
-    """The inf or nan in a tensor: the number of its origin; and whether an op forgave it or carried it on."""
+    """The inf or nan in a tensor: the number of its origin, and where it lies, be it between finite numbers.
+
+    read: whether an op forgave it or carried it on. sliced: whether an op read a part that holds only finite numbers.
+    """
 
     origin: int
     nan: bool
+    span: Span
     read: bool = False
+    sliced: bool = False
 
 
 class Followed:
@@ -114,15 +121,22 @@ class Followed:
         self._origins: list[NonFinite] = []
         self._values: list[Value] = []
         self._value_in: WeakKeyDictionary[UntypedStorage, Value] = WeakKeyDictionary()
+        self._returned: list[UntypedStorage] = []
 
     @property
     def found(self) -> NonFinite | None:
-        """The earliest origin of a value that nothing read."""
-        first = min((value.origin for value in self._values if not value.read), default=None)
+        """The earliest origin of a value that nothing read, or dropped."""
+        alive = list(map(id, self._value_in.values()))
+        unread = [value for value in self._values if not value.read and (not value.sliced or id(value) in alive)]
+        first = min((value.origin for value in unread), default=None)
         return None if first is None else self._origins[first]
 
     def placed(self, *_) -> None:
         """A log is told the address of every storage; this one has no use for it."""
+
+    def keep(self, result: object) -> None:
+        """What the run returns is no memory that it gave back."""
+        self._returned = [bytes_of(leaf) for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
 
     def run(self, number: int, op, args: tuple, kwargs: dict):
         """Run op number `number`, look at what it made, and note what it read."""
@@ -130,34 +144,62 @@ class Followed:
         if rule is None:
             return op(*args, **kwargs)
         written, blind = rule
+        addend = args[0] if sums(op) and args[0].layout is torch.strided else None
+        if addend is not None and kwargs.get("beta", 1) == 0:  # then torch reads no number of it
+            addend, blind = None, blind | {0}
         given = dict(enumerate(args)) | kwargs
         inputs = list(floats_in([value for key, value in given.items() if key not in blind]))
-        seen = list(map(look, inputs)) if written else None  # before they are written to
+        seen, finite = self._look(inputs, addend) if written else (None, None)  # before they are written to
         result = op(*args, **kwargs)
         statistics = any(part in str(op) for part in ("scaled_dot_product", "ctc_loss")) and "backward" not in str(op)
         made = result[:1] if statistics and isinstance(result, tuple) else result  # what follows is for backward
         made = {id(x): x for x in floats_in([made, *(given.get(key) for key in written)]) if isinstance(x, Tensor)}
         after = [(tensor, look(tensor)) for tensor in made.values()]
         if seen is None and not all(one.finite for _, one in after):
-            seen = list(map(look, inputs))
+            seen, finite = self._look(inputs, addend)
 
         values = [self._value_in.get(bytes_of(x)) if isinstance(x, Tensor) else None for x in inputs]
         tells = isinstance(result, Tensor) and result.dtype is not torch.bool  # a number, be it an integer
-        for tensor, value, one in zip(inputs, values, seen or inputs, strict=True):
-            beside = id(tensor) in made and one.finite  # an op in place, on another part of the value's storage
-            if value is not None and not beside and (made or tells and not value.nan):
-                value.read = True
+        for place, (tensor, value) in enumerate(zip(inputs, values, strict=True)):
+            if value is not None and (made or tells and not value.nan):
+                self._read(value, tensor, look(tensor) if seen is None else seen[place])
         for tensor, one in after:
-            origin = None if one.finite else self._origin(number, tensor, one, inputs, seen, values)
+            old = self._value_in.get(bytes_of(tensor))
+            origin = None if one.finite else self._origin(number, tensor, one, inputs, seen, values, finite)
             if origin is not None:
-                self._values.append(Value(origin, one.nan))
+                span = Span.of(tensor)
+                self._values.append(Value(origin, one.nan, span if old is None else span.hull(old.span)))
                 self._value_in[bytes_of(tensor)] = self._values[-1]
-            elif tensor.layout is torch.strided and tensor.nbytes == bytes_of(tensor).nbytes():
+            elif old is not None and Span.of(tensor).covers(old.span):
                 self._value_in.pop(bytes_of(tensor), None)
         return result
 
-    def _origin(self, number: int, tensor: Tensor, after: Seen, inputs: list, seen: list, values: list) -> int | None:
-        """The number of the origin of `tensor`, which is not finite after an op that saw `inputs`; None: on purpose."""
+    @staticmethod
+    def _look(inputs: list, addend: Tensor | None) -> tuple[list[Seen], Tensor | None]:
+        """What the inputs hold; and where the first, the addend of a sum, is finite, if it isn't everywhere."""
+        seen = list(map(look, inputs))
+        return seen, None if addend is None or seen[0].finite else addend.isfinite()
+
+    def _read(self, value: Value, tensor: Tensor, one: Seen) -> None:
+        """Note that an op read `tensor` and saw `one`: the value in its storage, or finite numbers in or beside it."""
+        span = Span.of(tensor)
+        if not one.finite or span.covers(value.span):  # finite in all of it after `x[0] = 0`
+            value.read = True
+        elif span.meets(value.span):
+            value.sliced = True
+
+    def _origin(
+        self, number: int, tensor: Tensor, after: Seen, inputs: list, seen: list, values: list, finite: Tensor | None
+    ) -> int | None:
+        """The number of the origin of `tensor`, which is not finite after an op that saw `inputs`; None: on purpose.
+
+        finite: where the addend of a sum was, in a shape that broadcasts to the tensor's; None: everywhere, or no sum.
+        """
+        if finite is not None:
+            apart = tensor.masked_fill(~finite, 0)  # what is not finite in it the product made, or the sum with it
+            if not (own := look(apart)).finite:
+                tensor, after = apart, own
+                seen = [seen[0]._replace(nan=False, plus=False, minus=False), *seen[1:]]
         from_nan = after.nan and any(one.nan for one in seen)
         bad = [one.nan if from_nan else not one.finite for one in seen]
         known = [value.origin for value, carries in zip(values, bad, strict=True) if value is not None and carries]
@@ -189,7 +231,7 @@ class _Watch(Meter):
                     self._adopt_unseen([Owned(leaf, "input", name)])
 
     def _meet_model(self, module: Module, args: tuple) -> None:
-        if id(module) not in self._here.names and self._here.modules == [""]:
+        if self._here.name(module) is None and self._here.modules == [""]:
             self._learn(module)
             for place, leaf in enumerate(tree_leaves(args)):
                 if isinstance(leaf, Tensor):
@@ -202,9 +244,9 @@ class _Watch(Meter):
 
     def _learn(self, model: Module) -> None:
         """The names in a model that the run turns out to use."""
-        self._here.names |= {id(module): name or type(model).__name__ for name, module in model.named_modules()}
-        members = Members.of([model])
-        self._parameter_names |= {id(parameter): name for name, parameter in members.parameters}
+        self._here.learn(model, own=type(model).__name__)
+        members = Members.of(roots := named_roots([model]))
+        self._parameter_names.learn(roots, members)
         self._adopt_unseen(members.owned())
 
     def _adopt_unseen(self, owned: Iterable[Owned]) -> None:
