@@ -13,7 +13,7 @@ import torch
 
 from memlab import benchmark
 from memlab.book import benchmarks, measures
-from memlab.book.benchmarks import BEGIN, END, KIND, NONE
+from memlab.book.benchmarks import BEGIN, END, KIND, NONE, rows_of
 from memlab.book.measures import memory_arithmetic, memory_timeline
 from memlab.book.reached import reached
 
@@ -365,12 +365,26 @@ def test_readme_shows_production_and_every_miss_and_the_page_shows_all(book):
 
 
 @pytest.mark.parametrize(("figure", "told"), [("1.02×", False), ("1.06×", True)])
-def test_the_page_says_why_a_target_was_missed_where_that_is_known_and_it_was(book, monkeypatch, figure, told):
+def test_the_page_says_why_a_target_was_missed_where_it_was(book, monkeypatch, figure, told):
     monkeypatch.setitem(benchmarks.WHY, "two", "It has twice the way to go.")
     book.change("two", lambda device, rounds: [("ours / yours", figure, "≤ 1.05×"), ("… on foot", figure, "≤ 1.05×")])
     book.run("one", "two")
     assert ("* *ours / yours* and so on: It has twice the way to go." in book.pages()[0]) is told
     assert benchmarks.reasons(KIND.read(book.path) | {"gpu": True}) == []
+
+
+def test_a_miss_of_which_nothing_is_known_is_listed_as_well(book, monkeypatch):
+    monkeypatch.setattr(benchmarks, "WHY", {})
+    book.change("two", lambda device, rounds: [("ours / yours", "1.06×", "≤ 1.05×")])
+    book.run("one", "two")
+    assert "* *ours / yours*: It is not known." in book.pages()[0]
+
+
+@pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.stem)
+def test_every_miss_of_a_committed_record_of_a_cpu_has_its_reason(path):
+    document = KIND.read(path)
+    missed = {name for name in document["measures"] if any(row.reached == "no" for row in rows_of(document, name))}
+    assert document["gpu"] or missed <= benchmarks.WHY.keys()
 
 
 def test_a_reason_is_given_for_measures_that_there_are():

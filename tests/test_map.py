@@ -105,17 +105,17 @@ def test_a_recorded_chapter_names_its_gpus(tmp_path):
 def test_paths_link_the_chapters_that_are_there_and_name_those_to_come(tmp_path):
     rows = {name: steps for name, steps, _ in paths(chapter(tmp_path, "01_memory_timeline")).rows}
     assert rows["“I have an OOM right now”"] == (
-        "[01 · A title](01_memory_timeline.ipynb) → 07 gradient accumulation → 06 mixed precision → "
+        "[01 · A title](01_memory_timeline.ipynb) → 06 mixed precision → 07 gradient accumulation → "
         "08 gradient checkpointing → 18 memory planning"
     )
     assert rows.keys() == PATHS.keys() and rows["the whole book"].count("→") == len(CHAPTERS) - 1
 
 
 def test_a_short_cut_says_what_its_chapters_ask_for_and_it_leaves_out_or_puts_later(tmp_path):
-    for number, needs in {1: "nothing", 6: "chapter 01", 7: "chapters 01, 02 and 06"}.items():
+    for number, needs in {1: "nothing", 6: "chapters 01 and 07", 7: "chapters 01 and 02"}.items():
         header = HEADER.replace("# 01", f"# {number:02}").replace("nothing", needs)
         chapter(tmp_path, f"{number:02}_{CHAPTERS[number - 1]}", header)
-    assert [row[2] for row in paths(tmp_path).rows] == ["nothing", "02, 06", "nothing"]
+    assert [row[2] for row in paths(tmp_path).rows] == ["07", "02, 07", "07"]
 
 
 def test_the_machine_names_its_torch_and_says_that_no_gpu_is_needed(monkeypatch):

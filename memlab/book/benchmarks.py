@@ -43,12 +43,17 @@ WHY = {
     "many small parameters need much.",
     "swapped_to_files": "The file lies in the system's page cache here, so a swap is a copy in memory. Another core "
     "makes it out of this core's caches; that may take longer than the wait that it saves.",
+    "launches": "Nothing is imported anew: the ranks are forked from a server that has imported all, meet through a "
+    "file, connect by gloo, and end. With fewer cores than ranks they wait for each other. Which part takes most was "
+    "not measured.",
+    "monitor_cost": "Most calls of step() are cheap; now and then one looks for growth in windows of many lengths, in "
+    "Python, and takes several times as long. The rounds lie on both sides of the bound.",
     "leaks_by_the_meter": "Of a hook that is registered again and again, each copy is as long as its batch; where "
     "lengths differ much, the growth is told late.",
     "leaks_of_processes": "A healthy process may grow for its first 50 steps and then stop, and resident pages come "
     "and go as the system likes. A call before the growth ends cannot know that it will.",
 }
-"""Of measures that may miss a target on a CPU, why: the page says it where one does."""
+"""Of measures that have missed a target on a CPU, why: the page says it where one does."""
 
 
 def _check(name: str, entry: dict) -> None:
@@ -123,12 +128,13 @@ def failures(document: dict) -> dict[str, dict]:
 
 
 def reasons(document: dict) -> list[str]:
-    """A line for each measure of a CPU's record that missed a target, and of which it is known why."""
+    """A line for each measure of a CPU's record that missed a target: why, or that it is not known."""
     lines = []
     for name in () if document["gpu"] else in_order(document):
         missed = [row.measure for row in rows_of(document, name) if row.reached == NO]
-        if missed and name in WHY:
-            lines.append(f"* *{missed[0].removeprefix('… ')}*{' and so on' * (len(missed) > 1)}: {WHY[name]}")
+        if missed:
+            why = WHY.get(name, "It is not known.")
+            lines.append(f"* *{missed[0].removeprefix('… ')}*{' and so on' * (len(missed) > 1)}: {why}")
     return lines
 
 

@@ -104,8 +104,8 @@ class LeakSeen:
     end holds more than the warm-up's. driver_after: the first in which more is reserved than in the warm-up's last.
     at_most: driver_after by the formula, the first step whose peak no longer fits into what was reserved:
     slack // growth + 2, or 1 where the slack is below 0. With a cache that is kept it is no later, and earlier as far
-    as the slack is in pieces that requests do not fit. hidden_bytes: what had leaked when the driver's figure first
-    moved (or by the end, if it did not). moves: steps between one move of the driver's figure and the next.
+    as the slack is in pieces that requests do not fit. hidden_bytes: by how much *allocated* had risen when the
+    driver's figure first moved (or by the end, if it did not). moves: steps from one move of that figure to the next.
     """
 
     growth_bytes: int
