@@ -45,12 +45,14 @@ def printed_by(code: str) -> str:
 
 
 def keep_freed_blocks() -> None:
-    """Free a block of nearly 32 MiB once, as a process that trains soon does: glibc keeps blocks up to that size then.
+    """Free blocks of nearly 32 MiB once, as a process that trains soon does: glibc keeps blocks up to that size then.
 
-    In a fresh process one of 4 MiB goes back to the system whenever it is freed, and comes again page by page; whose
-    step that slows down is chance.
+    Otherwise one of 4 MiB goes back to the system whenever it is freed, and comes again page by page; whose step that
+    slows down is chance. So many at once, that one at least is new from the system, and not a piece of what is free:
+    only such a one counts. Nothing is written to them.
     """
-    torch.empty(32 * MiB - 64 * KiB, dtype=torch.uint8)
+    blocks = [torch.empty(32 * MiB - 64 * KiB, dtype=torch.uint8) for _ in range(64)]
+    blocks.clear()
 
 
 def spread(values: list[float], form: str = "{:.2f}") -> str:
