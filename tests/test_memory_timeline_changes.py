@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 
-from memlab.memory_timeline import Meter, Timeline
+from memlab.memory_timeline import Meter, Timeline, lines
+from memlab.memory_timeline.lines import AUTOGRAD, OPTIMIZER, READER, TORCH, Owners
 
 
 def tensors_in(value: object) -> list[torch.Tensor]:
@@ -265,6 +267,23 @@ def test_the_line_of_a_copy_is_the_readers_not_that_of_pythons_copy():
         average = copy.deepcopy(model)
     lines = {s.line.source for s in meter.timeline.storages.values() if s.op}
     assert average is not model and lines == {"average = copy.deepcopy(model)"}
+
+
+def test_torch_and_models_that_are_installed_inside_pythons_own_folder_are_what_they_are(monkeypatch, tmp_path):
+    """As where a virtual environment sees the packages of the Python it was made with."""
+    python = f"{tmp_path}{os.sep}"
+    installed = os.path.join(tmp_path, "site-packages")
+    torch_there = os.path.join(installed, "torch") + os.sep
+    monkeypatch.setattr(lines, "_PYTHON", python)
+    monkeypatch.setattr(lines, "_TORCH", torch_there)
+    monkeypatch.setattr(lines, "_OPTIM", os.path.join(torch_there, "optim") + os.sep)
+    monkeypatch.setattr(lines, "_AUTOGRAD", os.path.join(torch_there, "autograd", "__init__.py"))
+    owners = Owners()
+    assert owners[os.path.join(python, "copy.py")] == TORCH
+    assert owners[os.path.join(python, "multiprocessing", "queues.py")] == TORCH
+    assert owners[os.path.join(installed, "transformers", "models", "gpt2.py")] == READER
+    assert owners[os.path.join(torch_there, "optim", "adam.py")] == TORCH | OPTIMIZER
+    assert owners[os.path.join(torch_there, "autograd", "__init__.py")] == TORCH | AUTOGRAD
 
 
 def test_the_line_of_a_batch_from_another_process_is_the_loops():

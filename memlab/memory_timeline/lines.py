@@ -26,7 +26,6 @@ _AVERAGING = os.path.join(_OPTIM, "swa_utils.py")  # calls the model that it ave
 _AUTOGRAD = os.path.join(_TORCH, "autograd", "__init__.py")
 _METER = os.path.dirname(__file__) + os.sep
 _PYTHON = sysconfig.get_path("stdlib") + os.sep
-_INSTALLED = tuple({sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib")})
 
 # The Python frame from which the C++ engine is called: an op straight above it is part of a node's own formula.
 ENGINE = _graph._engine_run_backward.__code__
@@ -74,8 +73,12 @@ class Owners(dict):
 
 
 def _is_pythons(filename: str) -> bool:
-    """Whether a file is of Python's own library, such as copy.py, whose lines tell a reader nothing."""
-    return filename.startswith(_PYTHON) and not filename.startswith(_INSTALLED)
+    """Whether a file is of Python's own library, such as copy.py, whose lines tell a reader nothing.
+
+    What is installed may lie inside it, also where a virtual environment sees that of another Python.
+    """
+    inside = filename.removeprefix(_PYTHON)
+    return inside != filename and not inside.startswith(("site-packages", "dist-packages"))
 
 
 def recomputes(frame: FrameType | None) -> bool:
