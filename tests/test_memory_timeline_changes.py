@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
+import weakref
 
 import pytest
 import torch
@@ -136,9 +138,6 @@ def test_another_module_is_not_called_by_the_name_of_one_whose_id_it_has():
 
 
 def test_the_meter_lets_a_model_go_when_it_ends():
-    import gc
-    import weakref
-
     model = nn.Linear(3, 3)
     with Meter(model) as meter:
         pass
@@ -254,7 +253,7 @@ def test_a_graph_that_is_kept_is_not_said_to_be_held_by_a_variable_alone():
         last = model(x).pow(2).mean()
     timeline = meter.timeline
     reasons = [s.reason for s in timeline.alive(len(timeline)) if s.op == "relu"]
-    assert kept.grad_fn is not None is not last.grad_fn
+    assert None not in (kept.grad_fn, last.grad_fn)
     assert reasons == [
         "held by a variable, or by the graph of one: backward never read it",
         "result of relu in forward",

@@ -309,7 +309,7 @@ class Noting(optim.SGD):
     def step(self, closure=None):
         super().step(closure)
         for group in self.param_groups:
-            group["history"], group["worst"] = torch.ones(3), float("nan")
+            group["history"], group["worst"] = torch.tensor([1.0, torch.nan]), float("nan")
 
 
 def test_options_that_are_tensors_or_nan_may_be_written_in_each_chunk():
@@ -318,7 +318,29 @@ def test_options_that_are_tensors_or_nan_may_be_written_in_each_chunk():
     for p in params:
         p.grad = torch.ones_like(p)
     masters.step()
-    assert masters.param_groups[0]["history"].tolist() == [1, 1, 1]
+    torch.testing.assert_close(masters.param_groups[0]["history"], torch.tensor([1.0, torch.nan]), equal_nan=True)
+
+
+class LateNoting(optim.SGD):
+    """Writes an option to its group in its second step only."""
+
+    steps = 0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step(closure)
+        self.steps += 1
+        if self.steps == 2:
+            self.param_groups[0]["late"] = True
+
+
+def test_an_option_that_only_the_last_chunk_writes_is_another():
+    params = parameters(shapes=[(3, 4), (5,)])
+    masters = MasterWeights(params, LateNoting, lr=1.0, chunk_bytes=1)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    with pytest.raises(ValueError, match="found another 'late': it looks at all parameters together"):
+        masters.step()
 
 
 def test_an_optimizer_that_looks_at_all_parameters_together_is_right_in_one_chunk_and_refused_in_several():

@@ -201,6 +201,7 @@ class History:
         module, line, alive = op.module, op.line, self.sizes[number] > 0
         if line < 0 and self.last_read[number] >= 0:
             line = self.ops[self.last_read[number]].line
+        outstays = HELD if outstayed and category == "activation" else ""
         return Storage(
             id=number,
             nbytes=birth.nbytes,
@@ -213,7 +214,7 @@ class History:
             line=self.lines[line],
             module=module,
             name=name,
-            reason=self._reason(category, name, op, readers, alive) + HELD * (outstayed and category == "activation"),
+            reason=self._reason(category, name, op, readers, alive) + outstays,
         )
 
     def _reason(self, category: str, name: str, op: Op, readers: list[int], alive: bool) -> str:

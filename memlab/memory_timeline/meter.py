@@ -471,7 +471,7 @@ class Meter(TorchDispatchMode):
 
     def _accumulated(self, parameter: Tensor) -> None:
         gradient = parameter.grad
-        if type(gradient) is Tensor and gradient.layout is torch.strided:  # nearly all: without a call more
+        if type(gradient) is Tensor and gradient.layout is torch.strided:  # nearly all: _recognise, written out
             number = self._live.get(gradient.untyped_storage()._cdata)
             if number is not None and self._history.owners.get(number, OUTSIDE) == OUTSIDE:
                 self._history.owners[number] = ("gradient", self._parameter_names.get(id(parameter), "a parameter"))

@@ -180,22 +180,21 @@ def owned_by_optimizer(optimizer: torch.optim.Optimizer, names: ParameterNames |
         owner = names.get(id(parameter), "a parameter")
         if isinstance(states, Mapping):
             for state, value in states.items():
-                if isinstance(value, Tensor):
-                    yield Owned(value, "optimizer_state", f"{state} of {owner}")
-                else:
-                    for tensor, place in _tensors_in(value, str(state)):
-                        yield Owned(tensor, "optimizer_state", f"{place} of {owner}")
+                for leaf, name in _leaves(value, str(state)):
+                    if isinstance(leaf, Tensor):
+                        yield Owned(leaf, "optimizer_state", f"{name} of {owner}")
 
 
-def _tensors_in(value: object, name: str) -> Iterator[tuple[Tensor, str]]:
-    if isinstance(value, Tensor):
-        yield value, name
-    elif isinstance(value, Mapping):
+def _leaves(value: object, name: str) -> Iterator[tuple[object, str]]:
+    """What lies in lists, tuples and dicts of any depth, each with its place in them behind the name."""
+    if isinstance(value, Mapping):
         for key, item in value.items():
-            yield from _tensors_in(item, f"{name} {key}")
+            yield from _leaves(item, f"{name} {key}")
     elif isinstance(value, (list, tuple)):
         for number, item in enumerate(value):
-            yield from _tensors_in(item, f"{name} {number}")
+            yield from _leaves(item, f"{name} {number}")
+    else:
+        yield value, name
 
 
 def gradients_of(parameters: Iterable[Tensor], names: ParameterNames | Mapping[int, str]) -> Iterator[Owned]:
@@ -210,20 +209,15 @@ def owned_inputs(inputs: object, name: str = "input") -> Iterator[Owned]:
 
     Raises TypeError for anything else, ValueError for a tensor on meta, unless it is imagined.
     """
-    if isinstance(inputs, Tensor):
-        if inputs.is_meta and not isinstance(inputs, FakeTensor):
-            raise ValueError(
-                f"expected inputs with memory, found {name} on the meta device, which has shapes and no bytes; "
-                "make it on the cpu or a GPU"
+    for leaf, place in _leaves(inputs, name):
+        if isinstance(leaf, Tensor):
+            if leaf.is_meta and not isinstance(leaf, FakeTensor):
+                raise ValueError(
+                    f"expected inputs with memory, found {place} on the meta device, which has shapes and no bytes; "
+                    "make it on the cpu or a GPU"
+                )
+            yield Owned(leaf, "input", place)
+        elif leaf is not None and not isinstance(leaf, (str, int, float, bool)):
+            raise TypeError(
+                f"expected inputs as a tensor or tuples, lists, dicts of tensors, found {type(leaf).__name__}"
             )
-        yield Owned(inputs, "input", name)
-    elif isinstance(inputs, Mapping):
-        for key, value in inputs.items():
-            yield from owned_inputs(value, f"{name} {key}")
-    elif isinstance(inputs, (tuple, list)):
-        for number, value in enumerate(inputs):
-            yield from owned_inputs(value, f"{name} {number}")
-    elif inputs is not None and not isinstance(inputs, (str, int, float, bool)):
-        raise TypeError(
-            f"expected inputs as a tensor or tuples, lists, dicts of tensors, found {type(inputs).__name__}"
-        )

@@ -13,8 +13,12 @@ from torch import Tensor, UntypedStorage
 from memlab.memory_timeline.ownership import storages_of
 
 BATCH_NORMS = (  # they write running_mean and running_var, and their schemas do not say so
-    *("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"),
-    *("batch_norm_update_stats", "batch_norm_gather_stats", "batch_norm_gather_stats_with_counts"),
+    "native_batch_norm",
+    "cudnn_batch_norm",
+    "miopen_batch_norm",
+    "batch_norm_update_stats",
+    "batch_norm_gather_stats",
+    "batch_norm_gather_stats_with_counts",
 )
 SUMS = ("addmm", "addmv", "addbmm", "baddbmm", "addr")  # beta · their first argument + alpha · a product
 

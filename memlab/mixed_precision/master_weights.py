@@ -157,7 +157,7 @@ class MasterWeights(Optimizer):
         last = {id(group): options for group, options in after}
         for group, options in after:
             its = last[id(group)]
-            if others := [n for n, value in options.items() if value is not its.get(n) and not same(value, its.get(n))]:
+            if others := [name for name in options | its if not same(options.get(name), its.get(name))]:
                 raise ValueError(
                     f"expected {type(self._inner).__name__} to write a group the same options in each chunk, found "
                     f"another {' and '.join(map(repr, others))}: it looks at all parameters together; use "
@@ -329,10 +329,12 @@ class MasterWeights(Optimizer):
 
 
 def same(a: object, b: object) -> bool:
-    """Whether two options are equal: also tensors, and nan."""
+    """Whether two options are equal: also tensors, of any shape, and nan."""
+    if a is b:
+        return True
     if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return torch.equal(a, b) or bool(a.isnan().all() and b.isnan().all())
-    return bool(a == b) or (a != a and b != b)
+        return a.shape == b.shape and bool(((a == b) | (a != a) & (b != b)).all())
+    return bool(a == b or (a != a and b != b))
 
 
 def take_over(p: Tensor, m: Tensor) -> None:
