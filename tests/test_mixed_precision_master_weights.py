@@ -272,6 +272,27 @@ def test_a_step_that_raises_halfway_keeps_states_and_weights_beside_their_master
         assert torch.equal(masters.state[p]["master"], s - moved) and torch.equal(p, (s - moved).to(BF16))
 
 
+def test_a_state_that_the_optimizer_gives_up_is_not_kept():
+    class GivingUp(optim.Optimizer):
+        def __init__(self, params):
+            super().__init__(params, {})
+
+        def step(self, closure=None):
+            for m in self.param_groups[0]["params"]:
+                if self.state[m]:
+                    del self.state[m]
+                else:
+                    self.state[m]["kept"] = True
+
+    params = parameters(shapes=[(2,), (3,)])
+    masters = MasterWeights(params, GivingUp)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    for names in ({"master", "kept"}, {"master"}, {"master", "kept"}):
+        masters.step()
+        assert [set(masters.state[p]) for p in params] == [names, names]
+
+
 class Counting(optim.Optimizer):
     """Keeps its counter in the group: step t takes t times the gradient; `together`: also a sum over parameters."""
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -134,17 +135,16 @@ class MasterWeights(Optimizer):
             if not groups or groups[-1][0] is not group:
                 groups.append((group, group | {"params": []}))
             groups[-1][1]["params"].append(m)
-        for m, state in zip(masters, states, strict=True):  # the dict itself; an empty one tells it to begin
-            inner.state[m] = {} if len(state) == 1 and "master" in state else state
+        started = [{} if len(state) == 1 and "master" in state else state for state in states]  # empty: to begin with
+        inner.state.update(zip(masters, started, strict=True))
         halves = [(p, m) for p, m in zip(weights, masters, strict=True) if m is not p]
         try:
             inner.param_groups = [options for _, options in groups]
             self._widen(weights, masters)
             type(inner).step.__wrapped__(inner)  # without the hooks: they are for the whole step, and run there
         finally:  # if it raises halfway, some masters have moved: their states and weights go along
-            for p, m, before in zip(weights, masters, states, strict=True):
-                if (state := inner.state[m]) is not before:
-                    self.state[p] = self._kept(p, m) | state
+            if len(inner.state) != len(states) or not all(map(operator.is_, inner.state.values(), states)):
+                self.state.update((p, self._kept(p, m) | inner.state[m]) for p, m in zip(weights, masters, strict=True))
             for _, m in halves:
                 m.grad = None
             inner.state, inner.param_groups = defaultdict(dict), self.param_groups
@@ -168,22 +168,23 @@ class MasterWeights(Optimizer):
 
     def _widen(self, weights: list[Tensor], masters: list[Tensor]) -> None:
         """Give each master its weight's gradient in FP32, divided by the loss scale if a scaler left that to us."""
-        copied = []  # narrow ones, and those of another layout: fused kernels read a gradient in its master's order
+        narrow, wide = [], []  # or of another layout: fused kernels read a gradient in its master's order
         for p, m in zip(weights, masters, strict=True):
             if m is p:
                 continue  # its gradient is its own
             gradient = self._gradient(p)
             dense = m.dtype is torch.float32 and not gradient.is_sparse
             if dense and (gradient.dtype in HALVES or gradient.stride() != m.stride()):
-                copied.append((gradient, m))
+                narrow.append(gradient)
+                wide.append(m)
             else:
                 m.grad = gradient.to(m.device, m.dtype)
-        if copied:  # in the memory in which the gradients of the chunk before were
-            block, end = self._room(sum(m.numel() for _, m in copied), masters[0].device), 0
-            for _, m in copied:
-                m.grad = block.as_strided(m.shape, m.stride(), end)
+        if wide:  # in the memory in which the gradients of the chunk before were
+            block, end = self._room(sum(map(Tensor.numel, wide)), wide[0].device), 0
+            for i, m in enumerate(wide):
+                m.grad = wide[i] = block.as_strided(m.shape, m.stride(), end)
                 end += m.numel()
-            torch._foreach_copy_([m.grad for _, m in copied], [gradient for gradient, _ in copied])
+            torch._foreach_copy_(wide, narrow)
         scale = getattr(self, "grad_scale", None)
         if scale is not None:
             gradients = [m.grad._values() if m.grad.is_sparse else m.grad for m in masters]
