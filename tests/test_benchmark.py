@@ -1,5 +1,7 @@
 """A benchmark keeps each measure as it ends and goes on where it was stopped; its pages say what the records say."""
 
+import functools
+import itertools
 import json
 import os
 import signal
@@ -15,6 +17,7 @@ from memlab import benchmark
 from memlab.book import benchmarks, measures
 from memlab.book.benchmarks import BEGIN, END, KIND, NONE, rows_of
 from memlab.book.measures import memory_arithmetic, memory_timeline
+from memlab.book.measures.timing import interleaved
 from memlab.book.reached import reached
 
 ROOT = Path(__file__).parents[1]
@@ -179,6 +182,20 @@ def test_weights_that_lie_in_one_larger_storage_are_not_told_as_bytes_that_the_m
     monkeypatch.setattr(memory_timeline, "workloads", lambda: {"flat": lambda: (Flat(), torch.randn(2, 8, 32))})
     ((_, figure, _),) = memory_timeline.meter_exactness("cpu", 1)
     assert figure.startswith("+0 B of ")
+
+
+def test_runs_take_turns_in_orders_in_which_each_follows_each_and_which_are_the_same_in_every_process():
+    def ran() -> list[str]:
+        order = []
+        times = interleaved({name: functools.partial(order.append, name) for name in "abc"}, 20)
+        assert all(len(values) == 20 for values in times.values())
+        return order
+
+    order = ran()
+    rounds = [order[start : start + 3] for start in range(0, len(order), 3)]
+    assert all(sorted(names) == ["a", "b", "c"] for names in rounds)
+    assert {pair for names in rounds for pair in itertools.pairwise(names)} == set(itertools.permutations("abc", 2))
+    assert ran() == order
 
 
 @pytest.mark.parametrize("rows", [[("a", "b")], 7, [("a", "b", "\udce9")]])

@@ -62,10 +62,10 @@ def scaled_step(model: nn.Module, scaler, batch: tuple, history: list[float], *,
 def master_weights(device: str, rounds: int) -> list[tuple]:
     """A step of AdamW on BF16 weights with FP32 masters, against one on FP32 weights of the same shapes.
 
-    And its ops alone, for how much of the difference is theirs. On a CPU in chunks of 2 MiB: larger ones leave its
+    And its ops alone, for how much of the difference is theirs. On a CPU in chunks of 3 MiB: larger ones leave its
     caches.
     """
-    chunk_bytes = 2 * MiB if device == "cpu" else CHUNK_BYTES
+    chunk_bytes = 3 * MiB if device == "cpu" else CHUNK_BYTES
     models = {
         "GPT 4 × 256": [p.shape for p in GPT(layers=4, width=256).parameters()],
         "24 of 1,024 × 1,024": [(1024, 1024)] * 24,

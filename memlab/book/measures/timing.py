@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import statistics
 import subprocess
 import sys
@@ -25,13 +26,18 @@ def seconds(run: Callable[[], object]) -> float:
 
 
 def interleaved(runs: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each run, all of them once a round, so that they share the machine's good and bad moments."""
+    """Seconds of each run, all of them once a round, so that they share the machine's good and bad moments.
+
+    In another order each round, since a run finds the caches as the one before it left them; in all processes the same.
+    """
     times: dict[str, list[float]] = {name: [] for name in runs}
-    for run in runs.values():
-        run()
+    order, shuffle = list(runs), random.Random(0).shuffle
+    for name in order:
+        runs[name]()
     for _ in range(rounds):
-        for name, run in runs.items():
-            times[name].append(seconds(run))
+        shuffle(order)
+        for name in order:
+            times[name].append(seconds(runs[name]))
     return times
 
 
