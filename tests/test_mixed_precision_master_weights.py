@@ -708,6 +708,30 @@ def test_weights_that_are_put_in_another_way_are_taken_over(write):
 # ---- saving and loading
 
 
+def test_weights_that_were_put_in_several_times_are_taken_over_though_their_memory_was_used_before():
+    params = parameters(shapes=[(512, 512), (512,)])
+    masters = MasterWeights(params, optim.SGD, lr=0.0)
+    for _ in range(20):
+        for p in params:
+            p.grad = torch.zeros_like(p)
+        masters.step()
+        for p in params:
+            for _ in range(4):
+                p.data = p.data / 2
+        wanted = [p.detach().clone() for p in params]
+        masters.step()
+        assert all(map(torch.equal, params, wanted))
+
+
+def test_weights_that_nobody_wrote_to_are_known_as_such_also_after_a_collection():
+    p = nn.Parameter(torch.ones(2, dtype=BF16))
+    masters = MasterWeights([p], optim.SGD, lr=0.0)
+    p.grad = torch.zeros_like(p)
+    masters.step()
+    gc.collect()
+    assert masters._versions.unchanged(p)
+
+
 def through_a_file(state_dict):
     file = io.BytesIO()
     torch.save(state_dict, file)

@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from weakref import ref
 
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 
 class Versions:
     """How often tensors had been written to when they were noted, and in which storage they were.
 
-    Assigning to a tensor's `data` gives it another storage, and is no write that torch counts. Nothing refers to the
-    tensors, not even weakly: torch refuses to swap one that is referred to so (`torch.utils.swap_tensors`).
+    Assigning to a tensor's `data` gives it another storage, and is no write that torch counts. A storage is referred to
+    weakly, since the address of one that is gone is soon another's; a tensor not even weakly: torch refuses to swap one
+    that is referred to so (`torch.utils.swap_tensors`).
     """
 
     def __init__(self):
-        self._of: dict[int, tuple[int, int]] = {}  # by id: a tensor's own hash is a function in Python
+        self._of: dict[int, tuple[int, ref[UntypedStorage]]] = {}  # by id: a tensor's own hash is a function in Python
 
     def note(self, tensors: Iterable[Tensor]) -> None:
         """From now on they are unchanged."""
         for tensor in tensors:
-            self._of[id(tensor)] = tensor._version, tensor.untyped_storage()._cdata
+            self._of[id(tensor)] = tensor._version, ref(tensor.untyped_storage())
 
     def unchanged(self, tensor: Tensor) -> bool:
         """Whether nothing that torch counts has written to it since it was noted; False if it never was."""
-        return self._of.get(id(tensor)) == (tensor._version, tensor.untyped_storage()._cdata)
+        noted = self._of.get(id(tensor))
+        return noted is not None and noted[0] == tensor._version and noted[1]() is tensor.untyped_storage()
