@@ -242,6 +242,7 @@ WRONG: dict[str, dict[str, str]] = {
         "groups of one more": groups(
             GROUPS="range(0, micro_batches, most + 1)", END="min(first + most + 1, micro_batches)"
         ),
+        "GPipe in each group": groups(AHEAD="end"),
         "GPipe in groups of the stages": groups(
             GROUPS="range(0, micro_batches, stages)", END="min(first + stages, micro_batches)", AHEAD="end"
         ),
@@ -526,7 +527,6 @@ RIGHT: dict[str, dict[str, str]] = {
                 return " ".join(found)
             """
         ),
-        "GPipe in each group": groups(AHEAD="end"),
         "a backward as soon as there is one": cell(
             """
             def order_in_groups(stage, stages, micro_batches, most):

@@ -200,6 +200,18 @@ def test_a_weight_that_is_no_parameter_of_the_layer_is_not_said_to_be_a_copy(fas
     assert "no parameter or buffer" in str(checked("memory_arithmetic", "lora-linear-answer", mistake))
 
 
+def test_a_stage_that_holds_a_gradient_back_for_a_forward_is_asked_about_that(fast):
+    mistake = exercises_pipeline_parallelism.WRONG["groups-answer"]["a lower limit for each stage"]
+    told = str(checked("pipeline_parallelism", "groups-answer", mistake))
+    assert "at most 2: the orders are complete" in told and "or for a forward while its next gradient is there?" in told
+
+
+def test_within_a_group_a_stage_may_hold_what_1f1b_holds_there(fast):
+    mistake = exercises_pipeline_parallelism.WRONG["groups-answer"]["GPipe in each group"]
+    told = str(checked("pipeline_parallelism", "groups-answer", mistake))
+    assert "at most 2: stage 3 holds 2 micro-batches at once; 1 may be. That many forwards are enough" in told
+
+
 RETURNING = [
     ("offloading", "note-answer", "note"),
     ("data_parallelism", "moves-answer", "moves"),

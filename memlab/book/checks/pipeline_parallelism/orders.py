@@ -33,34 +33,35 @@ def order_in_groups(answer: object) -> str:
             _graded(texts, stages, micro_batches, most)
     plain, *others = (_in_groups(4, 8, most) for most in (8, 3, 2, 1))
     return (
-        f"4 stages, 8 micro-batches: {plain} turns under 1F1B; with 3, 2, 1 in flight at most "
+        f"4 stages, 8 micro-batches: a step is {plain} forwards long under 1F1B; with 3, 2, 1 in flight at most "
         f"{', '.join(map(str, others))}. A pipeline pays for its speed in memory."
     )
 
 
 def _graded(texts: Iterable[object], stages: int, micro_batches: int, most: int | None) -> None:
-    """An answer's orders of all stages, played together. most: in flight, and in a group; None: 1F1B's."""
+    """An answer's orders of all stages, played together. most: of a group; None: all are one group, of 1F1B."""
     case = f"{stages} stages, {micro_batches} micro-batches" + (f", at most {most}" if most else "")
     orders = []
     for stage, text in enumerate(texts):
         where = f"{case}: stage {stage}"
         turns = words(text, where)
         complete(turns, micro_batches, where)
-        allowed = most or min(stages - stage, micro_batches)
+        allowed = min(stages - stage, most or micro_batches)
         if (found := in_flight(turns)) > allowed:
-            why = "" if most else " That many forwards are enough for the first gradient to be there."
+            why = "" if allowed == most else " That many forwards are enough for the first gradient to be there."
             raise Wrong(f"{where} holds {found} micro-batches at once; {allowed} may be.{why}")
         orders.append([Action(_KINDS[kind], stage, i) for kind, i in turns])
     taken, enough = played(orders, case), _in_groups(stages, micro_batches, most or micro_batches)
     if taken > enough:
         raise Wrong(
-            f"{case}: the orders are complete and hold no more than they may, but a step takes {taken} turns; {enough} "
-            "are enough. Does a stage wait for a gradient while it could compute a forward?"
+            f"{case}: the orders are complete and hold no more than they may, but a step is {taken} forwards long; "
+            f"{enough} are enough. Does a stage wait for a gradient while it could compute a forward, or for a forward "
+            "while its next gradient is there?"
         )
 
 
 def _in_groups(stages: int, micro_batches: int, most: int) -> int:
-    """Turns that a step takes in groups of `most`, 1F1B each; in a single group it is 1F1B."""
+    """How many forwards long a step is in groups of `most`, 1F1B each; in a single group it is 1F1B."""
     orders: list[list[Action]] = [[] for _ in range(stages)]
     for first in range(0, micro_batches, most):
         group = one_forward_one_backward(stages, min(most, micro_batches - first))
@@ -115,7 +116,7 @@ def in_flight(turns: Sequence[tuple[str, int]]) -> int:
 
 
 def played(orders: Sequence[Sequence[Action]], case: str) -> int:
-    """Turns that a step takes, one a forward and two a backward, if messages take none. Raises Wrong if it stops."""
+    """How many forwards long a step is, if a backward takes two and a message none. Raises Wrong if it stops."""
     stages = 1 + max(action.stage for order in orders for action in order)
     waiting, free = [list(reversed(order)) for order in orders], [0] * len(orders)
     ended: dict[Action, int] = {}

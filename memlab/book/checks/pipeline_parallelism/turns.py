@@ -44,8 +44,8 @@ def forwards(answer: object) -> str:
             _same(function(rank, ranks, chunks, micro_batches), (rank, ranks, chunks, micro_batches), where)
     stages = [f"{played([_order(r, 4, v, 8) for r in range(4)], 'right') / v:g}" for v in (1, 2, 4)]
     return (
-        f"4 ranks, 8 micro-batches: with 1, 2, 4 stages on each a step takes {', '.join(stages)} turns of a whole "
-        f"rank's forward, and the bubble is {', '.join(f'{bubble_share(4, 8, v):.0%}' for v in (1, 2, 4))} of it."
+        f"4 ranks, 8 micro-batches: with 1, 2, 4 stages on each a step is {', '.join(stages)} forwards of a whole "
+        f"rank long, and the bubble is {', '.join(f'{bubble_share(4, 8, v):.0%}' for v in (1, 2, 4))} of it."
     )
 
 
@@ -97,8 +97,9 @@ def ahead(answer: object) -> str:
                 raise Wrong(f"{where}: {found} forwards before its first backward: that is {look}")
     held = _ahead(0, 4, 2, 8)
     return (
-        f"4 ranks with 2 stages each: rank 0 holds {held} turns' activations, each of half a rank's layers, so as much "
-        f"as {held / 2:g} whole ones, where 1F1B holds 4. A shorter bubble costs memory, and twice the messages."
+        f"4 ranks with 2 stages each: rank 0 holds what {held} forwards saved, each of half a rank's layers, so as "
+        f"much as {held / 2:g} whole ones, where 1F1B holds 4. A shorter bubble costs memory, and more than twice the "
+        f"messages: a micro-batch passes between ranks {4 * 2 - 1} times, not {4 - 1}, and its gradient as often."
     )
 
 
@@ -113,6 +114,6 @@ def _look(found: int, right: int, rank: int, ranks: int, all_turns: int) -> str:
             "last stage of all: which of its forwards is that one?"
         )
     return (
-        f"too {'many' if found > right else 'few'}. From this rank to the last and back, how many turns is micro-batch "
+        f"too {'many' if found > right else 'few'}. From this rank to the last and back, how many beats is micro-batch "
         "0 on its way? In each of them there is time for a forward."
     )
