@@ -42,6 +42,21 @@ def test_those_that_fit_come_first_and_the_fastest_of_them_at_the_top():
         assert seconds == sorted(seconds)
 
 
+def test_two_tensor_ranks_win_by_time_and_waiting_for_gradients_rules_out_data_parallelism():
+    """What chapter 15 says of the sliders' start."""
+    axes = lambda one: (one.way.data, one.way.pipeline, one.way.tensor)  # noqa: E731
+    found = sorted_ways()
+    assert any(one.fits and one.way.tensor == 1 for one in found)
+    assert axes(found[0]) == (1, 8, 2)
+    by_axes = {axes(one): one for one in found}
+    assert by_axes[1, 16, 1].way.bubble == pytest.approx(2 * by_axes[1, 8, 2].way.bubble, rel=0.05)
+    fitting = [one for one in found if one.fits]
+    assert axes(min(fitting, key=lambda one: one.step_seconds - one.axis_seconds["data"])) == (8, 1, 2)
+    assert all(way > 1 for way in axes(sorted_ways(8192, ranks=64, card="16 GiB")[0]))
+    outermost = [order for order in ORDERS.values() if order[0] == "tensor"]
+    assert outermost and all(sorted_ways(order=order)[0].way.tensor == 1 for order in outermost)
+
+
 def test_without_a_bubble_and_without_messages_a_step_is_its_flops():
     (alone,) = sorted_ways(1024, 16, 32, ranks=1)
     assert alone.step_seconds == pytest.approx(6 * of_sizes(1024, 16).parameters * 32 * TOKENS / 400e12)

@@ -251,6 +251,26 @@ def test_what_the_sliders_play_has_the_formulas_bubble_when_links_are_free_and_n
         assert idle_share(spans_by_rank(played)) == pytest.approx(formula, abs=1e-9), (schedule, ranks, m)
 
 
+def test_on_eight_ranks_the_bubble_is_below_a_fifth_from_as_many_micro_batches_on_as_chapter_15_says():
+    short = lambda schedule, m: play(schedule, 8, m).bubble_share < 0.2 - 1e-9  # noqa: E731
+    below = {schedule: [m for m in MICRO_BATCHES if short(schedule, m)] for schedule in SCHEDULES}
+    assert below["GPipe"] == below["1F1B"] == [29, 30, 31, 32]
+    assert play("interleaved", 8, below["interleaved"][0]).schedule.micro_batches == 16
+
+
+def test_a_slow_link_costs_1f1b_less_with_more_in_flight_and_never_more_than_gpipe():
+    for link in LINK_TIMES[1:]:
+        most, usual = one_forward_one_backward(4, 8, in_flight=[7, 5, 3, 1]), play("1F1B", link=link).seconds
+        assert simulate(most, COST, link).seconds < usual < play("GPipe", link=link).seconds
+
+
+def test_1f1b_and_gpipe_idle_alike_with_equal_stages_and_free_links_only():
+    """What chapter 15's claim says, and its condition."""
+    for ranks, m in itertools.product(RANKS, MICRO_BATCHES[::7]):
+        assert play("1F1B", ranks, m).seconds == play("GPipe", ranks, m).seconds
+    assert play("1F1B", slow="first").seconds < play("GPipe", slow="first").seconds
+
+
 def test_every_slider_can_be_moved_and_the_picture_says_what_is_played():
     one = explore_pipeline()
     assert one.start == {
