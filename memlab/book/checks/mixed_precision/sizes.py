@@ -43,7 +43,7 @@ def _kept(name: str, weight: float, update: float) -> float:
 
 @exercise
 def smallest_update(answer: object) -> str:
-    """Exercise 1: (weight, mantissa_bits) → the size that an update must exceed, or it is lost: half an ulp."""
+    """Exercise 1: (weight, mantissa_bits) → the size below which an update is lost: half an ulp."""
     function = a_function(answer, "smallest_update(weight, mantissa_bits)")
     for name, (_, _, mantissa_bits) in _FORMATS.items():
         for weight, gap in _weights(name):
