@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memlab.caching_allocator.allocator import CachingAllocator
+from memlab.caching_allocator.expandable_segments import ExpandableAllocator
 from memlab.caching_allocator.oom import explain_oom, read_oom
 from memlab.units import GiB, KiB, MiB
 
@@ -138,11 +139,24 @@ def test_with_as_much_free_and_unallocated_as_was_asked_for_it_can_be_fragmentat
     assert "too little" in row.meaning and "only fewer bytes" in row.remedy and "expandable" not in row.remedy
 
 
-@pytest.mark.parametrize("asked", [2 * MiB, 20 * MiB])
-def test_a_shared_segment_was_asked_for_on_behalf_of_less(asked):
-    assert read_oom(oom_error(asked, GiB, MiB, 900 * MiB, 2 * MiB)).can_be_fragmented
-    assert not read_oom(oom_error(asked, GiB, 0, 900 * MiB, MiB)).can_be_fragmented
-    assert "for a request of" in explain_oom(oom_error(asked, GiB, MiB, 900 * MiB, MiB))[0].meaning
+@pytest.mark.parametrize(("asked", "least"), [(2 * MiB, 512), (20 * MiB, MiB + 11 * KiB)])
+def test_a_shared_segment_was_asked_for_on_behalf_of_less_for_which_what_is_unallocated_must_do_alone(asked, least):
+    assert read_oom(oom_error(asked, GiB, 0, 900 * MiB, least)).can_be_fragmented
+    assert not read_oom(oom_error(asked, GiB, asked // 2, 900 * MiB, least // 2)).can_be_fragmented
+    rows = explain_oom(oom_error(asked, GiB, asked // 2, 900 * MiB, 2 * MiB))
+    assert "for a request of" in rows[0].meaning
+    assert by_meaning(rows, "no process has it").remedy.endswith("too little for a segment, however small the request")
+    assert "if the request was no larger" in rows[-1].meaning and "else hold fewer bytes" in rows[-1].remedy
+
+
+def test_what_the_card_has_left_and_cannot_give_as_a_segment_is_no_fragmentation():
+    for kind in (CachingAllocator, ExpandableAllocator):
+        model = kind("30 MiB")
+        assert model.malloc(9 * MiB) and model.malloc(9 * MiB)
+        with pytest.raises(torch.OutOfMemoryError) as error:
+            model.malloc(5 * MiB)
+        assert "2.00 MiB of the unallocated bytes, too little; the 10.00 MiB that the card has left" in str(error.value)
+        assert "fragmentation" not in str(error.value) and "expandable" not in str(error.value)
 
 
 def test_emptying_the_cache_is_never_a_remedy():

@@ -191,15 +191,17 @@ class CachingAllocator:
     def _explain(self, pool: Pool, size: int) -> str:
         unallocated = self.reserved_bytes - self.allocated_bytes
         capacity = self.reserved_bytes if self.capacity_bytes is None else self.capacity_bytes
-        free = sum(size for size, _, _ in pool.free)
-        if unallocated and unallocated + capacity - self.reserved_bytes >= size:
+        free, left = sum(size for size, _, _ in pool.free), capacity - self.reserved_bytes
+        if unallocated < size <= left:
+            advice = f"too little; the {exact(left)} that the card has left would do, but are no segment: free tensors."
+        elif unallocated and unallocated + left >= size:
             advice = f"in pieces of at most {exact(self.largest_free_bytes)}: fragmentation, {self._cure}."
         else:
             advice = "too little, with all that is free: free tensors, or ask for less at a time."
         return (
             # CUDA's own words first, by which people and tools know the error.
             f"CUDA out of memory. Tried to allocate {exact(segment_bytes(size))}. GPU 0 has a total capacity of "
-            f"{exact(capacity)} of which {exact(capacity - self.reserved_bytes)} is free. Of the allocated memory "
+            f"{exact(capacity)} of which {exact(left)} is free. Of the allocated memory "
             f"{exact(self.allocated_bytes)} is allocated by PyTorch, and {exact(unallocated)} is reserved by PyTorch "
             f"but unallocated. The request was for {exact(size)}, from the {pool.name} pool, which has {exact(free)} "
             f"of the unallocated bytes, {advice}"

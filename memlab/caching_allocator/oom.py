@@ -9,8 +9,10 @@ besides is the driver's own: the context, kernels, other libraries. And what is 
 to somebody else. Then one comparison decides: where free and unallocated are at least what was asked for, the bytes are
 there, but not in one piece, and the allocator's settings can help; with less, nothing but fewer bytes will do.
 
-The bytes "tried to allocate" are those of a *segment*: 20 MiB for a tensor of 2. PyTorch emptied its cache before it
-gave up, so `torch.cuda.empty_cache()` after the error gives back nothing that would have helped.
+The bytes "tried to allocate" are those of a *segment*: 20 MiB for a tensor of 2. What is free has no room for it,
+however small the tensor, which the message does not tell; so there compare the tensor with what is unallocated alone.
+PyTorch emptied its cache before it gave up, so `torch.cuda.empty_cache()` after the error gives back nothing that would
+have helped.
 
 2.15 has a shorter message, too. With `throw_on_cudamalloc_oom:True` in PYTORCH_ALLOC_CONF, PyTorch itself rejects what
 would take it over its limit: without asking the driver, without emptying its cache, and saying only what was asked for.
@@ -45,7 +47,9 @@ REJECTED = (
     "empty_cache(), which PyTorch did not do; then hold fewer bytes. Its line 'Preemptively rejecting allocation', on "
     "stderr, says what was reserved, and the limit",
 )
-PAGE_BYTES, SHARED_SEGMENT_BYTES = 2 * MiB, 20 * MiB
+PAGE_BYTES = 2 * MiB
+SHARED_SEGMENTS = {2 * MiB: 512, 20 * MiB: 1 * MiB + 512}
+"""Segments that several requests share, each with the smallest block for which one is asked for."""
 
 
 class OomRow(NamedTuple):
@@ -105,14 +109,20 @@ class OomMessage:
     def can_be_fragmented(self) -> bool:
         """Whether what is unallocated and what the card (or the limit) still gives may do together for the request.
 
-        A segment of 2 MiB or 20 MiB is asked for on behalf of less, any other for up to 2 MiB less.
+        A segment of 2 MiB or 20 MiB is asked for on behalf of less, and what is left has no room for it: then what is
+        unallocated must do alone. Any other is asked for on behalf of up to 2 MiB less.
         """
         if self.rejected:
             return False
-        shared = self.asked in (PAGE_BYTES, SHARED_SEGMENT_BYTES)
+        if self.shared:
+            return self.unallocated >= SHARED_SEGMENTS[self.asked]
         left = max(self.allowed - self.reserved, 0) if self.over_its_limit else self.free or 0
-        wanted = PAGE_BYTES if shared else self.asked - PAGE_BYTES
-        return min(left, self.asked) + self.unallocated >= wanted and self.unallocated > 0
+        return min(left, self.asked) + self.unallocated >= self.asked - PAGE_BYTES and self.unallocated > 0
+
+    @property
+    def shared(self) -> bool:
+        """Whether a segment was asked for on behalf of less: how large the request was, the message does not tell."""
+        return self.asked in SHARED_SEGMENTS
 
     @property
     def over_its_limit(self) -> bool:
@@ -211,14 +221,15 @@ def explain_oom(message: str | BaseException) -> list[OomRow]:
 def _asked(oom: OomMessage) -> str:
     if oom.asked == PAGE_BYTES:
         return "a segment of the small pool, for a request of up to 1 MiB"
-    if oom.asked == SHARED_SEGMENT_BYTES:
+    if oom.shared:
         return "a segment of the large pool, for a request of 1 to 10 MiB (or of 18 to 20)"
     return "a segment for this request, in whole pages of 2 MiB"
 
 
 def _on_free(oom: OomMessage) -> str:
     if oom.free is None or oom.free < oom.asked:
-        return "" if oom.free is None else f"it is {format_bytes(oom.asked - oom.free, 2)} too little"
+        segment = " for a segment, however small the request" if oom.shared else ""
+        return "" if oom.free is None else f"it is {format_bytes(oom.asked - oom.free, 2)} too little{segment}"
     return "enough: the limit refused, not the card" if oom.over_its_limit else "enough by now; run it again"
 
 
@@ -238,13 +249,19 @@ def _on_allowed(oom: OomMessage) -> str:
 
 
 def _unallocated(oom: OomMessage) -> str:
+    if oom.can_be_fragmented and oom.shared:
+        return "free in segments that are partly in use; if the request was no larger, in pieces: fragmentation"
     if oom.can_be_fragmented:
         return "free in segments that are partly in use; enough with what is free, but in pieces: fragmentation"
+    if oom.shared:
+        return "free in segments that are partly in use; too little for any request of this segment"
     return "free in segments that are partly in use; too little for this request, with all that is free"
 
 
 def _on_unallocated(oom: OomMessage) -> str:
     useless = "empty_cache() is no help: PyTorch did that before it gave up"
     if oom.can_be_fragmented:
-        return f"set PYTORCH_ALLOC_CONF=expandable_segments:True before the program starts; {useless}"
+        condition, otherwise = ("if the request was no larger, ", ", else hold fewer bytes") if oom.shared else ("", "")
+        setting = "set PYTORCH_ALLOC_CONF=expandable_segments:True before the program starts"
+        return f"{condition}{setting}{otherwise}; {useless}"
     return f"no setting will do, only fewer bytes; {useless}"
