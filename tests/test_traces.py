@@ -1,6 +1,7 @@
 """The workloads are what they say: whole programs, the same every time, that a manager can be judged by."""
 
 import functools
+import time
 from collections import Counter
 
 import pytest
@@ -12,7 +13,7 @@ from memlab.book.traces import (
     SIZES,
     TRACES,
     Training,
-    device_calls,
+    driver_events,
     growing_cache,
     leak,
     stepped,
@@ -139,17 +140,30 @@ def test_a_static_plan_is_within_two_percent_of_the_lower_bound(name):
     assert planned.peak_bytes <= 1.02 * planned.lower_bound_bytes
 
 
-def test_calls_to_the_device_are_the_changes_of_what_is_reserved():
+def test_events_at_the_driver_are_the_changes_of_what_is_reserved():
     trace = [(0, 2 * MiB), (1, 2 * MiB), (0, FREE), (2, 2 * MiB), (1, FREE), (2, FREE)]
-    assert device_calls(replay(MANAGERS["slab"](trace), trace)) == 6
-    assert device_calls(replay(MANAGERS["first fit"](trace), trace)) == 2
-    assert device_calls(replay(MANAGERS["static plan"](trace), trace)) == 1
+    assert driver_events(replay(MANAGERS["slab"](trace), trace)) == 6
+    assert driver_events(replay(MANAGERS["first fit"](trace), trace)) == 2
+    assert driver_events(replay(MANAGERS["static plan"](trace), trace)) == 1
 
 
 def test_times_are_apart_and_one_a_manager():
     shown = times({"short": lambda: [(0, 1000), (0, FREE)]}, MANAGERS)
     assert shown.columns == ["workload", "events", *MANAGERS]
     assert shown.rows[0][:2] == ["short", 2] and all(figure >= 0 for figure in shown.rows[0][2:])
+
+
+def test_of_some_replays_the_fastest_counts_each_by_an_allocator_of_its_own():
+    made = []
+
+    def slow_at_first(trace):
+        made.append(MANAGERS["slab"](trace))
+        if len(made) == 1:
+            made[0].free = lambda block: time.sleep(0.05)
+        return made[-1]
+
+    shown = times({"short": lambda: [(0, 1000), (0, FREE)]}, {"slow at first": slow_at_first}, repeats=3)
+    assert len(made) == 3 and shown.rows[0][2] < 0.05 / 2 * 1e6
 
 
 def test_a_block_that_raises_leaves_no_meter_and_no_imagined_card():
