@@ -10,7 +10,7 @@ def test_every_op_of_a_step_is_in_one_group_and_groups_lose_nothing():
         assert set(groups) <= {*GROUPS, "the rest"} and {"linear", "attention", "LayerNorm", "AdamW"} <= set(groups)
         assert sum(flops for flops, _, _ in groups.values()) == sum(op.flops for op in ops)
         assert sum(nbytes for _, nbytes, _ in groups.values()) == sum(op.nbytes for op in ops)
-    assert {group_of(op) for op in counted(1, "by hand") if op.name in ("bmm", "_softmax")} == {"attention"}
+    assert {group_of(op) for op in counted(1, "by hand") if op.name in ("bmm", "_softmax", "mul")} == {"attention"}
     assert all(group_of(op) == "the rest" for op in counted(1) if op.name.startswith(("_log_softmax", "embedding")))
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
+
+import torch
 
 from memlab.book.style import LABEL_SIZE, LINE_COLOURS, LINE_STYLES, SMALL_SIZE, Picture, canvas, finish
 from memlab.book.tables import Table
@@ -56,11 +59,12 @@ def published() -> Table:
         registers, shared = (card.multiprocessors * each for each in (card.registers, card.shared_memory))
         sizes = (registers, shared, card.l2, card.memory)
         links = [f"{speed / 1e9:,.0f}" if speed else "–" for speed in (card.memory_bandwidth, card.nvlink, card.pcie)]
-        rows.append((name, *(format_bytes(size) for size in sizes), *links, round(ridge(name))))
+        rows.append((name, card.multiprocessors, *(format_bytes(size) for size in sizes), *links, round(ridge(name))))
     columns = [
         "GPU",
+        "SMs",
         "registers",
-        "shared memory, L1",
+        "shared memory, at most",
         "L2",
         "memory",
         "its GB/s",
@@ -68,6 +72,31 @@ def published() -> Table:
         "PCIe, both ways, GB/s",
     ]
     return Table([*columns, "ridge, FLOPs a byte"], rows)
+
+
+def named(device: str, nbytes: int) -> str | None:
+    """The name in PUBLISHED of a GPU that calls itself `device` and has so many bytes; None if it is not there.
+
+    A name that says PCIe is not there: of V100, A100 and H100 the SXM cards are, and their namesakes may be slower.
+
+    >>> named("NVIDIA A100-SXM4-80GB", 84_987_740_160), named("NVIDIA H100 PCIe", 84_987_740_160)
+    ('A100-80GB', None)
+    """
+    if re.search("pcie", device, re.IGNORECASE):
+        return None
+    for card, told in PUBLISHED.items():
+        model = card.partition("-")[0]
+        if re.search(rf"\b{model}\b", device.replace("RTX ", "RTX")) and abs(nbytes / told.memory - 1) < 0.1:
+            return card
+    return None
+
+
+def card_at_hand() -> str | None:
+    """The name in PUBLISHED of this machine's GPU; None without one, or for one that is not there."""
+    if not torch.cuda.is_available():
+        return None
+    told = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return named(torch.cuda.get_device_name(), told.total_memory)
 
 
 def ridge(card: str) -> float:

@@ -24,7 +24,7 @@ GROUPS = {
     "GELU": ("gelu",),
     "AdamW": ("_fused_adamw_",),
 }
-"""What readers call an op, by what its name starts with; all else is "the rest"."""
+"""What readers call an op, by what its name starts with; all else is "the rest", but for what is done to T × T."""
 
 
 @functools.lru_cache(maxsize=32)
@@ -48,7 +48,9 @@ def counted(batch: int, attention: str = "fused") -> tuple[Op, ...]:
 
 
 def group_of(op: Op) -> str:
-    """Under which of `GROUPS` an op goes."""
+    """Under which of `GROUPS` an op goes: what works on (batch, heads, tokens, tokens) is attention, by any name."""
+    if any(len(shape) == 4 and shape[-1] == shape[-2] for shape in op.shapes):
+        return "attention"
     return next((group for group, starts in GROUPS.items() if op.name.startswith(starts)), "the rest")
 
 
