@@ -189,6 +189,18 @@ def test_on_imagined_ranks_norms_and_states_run_and_a_state_has_this_ranks_layer
     assert norm.shape == () and {name[0] for name in state} == ({"0", "1", "3"} if rank == 0 else set())
 
 
+def test_a_norm_of_stages_in_parts_is_refused_without_their_tensor_group():
+    with imagine("H100-80GB"), imagined_ranks(4):
+        axes = mesh(pipeline=2, tensor=2)
+        split = {"group": axes.get_group("tensor")}
+        x = torch.zeros(4, 8, dtype=torch.int64)
+        plan = plan_pipeline(gpt_layers(**SIZES, **split), gpipe(2, 2), x, tied=TIED)
+        pipeline = Pipeline(plan, functools.partial(gpt_loss, **split), group=axes.get_group("pipeline"))
+        pipeline.step(x, x)
+        with pytest.raises(ValueError, match="cut for 2 ranks and a group of 1; give that group"):
+            clip_grad_norm_(pipeline, 1.0)
+
+
 # ---- and on several
 
 

@@ -301,6 +301,7 @@ def in_rank(rank: int, folder: str) -> list:
         found[-1] += (extra_states(group, path),)
     whole = Split(None)
     found.append(raised(lambda: full_state_dict(whole, groups()[1])))
+    found.append(raised(lambda: clip_grad_norm_(with_gradients(whole, 1), 1.0, group=groups()[1])))
     return found
 
 
@@ -353,6 +354,7 @@ def test_a_state_that_does_not_fit_on_one_rank_is_refused_on_all_and_nothing_is_
 def test_a_group_of_another_size_than_the_models_is_refused(ranks_found):
     for rank in ranks_found:
         assert "expected the group that the model was made with, found table.weight cut for 4 ranks" in rank[3]
+        assert "expected the group that the model was made with, found a part of (6, 8) cut for 4 ranks" in rank[4]
 
 
 def test_a_file_is_read_and_written_in_pieces_and_is_a_plain_checkpoint(ranks_found):

@@ -35,8 +35,8 @@ def clip_grad_norm_(
     shard_group: the data ranks that fully_shard has cut stages over; None: data ranks hold the same.
     Returns the norm before, a scalar, in FP32 at least: the same on all ranks.
     Not with ZeroOptimizer, which averages gradients later, in memory of its own.
-    Raises ValueError for a norm_type that is not above 0. RuntimeError, on every rank, for a norm that is not finite,
-    if that is asked for: it takes a wait for the GPU.
+    Raises ValueError for a norm_type that is not above 0, and for stages in parts without their tensor_group.
+    RuntimeError, on every rank, for a norm that is not finite, if that is asked for: it takes a wait for the GPU.
     """
     parameters = list(dict.fromkeys(pipeline.parameters()))
     trained = [p for p in parameters if p.grad is not None]

@@ -150,3 +150,13 @@ def share(number: int, what: str, ranks: int) -> int:
 def cut_of(parameter: Tensor) -> Cut | None:
     """The cut that a parameter is a part by; None for one that every rank holds whole."""
     return getattr(parameter, "_cut", None)
+
+
+def refuse_other_group(parameter: Tensor, name: str, ranks: int) -> None:
+    """Raise ValueError for a part that was cut for another number of ranks than a group has."""
+    cut = cut_of(parameter)
+    if cut is not None and cut.ranks != ranks:
+        raise ValueError(
+            f"expected the group that the model was made with, found {name} cut for {cut.ranks} ranks and a group of "
+            f"{ranks}; give that group"
+        )

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from memlab.data_parallelism.norms import norm_of_parts
 from memlab.ranks import place_in
-from memlab.tensor_parallelism.cuts import cut_of
+from memlab.tensor_parallelism.cuts import cut_of, refuse_other_group
 
 
 @torch.no_grad()
@@ -34,8 +34,8 @@ def clip_grad_norm_(
 
     parameters: of a split model, or the model; the same on all ranks of the group, which all must call.
     Returns the norm before, a scalar, in FP32 at least: the same on all ranks.
-    Raises ValueError for a norm_type that is not above 0. RuntimeError, on every rank, for a norm that is not finite,
-    if that is asked for: it takes a wait for the GPU.
+    Raises ValueError for a norm_type that is not above 0, and for parts that were cut for another number of ranks.
+    RuntimeError, on every rank, for a norm that is not finite, if that is asked for: it takes a wait for the GPU.
     """
     if isinstance(parameters, nn.Module):
         parameters = parameters.parameters()
@@ -51,10 +51,14 @@ def clip_grad_norm_(
 
 
 def counted_parts(trained: Iterable[Tensor], group=None) -> list[Tensor]:
-    """Of the gradients of these parameters, what this rank of the group is the first to have, and so counts."""
-    rank, _ = place_in(group)
+    """Of the gradients of these parameters, what this rank of the group is the first to have, and so counts.
+
+    Raises ValueError for parts that were cut for another number of ranks.
+    """
+    rank, ranks = place_in(group)
     counted = []
     for p in trained:
+        refuse_other_group(p, f"a part of {tuple(p.shape)}", ranks)
         if (cut := cut_of(p)) is None:
             counted += [p.grad] if rank == 0 else []
         elif all(cut.firsts()):

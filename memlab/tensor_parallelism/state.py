@@ -18,7 +18,7 @@ from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 from memlab.data_parallelism.agreement import raise_on_all, told_by_all
 from memlab.memory_timeline import main_memory
 from memlab.ranks import place_in, receive, send
-from memlab.tensor_parallelism.cuts import Cut, cut_of
+from memlab.tensor_parallelism.cuts import Cut, cut_of, refuse_other_group
 
 
 @torch.no_grad()
@@ -135,12 +135,7 @@ def slots_of(model: nn.Module, group) -> dict[str, Any]:
     ranks = place_in(group)[1]
     slots = model.state_dict(keep_vars=True)
     for name, p in slots.items():
-        cut = cut_of(p)
-        if cut is not None and cut.ranks != ranks:
-            raise ValueError(
-                f"expected the group that the model was made with, found {name} cut for {cut.ranks} ranks and a group "
-                f"of {ranks}; give that group"
-            )
+        refuse_other_group(p, name, ranks)
     return slots
 
 
