@@ -434,6 +434,27 @@ def test_a_model_on_meta_is_refused_a_state_which_it_would_not_keep():
         assert same(model, state)
 
 
+def in_bf16(_module, state: dict, _prefix, _metadata) -> None:
+    state.update({name: t.bfloat16() for name, t in state.items()})
+
+
+def test_tensors_that_a_hook_puts_into_a_state_dict_are_neither_saved_nor_loaded_into(tmp_path):
+    with imagined_ranks(2):
+        model = Split(None)
+        state = full_state_dict(model)
+        hook = model.register_state_dict_post_hook(in_bf16)
+        for call in (
+            lambda: full_state_dict(model),
+            lambda: load_full_state_dict(model, state),
+            lambda: save_full(model, tmp_path / "hooked.pt"),
+        ):
+            with pytest.raises(ValueError, match=r"found another tensor as seen: a state-dict hook.*remove the hook"):
+                call()
+        hook.remove()
+        assert full_state_dict(model).keys() == state.keys()
+    assert not list(tmp_path.iterdir())
+
+
 def test_states_of_imagined_ranks_have_the_full_models_shapes():
     with imagine("H100-80GB"), imagined_ranks(64):
         model = TensorParallelGPT(2, 1024, 64, 1024, 4096, dtype=torch.bfloat16)

@@ -27,7 +27,7 @@ def full_state_dict(model: nn.Module, group=None) -> dict[str, Tensor]:
 
     group: the one that the model was made with. Keys, shapes, dtypes are the plain model's, and parameters that are
     tied share memory; of a module's extra state, rank 0's counts. Raises ValueError for a model that was cut for
-    another number of ranks.
+    another number of ranks, and where a hook puts other tensors into its state dict.
     """
     slots = slots_of(model, group)
     tensors = {id(p): p for p in slots.values()}
@@ -43,7 +43,7 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor], group=No
       the others: it sends them theirs. All ranks must call it. Values are converted to the model's dtypes.
     group: the one that the model was made with.
     Raises KeyError for keys and ValueError for shapes that are not the model's, and for a model on "meta", on every
-    rank; nothing is loaded then.
+    rank; and ValueError where hooks put other tensors into its state dict. Nothing is loaded then.
     """
     slots = slots_of(model, group)
     rank, _ = place_in(group)
@@ -130,11 +130,18 @@ def is_extra(name: str) -> bool:
 def slots_of(model: nn.Module, group) -> dict[str, Any]:
     """The model's parameters and buffers by their names, each knowing its cut, and its modules' extra states.
 
-    Raises ValueError for a group of another size than the model was cut for.
+    Raises ValueError for a group of another size than the model was cut for, and for a tensor that is not the model's:
+    nobody knows its cut, and what is loaded into it is lost.
     """
     ranks = place_in(group)[1]
     slots = model.state_dict(keep_vars=True)
+    own = {id(t) for t in (*model.parameters(), *model.buffers())}
     for name, p in slots.items():
+        if isinstance(p, Tensor) and id(p) not in own and not is_extra(name):
+            raise ValueError(
+                f"expected the model's own parameters and buffers in its state dict, found another tensor as {name}: a "
+                "state-dict hook replaced it; remove the hook, or leave the block that set it"
+            )
         refuse_other_group(p, name, ranks)
     return slots
 
