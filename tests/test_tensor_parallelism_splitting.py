@@ -73,6 +73,15 @@ class Tied(nn.Module):
         return self.head(self.norm(self.same(self.middle(self.table(x)))))
 
 
+class TiedOutputs(nn.Module):
+    """Three outputs that lie on each other, and a layer that has the same weight for one."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 12), nn.Linear(4, 12)
+        self.last.weight = self.first.weight
+
+
 TIED = {"table": VocabularyParallelEmbedding, "middle": GATHERED, "head": GATHERED}
 
 
@@ -247,6 +256,14 @@ def test_of_several_patterns_that_fit_the_first_counts():
         (lambda: MLP(7), {"*.0": RowParallelLinear}, None, ValueError, "7 inputs of layers.0 cannot be split over 2"),
         (Tied, {"table": VocabularyParallelEmbedding}, None, ValueError, "head.weight whole"),
         (Tied, {"table": VocabularyParallelEmbedding, "head": RowParallelLinear}, None, ValueError, "dimension 1"),
+        (
+            TiedOutputs,
+            {"first": (ColumnParallelLinear, {"sections": (4, 4, 4)}), "last": GATHERED},
+            None,
+            ValueError,
+            "first.weight cut by dimension 0, sections ((4, 2), (4, 2), (4, 2)), last.weight cut by dimension 0, "
+            "sections ((12, 2),)",
+        ),
         (Heads, {"q": ColumnParallelLinear}, {"": ["heads"]}, ValueError, "fit '', found none"),
         (Tied, {"middle": GATHERED}, {"norm": ["heads"]}, ValueError, "features in norm.heads, found None"),
         (Tied, {"middle": GATHERED}, {"norm": ["count"]}, ValueError, "3 count cannot be split over 2 ranks"),

@@ -27,15 +27,16 @@ import torch
 from torch import nn
 
 from memlab.ranks import place_in
-from memlab.tensor_parallelism.cuts import share
+from memlab.tensor_parallelism.cuts import Cut, share
 from memlab.tensor_parallelism.embedding import VocabularyParallelEmbedding
 from memlab.tensor_parallelism.linear import ColumnParallelLinear, RowParallelLinear
+from memlab.tensor_parallelism.parameters import SplitLayer
 
 _PLAIN = {ColumnParallelLinear: nn.Linear, RowParallelLinear: nn.Linear, VocabularyParallelEmbedding: nn.Embedding}
-_CUT = {
-    ColumnParallelLinear: {"out_features": "outputs", "weight": 0, "bias": 0},
-    RowParallelLinear: {"in_features": "inputs", "weight": 1, "bias": None},
-    VocabularyParallelEmbedding: {"num_embeddings": "entries of the vocabulary", "weight": 0},
+_SIZE = {
+    ColumnParallelLinear: ("out_features", "outputs"),
+    RowParallelLinear: ("in_features", "inputs"),
+    VocabularyParallelEmbedding: ("num_embeddings", "entries of the vocabulary"),
 }
 _OF_LAYER = {"in_features", "out_features", "bias", "num_embeddings", "embedding_dim"}
 
@@ -69,15 +70,17 @@ def split_layers(
     names = _names(model)
     torch.empty(0, device=device)  # raises for one that is not there, as it would later
     chosen = {name: entry if isinstance(entry, tuple) else (entry, {}) for name, entry in _fitting(names, plan).items()}
-    for name, (kind, options) in chosen.items():
-        _refuse_unsplittable(name, model.get_submodule(name), kind, {"group": group, **options})
+    cuts = {
+        name: _tried(name, model.get_submodule(name), kind, {"group": group, **options}).cuts
+        for name, (kind, options) in chosen.items()
+    }
     shares = [
         (module, attribute, share(_number(module, attribute, name), attribute, place_in(group)[1]))
         for name, attributes in _fitting(names, divide or {}).items()
         for module in [model.get_submodule(name)]
         for attribute in attributes
     ]
-    ties = _ties(model, names, {name: kind for name, (kind, _) in chosen.items()})
+    ties = _ties(model, names, cuts)
 
     for module, attribute, number in shares:
         setattr(module, attribute, number)
@@ -122,7 +125,8 @@ def _fitting(names: Mapping[str, Sequence[str]], patterns: Mapping[str, Any]) ->
     return found
 
 
-def _refuse_unsplittable(name: str, layer: nn.Module, kind: type[nn.Module], options: dict) -> None:
+def _tried(name: str, layer: nn.Module, kind: type[nn.Module], options: dict) -> SplitLayer:
+    """The parallel layer on "meta". Raises for what cannot become one, and what would be lost with the plain layer."""
     plain = _PLAIN.get(kind)
     if plain is None:
         known = ", ".join(each.__name__ for each in _PLAIN)
@@ -141,10 +145,10 @@ def _refuse_unsplittable(name: str, layer: nn.Module, kind: type[nn.Module], opt
     if own := sorted(_OF_LAYER & options.keys()):
         raise TypeError(f"expected options for {name} without {own[0]}, which its own layer decides; leave it out")
     torch.empty(0, device=options.get("device"))
-    size, what = next(iter(_CUT[kind].items()))
+    size, what = _SIZE[kind]
     share(getattr(layer, size), f"{what} of {name}", place_in(options["group"])[1])
     sizes = (layer.in_features, layer.out_features) if _PLAIN[kind] is nn.Linear else tuple(layer.weight.shape)
-    kind(*sizes, **{**options, "device": "meta"})  # raises what it would raise later, when layers are replaced
+    return kind(*sizes, **{**options, "device": "meta"})  # raises what it would later, when layers are replaced
 
 
 def _number(module: nn.Module, attribute: str, name: str) -> int:
@@ -154,7 +158,7 @@ def _number(module: nn.Module, attribute: str, name: str) -> int:
     return number
 
 
-def _ties(model: nn.Module, names: Sequence[str], kinds: Mapping[str, type]) -> list[list[tuple[str, str]]]:
+def _ties(model: nn.Module, names: Sequence[str], cuts: Mapping[str, dict[str, Cut]]) -> list[list[tuple[str, str]]]:
     """Parameters that several modules share: (module's name, parameter's name) of each. Raises for unlike cuts."""
     owners: dict[nn.Parameter, list[tuple[str, str]]] = {}
     for name in names:
@@ -162,10 +166,11 @@ def _ties(model: nn.Module, names: Sequence[str], kinds: Mapping[str, type]) -> 
             owners.setdefault(p, []).append((name, attribute))
     ties = [users for users in owners.values() if len(users) > 1]
     for users in ties:
-        cuts = {f"{name}.{attribute}": _CUT.get(kinds.get(name), {}).get(attribute) for name, attribute in users}
-        if len(set(cuts.values())) > 1:
+        cut_at = {f"{name}.{attribute}": cuts.get(name, {}).get(attribute) for name, attribute in users}
+        if len(set(cut_at.values())) > 1:
             told = ", ".join(
-                f"{user} {'whole' if dim is None else f'cut by dimension {dim}'}" for user, dim in cuts.items()
+                f"{user} whole" if cut is None else f"{user} cut by dimension {cut.dim}, sections {cut.sections}"
+                for user, cut in cut_at.items()
             )
             raise ValueError(f"expected one cut of tied weights, found {told}; let the plan cut all alike, or none")
     return ties
