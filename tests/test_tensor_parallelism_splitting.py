@@ -496,6 +496,8 @@ def test_what_would_be_lost_or_cannot_be_made_is_refused_and_the_model_stays_as_
     loaded = two(lambda model: model[1].register_load_state_dict_pre_hook(lambda *_: None))
     replaced = two(lambda model: setattr(model[1], "forward", lambda x: x))
     normed = two(lambda model: nn.utils.parametrizations.weight_norm(model[1]))
+    adapted = two(lambda model: model[1].add_module("adapter", nn.Linear(8, 4)))
+    scaled = two(lambda model: model[1].register_buffer("scale", torch.ones(4)))
     plan = {"0": ColumnParallelLinear, "1": RowParallelLinear}
     with imagined_ranks(2):
         for model, error, told in [
@@ -506,10 +508,13 @@ def test_what_would_be_lost_or_cannot_be_made_is_refused_and_the_model_stays_as_
             (loaded, ValueError, "no hooks on 1"),
             (replaced, ValueError, "no hooks on 1"),
             (normed, TypeError, "parametrized|nn.Linear"),
+            (adapted, TypeError, "expected nothing but weights at 1, found adapter, which would be lost; add it later"),
+            (scaled, TypeError, "expected nothing but weights at 1, found scale, which would be lost; add it later"),
         ]:
             with pytest.raises(error, match=told):
                 split_layers(model, plan)
             assert type(model[0]) is nn.Linear
+        assert "scale" in scaled[1]._buffers
         model = two()
         with pytest.raises(TypeError, match="sequence"):
             split_layers(model, {"0": ColumnParallelLinear, "1": (RowParallelLinear, {"sequence": True})})

@@ -63,9 +63,9 @@ def split_layers(
     and give up their whole weights as they go.
 
     Raises ValueError for a pattern that fits nothing, sizes that the ranks do not divide, and weights that are tied to
-    one that is cut in another way, or not, layers with hooks; TypeError for a layer of another kind than the plan's or
-    one with parametrized weights, and for options that the kind has not, or that the layer itself decides; PyTorch's
-    own error for a device that is not there. The model is then as it was.
+    one that is cut in another way, or not, layers with hooks; TypeError for a layer of another kind than the plan's,
+    one with parametrized weights, or with buffers or modules of its own, and for options that the kind has not, or that
+    the layer itself decides; PyTorch's own error for a device that is not there. The model is then as it was.
     """
     names = _names(model)
     torch.empty(0, device=device)  # raises for one that is not there, as it would later
@@ -138,6 +138,8 @@ def _tried(name: str, layer: nn.Module, kind: type[nn.Module], options: dict) ->
         )
     if set(layer._parameters) - {"weight", "bias"} or not isinstance(layer._parameters.get("weight"), nn.Parameter):
         raise TypeError(f"expected plain weights at {name}, found parametrized ones; split before parametrizing them")
+    if more := [*layer._buffers, *layer._modules]:
+        raise TypeError(f"expected nothing but weights at {name}, found {more[0]}, which would be lost; add it later")
     hooks = [hooks for kind_of, hooks in vars(layer).items() if kind_of.endswith("_hooks")]
     hooks += [hooks for p in layer.parameters() for hooks in (p._backward_hooks, p._post_accumulate_grad_hooks)]
     if any(hooks) or "forward" in vars(layer):
