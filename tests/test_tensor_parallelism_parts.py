@@ -8,10 +8,11 @@ import io
 import pytest
 import torch
 
-from memlab.ranks import imagined_ranks
+from memlab.ranks import imagined_ranks, one_rank
 from memlab.tensor_parallelism import (
     ColumnParallelLinear,
     RowParallelLinear,
+    TensorParallelGPT,
     VocabularyParallelEmbedding,
     cut_evenly,
     cut_of,
@@ -68,6 +69,28 @@ def test_a_part_knows_its_cut_after(layers, way):
 def test_a_whole_weight_is_no_part(layers):
     with pytest.raises(ValueError, match=r"expected this rank's part as weight, \(3, 4\), found \(6, 4\)"):
         layers[0].weight = torch.nn.Parameter(torch.zeros(6, 4))
+
+
+def test_a_call_with_other_tensors_in_place_of_the_parts_is_the_call_with_these_parts():
+    x = torch.arange(8).view(2, 4)
+    with one_rank("cpu"):
+        model, other = (TensorParallelGPT(1, 8, 2, 4, 16) for _ in range(2))
+        given = {name: p.detach().clone() for name, p in other.named_parameters()}
+        assert torch.equal(torch.func.functional_call(model, given, (x, x)), other(x, x))
+        assert all(cut_of(p) == cut_of(q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("norm", [torch.nn.utils.weight_norm, torch.nn.utils.parametrizations.weight_norm])
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+def test_a_layer_whose_weight_is_computed_is_converted_and_shown(layers, norm):
+    for layer, shown in zip(layers, ("out_features=6, here=3", "out_features=4, here=3", "8, 4, here=4"), strict=True):
+        layer = norm(layer).double()
+        assert all(p.dtype == torch.float64 for p in layer.parameters()) and shown in repr(layer)
+
+
+def test_a_layer_without_its_bias_is_converted(layers):
+    layers[0].bias = None
+    assert layers.double()[0].weight.dtype == torch.float64
 
 
 def test_a_layer_with_a_group_of_its_own_is_copied_with_it(layers):

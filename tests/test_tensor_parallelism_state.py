@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, distributed, nn
 from torch.nn.utils import clip_grad_norm_ as plain_clip
+from torch.nn.utils import prune
 
 from memlab.book.workloads import GPT
 from memlab.memory_timeline import Meter, imagine
@@ -453,6 +454,28 @@ def test_tensors_that_a_hook_puts_into_a_state_dict_are_neither_saved_nor_loaded
         hook.remove()
         assert full_state_dict(model).keys() == state.keys()
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("change", "made"),
+    [
+        (nn.utils.parametrizations.weight_norm, "parametrizations.weight.original0"),
+        (lambda layer: prune.l1_unstructured(layer, "weight", 2), "weight_mask"),
+    ],
+)
+def test_what_is_made_in_a_parts_place_is_not_saved_as_a_whole(change, made):
+    with imagined_ranks(2):
+        model = Split(None)
+        change(model.out)
+        with pytest.raises(ValueError, match=f"found out.{made} in a part's place; remove the parametrization"):
+            full_state_dict(model)
+
+
+def test_a_parametrized_part_that_is_itself_a_parameter_is_saved_whole():
+    with imagined_ranks(2):
+        model = Split(None)
+        nn.utils.parametrize.register_parametrization(model.out, "weight", nn.Tanh())
+        assert full_state_dict(model)["out.parametrizations.weight.original"].shape == (8, 8)
 
 
 def test_states_of_imagined_ranks_have_the_full_models_shapes():

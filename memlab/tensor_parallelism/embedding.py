@@ -69,19 +69,19 @@ class VocabularyParallelEmbedding(SplitLayer):
     @property
     def _own_padding(self) -> int | None:
         """The padding's place in this rank's table."""
-        ((start, stop),) = self.weight._cut.ranges()
+        ((start, stop),) = self.cuts["weight"].ranges()
         here = self.padding_idx is not None and start <= self.padding_idx < stop
         return self.padding_idx - start if here else None
 
     def reset_parameters(self) -> None:
         """What nn.Embedding begins with, a part of it on each rank."""
-        draw_part_(self.weight, self.weight._cut, lambda numbers: numbers.normal_())
+        draw_part_(self.weight, self.cuts["weight"], lambda numbers: numbers.normal_())
         if (padding := self._own_padding) is not None:
             with torch.no_grad():
                 self.weight[padding].zero_()
 
     def forward(self, tokens: Tensor) -> Tensor:
-        ((start, stop),) = self.weight._cut.ranges()
+        ((start, stop),) = self.cuts["weight"].ranges()
         if stop - start == self.num_embeddings:
             rows = self._look_up(tokens, tokens)
             return reduce_from_ranks(rows, self.group) if self.reduce else rows

@@ -20,7 +20,7 @@ from torch.autograd import Function
 from torch.nn import functional as F
 
 from memlab.ranks import place_in
-from memlab.tensor_parallelism.cuts import cut_evenly, cut_of
+from memlab.tensor_parallelism.cuts import cut_evenly
 from memlab.tensor_parallelism.overlap import Sending, column_linear
 from memlab.tensor_parallelism.parameters import SplitLayer, draw_part_
 from memlab.tensor_parallelism.regions import (
@@ -51,13 +51,13 @@ class SplitLinear(SplitLayer):
         Uniform within 1 / √in_features, for the weight with nn.Linear's own rounding error.
         """
         gain, root = nn.init.calculate_gain("leaky_relu", math.sqrt(5)), math.sqrt(self.in_features)
-        for p, bound in ((self.weight, math.sqrt(3) * (gain / root)), (self.bias, 1 / root)):
-            if p is not None:
-                draw_part_(p, cut_of(p), lambda numbers, bound=bound: numbers.uniform_(-bound, bound))
+        for name, bound in (("weight", math.sqrt(3) * (gain / root)), ("bias", 1 / root)):
+            if (p := getattr(self, name)) is not None:
+                draw_part_(p, self.cuts.get(name), lambda numbers, bound=bound: numbers.uniform_(-bound, bound))
 
     def extra_repr(self) -> str:
         """The full layer's sizes, and what of them is here."""
-        here = self.weight.shape[cut_of(self.weight).dim]
+        here = self.weight.shape[self.cuts["weight"].dim]
         return f"in_features={self.in_features}, out_features={self.out_features}, here={here}"
 
 

@@ -28,6 +28,9 @@ class SplitLayer(nn.Module):
 
     So after `to_empty`, `load_state_dict(assign=True)`, a deep copy or a pickle `cut_of(layer.weight)` is what it was.
     Groups cannot be copied, so a deep copy of a layer with one of its own is `deepcopy(layer, {id(group): group})`.
+
+    What weight_norm, pruning and the like make in a part's place has no cut, and is of the part: weight_norm of a row
+    parallel layer norms pieces of rows. `full_state_dict` refuses it; `clip_grad_norm_`, which sees no layers, cannot.
     """
 
     def __init__(self):
@@ -79,7 +82,8 @@ class SplitLayer(nn.Module):
 
     def _mark(self) -> SplitLayer:
         for name, cut in self.cuts.items():
-            self._parameters[name]._cut = cut
+            if (p := self._parameters.get(name)) is not None:  # a parametrized weight is no parameter
+                p._cut = cut
         return self
 
 

@@ -19,6 +19,7 @@ from memlab.data_parallelism.agreement import raise_on_all, told_by_all
 from memlab.memory_timeline import main_memory
 from memlab.ranks import place_in, receive, send
 from memlab.tensor_parallelism.cuts import Cut, cut_of, refuse_other_group
+from memlab.tensor_parallelism.parameters import SplitLayer
 
 
 @torch.no_grad()
@@ -135,6 +136,7 @@ def slots_of(model: nn.Module, group) -> dict[str, Any]:
     """
     ranks = place_in(group)[1]
     slots = model.state_dict(keep_vars=True)
+    _refuse_parametrized(model)
     own = {id(t) for t in (*model.parameters(), *model.buffers())}
     for name, p in slots.items():
         if isinstance(p, Tensor) and id(p) not in own and not is_extra(name):
@@ -144,6 +146,18 @@ def slots_of(model: nn.Module, group) -> dict[str, Any]:
             )
         refuse_other_group(p, name, ranks)
     return slots
+
+
+def _refuse_parametrized(model: nn.Module) -> None:
+    """Raise ValueError for tensors that weight_norm, pruning and the like put in a part's place, without its cut."""
+    for path, layer in model.named_modules():
+        if isinstance(layer, SplitLayer) and layer.cuts.keys() - layer._parameters.keys():
+            for name, t in (*layer.named_parameters(), *layer.named_buffers()):
+                if cut_of(t) is None and name != "bias":  # a row parallel layer's is whole
+                    raise ValueError(
+                        f"expected parts that know their cut, found {f'{path}.{name}'.lstrip('.')} in a part's place; "
+                        "remove the parametrization"
+                    )
 
 
 def _gathered(part: Tensor, cut: Cut | None, group) -> Tensor | None:
