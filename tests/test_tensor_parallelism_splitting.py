@@ -386,6 +386,27 @@ def other_place(rank, model):
             model.norm(torch.ones(3, 16))
 
 
+class Deep(nn.Module):
+    """A layer, called some times."""
+
+    def __init__(self, times: int):
+        super().__init__()
+        self.layer, self.times = ColumnParallelLinear(4, 4, gather_output=True), times
+
+    def forward(self, x):
+        for _ in range(self.times):
+            x = self.layer(x)
+        return x
+
+
+def one_layer_more(rank, model):
+    """At the end of forward: the others are in backward by then."""
+    torch.manual_seed(0)
+    deep = Deep(2 if rank == 1 else 1)
+    with check_replicas(deep):
+        deep(torch.ones(3, 4, requires_grad=True)).sum().backward()
+
+
 def sparse_gradient(rank, model, twice=True):
     """Of a whole table beside a parallel layer; each rank has looked up as many rows."""
     model = nn.Sequential(nn.Embedding(8, 4, sparse=True), ColumnParallelLinear(4, 4))
@@ -411,8 +432,13 @@ FAULTS = {
     other_gradient: "same gradient of blocks.0.norm2.bias on all ranks .*; every rank must run the same backward",
     no_gradient: "same gradient of blocks.0.norm2.bias .*; on rank 1: none",
     other_layer: "found on rank 0, 2, 3: ColumnParallelLinear head; on rank 1: ReplicatedLayerNorm norm; every rank",
+    one_layer_more: "on rank 0, 2, 3: the end of forward; on rank 1: ColumnParallelLinear layer; every rank must call",
     other_place: "on rank 0, 2, 3: ReplicatedLayerNorm norm; on rank 1: the block's end; every rank must call the same",
 }
+
+
+def hooks_on(model: nn.Module) -> int:
+    return sum(len(module._forward_pre_hooks) + len(module._forward_hooks) for module in model.modules())
 
 
 def faults(rank: int) -> dict:
@@ -422,15 +448,14 @@ def faults(rank: int) -> dict:
         try:
             fault(rank, model)
         except ValueError as error:
-            hooks = sum(len(module._forward_pre_hooks) for module in model.modules())
-            said[fault.__name__] = str(error), hooks
+            said[fault.__name__] = str(error), hooks_on(model)
     torch.manual_seed(0)
     sparse_gradient(rank, None, twice=False)
     for sequence in (False, True):
         model = gpt(kv_heads=2, dropout=0.2, sequence_parallel=sequence)
         with check_replicas(model), Traffic() as traffic:
             model(TOKENS, TOKENS).backward()
-        said[sequence] = sum(len(module._forward_pre_hooks) for module in model.modules())
+        said[sequence] = hooks_on(model)
         said["sent", sequence] = traffic.by_name()
     return said
 

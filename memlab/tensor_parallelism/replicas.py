@@ -64,13 +64,13 @@ def check_replicas(model: nn.Module) -> Iterator[None]:
     ranks hold), and which parameters are trained; inputs of every parallel layer, when it is called (of a layer that
     takes a part, their shapes); of the loss the targets, and the shapes of the logits' parts; and the gradients of all
     such parameters at the end. The error names the layer or parameter, the ranks that differ from the group's rank 0,
-    and what to do. Ranks that call different layers in forward, or bring other shapes, are told and do not hang; those
-    of which one runs another backward may.
+    and what to do. Ranks that call different layers in the model's forward, or bring other shapes, are told and do not
+    hang; those of which one runs another backward may.
 
-    Costs: every such tensor is read once more; for each call of a layer (and twice for the loss) 24 bytes go from each
-    rank to each, and a GPU is waited for. So it is for a step in doubt, not for every step. On imagined ranks and alone
-    it does nothing. Its hooks go with the block, also on errors. Gradients are equal to the bit where ranks run on one
-    kind of device.
+    Costs: every such tensor is read once more; for each call of a layer, at each end of forward (and twice for the
+    loss) 24 bytes go from each rank to each, and a GPU is waited for. So it is for a step in doubt, not for every step.
+    On imagined ranks and alone it does nothing. Its hooks go with the block, also on errors. Gradients are equal to the
+    bit where ranks run on one kind of device.
     """
     layers = {name: module for name, module in model.named_modules() if isinstance(module, _LAYERS)}
     if not layers:
@@ -86,6 +86,9 @@ def check_replicas(model: nn.Module) -> Iterator[None]:
         for name, layer in layers.items():
             hook = layer.register_forward_pre_hook(_Hook(f"{type(layer).__name__} {name}".rstrip()), with_kwargs=True)
             stack.callback(hook.remove)
+        device = next(model.parameters()).device
+        end = model.register_forward_hook(lambda *_: _meet("the end of forward", (), False, device, group))
+        stack.callback(end.remove)
         stack.enter_context(_Targets())
         yield
     _compare_held(model, "the block's end", _GRADIENTS, group, gradients=True)
