@@ -535,6 +535,30 @@ def test_a_full_disk_is_found_before_anything_is_stepped_and_named(tmp_path, mon
     assert not torch.equal(params[0], before[0])
 
 
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_gradients_that_were_clipped_are_clipped_when_a_step_that_found_no_room_is_tried_again(
+    dtype, tmp_path, monkeypatch
+):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    ours, theirs = parameters(dtype), parameters(dtype)
+    optimizers = [OffloadedOptimizer(p, optim.AdamW, to=tmp_path, gradients=True, eps=1.0) for p in (ours, theirs)]
+    for optimizer, params in zip(optimizers, (ours, theirs), strict=True):
+        backward(params, 0)
+        assert optimizer.clip_grad_norm_(1e-2) > 1
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", full, raising=False)
+        with pytest.raises(OSError, match="find room"):
+            optimizers[0].step()
+    for optimizer, params in zip(optimizers, (ours, theirs), strict=True):
+        optimizer.step()
+        backward(params, 1)  # the clipping was for those that are stepped
+        optimizer.step()
+    assert all(torch.equal(p, q) for p, q in zip(ours, theirs, strict=True))
+    assert_same_states(*(optimizer.state_dict() for optimizer in optimizers))
+
+
 def test_a_write_that_fails_in_a_step_is_named_and_the_states_are_not_used_again(tmp_path, monkeypatch):
     params = parameters()
     optimizer = OffloadedOptimizer(params, optim.AdamW, to=tmp_path, chunk_bytes=1)
@@ -733,6 +757,27 @@ def test_over_a_late_link_the_step_is_the_same_and_nothing_is_on_its_way_after(
         assert all(torch.equal(p, q) for p, q in zip(ours, theirs, strict=True))
     assert len(late_device) == 2
     assert_same_states(offloaded.state_dict(), plain.state_dict())
+
+
+def test_gradients_that_came_down_for_a_step_that_raised_are_not_those_of_the_next(late_device, tmp_path, monkeypatch):
+    def broken(*_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    ours, theirs = parameters(), parameters()
+    optimizers = [OffloadedOptimizer(params, optim.AdamW, to=tmp_path) for params in (ours, theirs)]
+    for step in (0, 1, 2):
+        for optimizer, params in zip(optimizers, (ours, theirs), strict=True):
+            for p in params:
+                p.grad = None  # as the model's zero_grad has it
+            backward(params, step)
+            if step != 1:
+                optimizer.step()
+        if step == 1:
+            with monkeypatch.context() as patch:
+                patch.setattr(state_file.StateFile, "read", broken)
+                with pytest.raises(OSError, match="Input/output"):
+                    optimizers[0].step()
+    assert all(torch.equal(p, q) for p, q in zip(ours, theirs, strict=True))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

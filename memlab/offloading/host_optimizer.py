@@ -202,7 +202,11 @@ class OffloadedOptimizer(MasterWeights):
     def _after_step(self) -> None:
         if self._passage is not None:
             self._block = None  # else it stays, as the states do
-        self._passage = self._host.clipping = None
+        if not self.gradients:
+            self._host.held.clear()  # copies of p.grad, if the step raised
+        if not self._host.held:
+            self._host.clipping = None  # else it is owed to gradients that were not stepped
+        self._passage = None
         self._coming.clear()
 
     def _step_chunk(self, chunk: Chunk) -> list[tuple[dict, dict]]:
