@@ -535,6 +535,58 @@ def test_a_full_disk_is_found_before_anything_is_stepped_and_named(tmp_path, mon
     assert not torch.equal(params[0], before[0])
 
 
+@pytest.mark.parametrize("dtype", [BF16, FP32, torch.float64, torch.complex64])
+def test_on_a_disk_that_lacks_a_page_nothing_is_stepped_whatever_the_dtype(dtype, tmp_path, monkeypatch):
+    each = 64 * 64 * torch.finfo(dtype).bits // 8 * (2 if dtype.is_complex else 1)
+    needed = 4 * ((2 * each) if dtype is not BF16 else 12 * 64 * 64)  # two moments, and of 16 bits a master
+    allocate = getattr(os, "posix_fallocate", lambda *_: None)
+
+    def nearly_full(handle, start, nbytes):
+        if start + nbytes >= needed:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        allocate(handle, start, nbytes)
+
+    monkeypatch.setattr(os, "posix_fallocate", nearly_full, raising=False)
+    params = parameters(dtype, [(64, 64)] * 4)
+    before = [p.detach().clone() for p in params]
+    optimizer = OffloadedOptimizer(params, optim.AdamW, to=tmp_path, chunk_bytes=1)
+    for p in params:
+        p.abs().sum().backward()
+    with pytest.raises(OSError, match="find room"):
+        optimizer.step()
+    assert all(torch.equal(p, b) for p, b in zip(params, before, strict=True)) and not optimizer.state
+
+
+def test_states_that_find_no_place_in_a_step_stay_in_memory_until_there_is_one(tmp_path, monkeypatch):
+    class Unforeseen(optim.AdamW):
+        def step(self, closure=None):
+            if self.param_groups[0]["params"][0].shape == (2, 3):
+                raise ArithmeticError("no step of a small one")
+            return super().step(closure)
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    ours, theirs = (parameters(FP32, [(300,), (301,), (302,)]) for _ in range(2))
+    offloaded = OffloadedOptimizer(ours, Unforeseen, to=tmp_path, gradients=True)
+    plain = optim.AdamW(theirs)
+    backward(ours, 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", full, raising=False)
+        with pytest.raises(OSError, match="find room"):
+            offloaded.step()
+    backward(theirs, 0)
+    plain.step()
+    plain.zero_grad()
+    assert_same_states(offloaded.state_dict(), plain.state_dict())
+    for optimizer, params in ((offloaded, ours), (plain, theirs)):
+        backward(params, 1)
+        optimizer.step()
+    assert all(torch.equal(p, q) for p, q in zip(ours, theirs, strict=True))
+    assert_same_states(offloaded.state_dict(), plain.state_dict())
+    assert all(state.keys() == {"step"} for state in offloaded.state.values())
+
+
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 def test_gradients_that_were_clipped_are_clipped_when_a_step_that_found_no_room_is_tried_again(
     dtype, tmp_path, monkeypatch

@@ -50,8 +50,8 @@ class OffloadedOptimizer(MasterWeights):
       optimizer. On imagined hardware, main memory stands for the folder.
     gradients: also take each gradient away as soon as backward has completed it. `p.grad` is None then; backward after
       backward is added on the host, in the gradient's own dtype. A step uses them up. Clip with `clip_grad_norm_`.
-    chunk_bytes: how many bytes of FP32 gradients are stepped at once (one parameter's, if they are more), while the
-      next chunk's gradients and states come and the last one's weights and states go. None: all at once. "auto":
+    chunk_bytes: how many bytes of FP32 gradients are stepped at once (one parameter's, if they are more; 4 an element
+      also in FP64), while the next chunk's come, with states, and the last one's weights go. None: all at once. "auto":
       8 MiB in main memory, which a CPU's caches nearly hold; 4 MiB with a folder, whose step has six such blocks in its
       buffers. In main memory the FP32 gradients of the largest chunk keep their place between steps.
 
@@ -109,7 +109,7 @@ class OffloadedOptimizer(MasterWeights):
 
     def _wide(self, p: Tensor) -> Tensor:
         with main_memory():
-            return p.detach().to("cpu", torch.float32 if p.dtype in HALVES else p.dtype, copy=True)
+            return p.detach().to("cpu", _master_dtype(p), copy=True)
 
     def _has_gradient(self, p: Tensor) -> bool:
         return p.grad is not None or p in self._host.held
@@ -183,7 +183,7 @@ class OffloadedOptimizer(MasterWeights):
             found = self._passage.arrived()
             for (_, p), states, gradient in zip(chunk, found[: len(chunk)], found[len(chunk) :], strict=True):
                 if p in self._places:
-                    self.state[p] = self.state[p] | states
+                    self.state[p] = states | self.state[p]
                 self._host.held.update((p, g) for g in gradient.values())
         if self.gradients:
             for _, p in chunk:
@@ -197,7 +197,7 @@ class OffloadedOptimizer(MasterWeights):
             if self.gradients:
                 p.grad = None
         if self._passage is not None:
-            self._passage.back([self._filed(p) for _, p in chunk if p in self.state])
+            self._passage.back(self._filed([p for _, p in chunk if p in self.state]))
 
     def _after_step(self) -> None:
         if self._passage is not None:
@@ -231,15 +231,16 @@ class OffloadedOptimizer(MasterWeights):
         nbytes, sizes = 0, {}
         for group, p in itertools.chain(*chunks):
             if p not in self._places:
-                if id(group) not in sizes:
-                    sizes[id(group)] = self._state_itemsizes(group)
-                for itemsize in (*sizes[id(group)], *([max(4, p.itemsize)] if self._needs_master(p) else [])):
+                kind = id(group), _master_dtype(p)
+                if kind not in sizes:
+                    sizes[kind] = self._state_itemsizes(group, kind[1])
+                for itemsize in (*sizes[kind], *([kind[1].itemsize] if self._needs_master(p) else [])):
                     nbytes += rounded(itemsize * p.numel())
         self._file.reserve(nbytes)
 
-    def _state_itemsizes(self, group: dict) -> list[int]:
-        """Bytes an element of each state that a parameter has, found by a step of a small one."""
-        trial = torch.zeros(2, 3, device="cpu")
+    def _state_itemsizes(self, group: dict, dtype: torch.dtype) -> list[int]:
+        """Bytes an element of each state of a parameter whose master has this dtype, found by a step of a small one."""
+        trial = torch.zeros(2, 3, dtype=dtype, device="cpu")
         trial.grad = torch.zeros_like(trial)
         optimizer = self._make([group | {"params": [trial]}])
         try:
@@ -249,13 +250,19 @@ class OffloadedOptimizer(MasterWeights):
         states = optimizer.state[trial].values()
         return [state.itemsize for state in states if torch.is_tensor(state) and state.shape == trial.shape]
 
-    def _filed(self, p: Tensor) -> tuple[StateRegion, dict[str, Tensor]]:
-        """Take a parameter's states out of `state`, but for single numbers. Returns them, after their place."""
-        states = self.state[p]
-        large = {name: s for name, s in states.items() if torch.is_tensor(s) and s.numel() > 1}
-        self.state[p] = {name: s for name, s in states.items() if name not in large}
-        self._places[p] = self._file.region(large, self._places.get(p))
-        return self._places[p], large
+    def _filed(self, params: list[Tensor]) -> list[tuple[StateRegion, dict[str, Tensor]]]:
+        """Take parameters' states out of `state`, but for single numbers. Returns them, each after their place.
+
+        If one finds no place, all stay in `state`, which counts more than what the file has.
+        """
+        filed = []
+        for p in params:
+            large = {name: s for name, s in self.state[p].items() if torch.is_tensor(s) and s.numel() > 1}
+            filed.append((self._file.region(large, self._places.get(p)), large))
+        for p, (place, large) in zip(params, filed, strict=True):
+            self._places[p] = place
+            self.state[p] = {name: s for name, s in self.state[p].items() if name not in large}
+        return filed
 
     # ---- gradients
 
@@ -295,7 +302,7 @@ class OffloadedOptimizer(MasterWeights):
         try:
             for p, states in kept.items():
                 if p in self._places:
-                    states = states | self._places[p].mapped(window)
+                    states = self._places[p].mapped(window) | states
                 if p.dtype not in HALVES:
                     states = {name: state for name, state in states.items() if name != "master"}  # only a copy
                 if states:
@@ -311,8 +318,8 @@ class OffloadedOptimizer(MasterWeights):
         if self._file is not None:
             places, self._places, self._file.torn = self._places, WeakTensorKeyDictionary(), False
             self._places.update((p, places[p]) for p in self.state if p in places)
-            for p in filter(self._in_file, self.state):
-                self._file.write(*self._filed(p))
+            for place, states in self._filed([p for p in self.state if self._in_file(p)]):
+                self._file.write(place, states)
 
     def refresh(self) -> None:
         """As MasterWeights.refresh; the next step does it."""
@@ -322,3 +329,7 @@ class OffloadedOptimizer(MasterWeights):
         raise TypeError(
             "expected state_dict() to save an OffloadedOptimizer, found pickle or deepcopy; save that instead"
         )
+
+
+def _master_dtype(p: Tensor) -> torch.dtype:
+    return torch.float32 if p.dtype in HALVES else p.dtype
