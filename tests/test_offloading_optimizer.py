@@ -400,6 +400,29 @@ def test_loading_the_state_of_a_start_forgets_what_there_was(to):
     assert_same_states(offloaded.state_dict(), plain.state_dict())
 
 
+@pytest.mark.parametrize("backwards", [False, True])
+def test_the_file_does_not_grow_when_an_optimizer_starts_afresh_or_goes_back(backwards, tmp_path):
+    ours, theirs = parameters(FP32), parameters(FP32)
+    offloaded, plain = OffloadedOptimizer(ours, optim.AdamW, to=tmp_path), optim.AdamW(theirs)
+    pairs, sizes = ((offloaded, ours), (plain, theirs)), set()
+    start = copy.deepcopy(offloaded.state_dict())
+    for round in range(4):
+        for optimizer, params in pairs:
+            optimizer.zero_grad()
+            backward(params, 2 * round, but=(1,) if round == 2 else ())
+            optimizer.step()
+        saved = copy.deepcopy(offloaded.state_dict())
+        assert_same_states(saved, plain.state_dict())
+        for state in saved["state"].values() if backwards else ():
+            for name in reversed(list(state)):
+                state[name] = state.pop(name)
+        for state in (start, saved) if round % 2 else (saved, start):
+            offloaded.load_state_dict(copy.deepcopy(state))
+        plain.load_state_dict(saved if round % 2 else start)
+        sizes.add(offloaded._file._end)
+    assert len(sizes) == 1 and all(torch.equal(p, q) for p, q in zip(ours, theirs, strict=True))
+
+
 def test_a_state_dict_of_bf16_states_is_refused_and_nothing_changes(to):
     params = parameters()
     offloaded, plain = OffloadedOptimizer(params, optim.AdamW, to=to), optim.AdamW(parameters())

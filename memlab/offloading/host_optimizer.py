@@ -81,7 +81,7 @@ class OffloadedOptimizer(MasterWeights):
             chunk_bytes = HOST_CHUNK_BYTES if to == "cpu" else FILE_CHUNK_BYTES
         limit = None if chunk_bytes is None else parse_bytes(chunk_bytes)
         self._file = None if to == "cpu" else StateFile(to)
-        self._places = WeakTensorKeyDictionary()  # parameter → the region of its states
+        self._places = WeakTensorKeyDictionary()  # parameter → the region of its states, kept if a load forgets those
         self._links = HostLinks()
         self._host = HostGradients(self._links, self._file, limit)
         self._passage: Passage | None = None
@@ -161,7 +161,7 @@ class OffloadedOptimizer(MasterWeights):
         """Where in the file the chunk's states are, then where its gradients are."""
         gradients = (self._host.held.get(p) for _, p in chunk)
         return [
-            *(self._places.get(p) for _, p in chunk),
+            *(self._places.get(p) if p in self.state else None for _, p in chunk),
             *(g if isinstance(g, StateRegion) else None for g in gradients),
         ]
 
@@ -182,7 +182,7 @@ class OffloadedOptimizer(MasterWeights):
         if self._passage is not None:
             found = self._passage.arrived()
             for (_, p), states, gradient in zip(chunk, found[: len(chunk)], found[len(chunk) :], strict=True):
-                if p in self._places:
+                if states:
                     self.state[p] = states | self.state[p]
                 self._host.held.update((p, g) for g in gradient.values())
         if self.gradients:
@@ -316,8 +316,7 @@ class OffloadedOptimizer(MasterWeights):
         with main_memory():
             super().load_state_dict(state_dict)
         if self._file is not None:
-            places, self._places, self._file.torn = self._places, WeakTensorKeyDictionary(), False
-            self._places.update((p, places[p]) for p in self.state if p in places)
+            self._file.torn = False
             for place, states in self._filed([p for p in self.state if self._in_file(p)]):
                 self._file.write(place, states)
 

@@ -65,7 +65,8 @@ class StateFile:
         self._file.reserve(self._end + nbytes)
 
     def region(self, tensors: Mapping[str, Tensor], within: StateRegion | None = None) -> StateRegion:
-        """A place for these tensors: `within`, if it is theirs, or one at the end of the file."""
+        """A place for these tensors, in whatever order: `within`, if it is theirs, or one at the end of the file."""
+        tensors = dict(sorted(tensors.items()))
         laid, nbytes = laid_out(tensors.values())
         shapes = dict(zip(tensors, laid, strict=True))
         if within is not None and within.shapes == shapes:
