@@ -714,8 +714,19 @@ def test_hooks_and_the_file_go_with_the_optimizer_or_when_it_is_closed(close, to
     file, gone = optimizer._file and optimizer._file._file.raw, weakref.ref(optimizer)
     if close:
         optimizer.close()
-        with pytest.raises(RuntimeError, match="found one that was closed"):
-            optimizer.step()
+        uses = [
+            optimizer.step,
+            lambda: optimizer.clip_grad_norm_(1.0),
+            lambda: optimizer.load_state_dict({}),
+            lambda: optimizer.add_param_group({"params": parameters()}),
+            *([optimizer.state_dict] if optimizer._file else []),
+        ]
+        for use in uses:
+            with pytest.raises(
+                RuntimeError, match="expected an optimizer to .*, found one that was closed; make another"
+            ):
+                use()
+        assert optimizer._file or len(optimizer.state_dict()["state"]) == len(params)
     else:
         del optimizer
         gc.collect()

@@ -46,8 +46,8 @@ class OffloadedOptimizer(MasterWeights):
       host, others on a GPU a copy there; those on the CPU in FP32 are their own, and nothing of theirs moves.
     optimizer_class, **defaults: as in `MasterWeights`. fused=True is the CPU's fastest.
     to: "cpu", main memory; or a folder, in which an unnamed file holds masters and states. Two chunks of it are in
-      memory at a time, and only while a step lasts. `close()` gives its room back at once, else it goes with the
-      optimizer. On imagined hardware, main memory stands for the folder.
+      memory at a time, and only while a step lasts. `close()` gives its room back, else it goes with the optimizer; not
+      before the last state dict that maps it. On imagined hardware, main memory stands for the folder.
     gradients: also take each gradient away as soon as backward has completed it. `p.grad` is None then; backward after
       backward is added on the host, in the gradient's own dtype. A step uses them up. Clip with `clip_grad_norm_`.
     chunk_bytes: how many bytes of FP32 gradients are stepped at once (one parameter's, if they are more; 4 an element
@@ -90,7 +90,7 @@ class OffloadedOptimizer(MasterWeights):
         super().__init__(params, optimizer_class, chunk_bytes=limit, **defaults)
 
     def close(self) -> None:
-        """Take the hooks off and give the file's room back. It cannot step afterwards, and the model can train."""
+        """Take the hooks off and give the file's room back. The model can train, this cannot step: save it before."""
         self._closed = True
         self._host.close()
         if self._file is not None:
@@ -98,9 +98,14 @@ class OffloadedOptimizer(MasterWeights):
 
     def add_param_group(self, param_group: dict) -> None:
         """Add parameters, as to any optimizer."""
+        self._refuse_closed("add parameters to")
         super().add_param_group(param_group)
         if self.gradients:
             self._host.watch(self.param_groups[-1]["params"])
+
+    def _refuse_closed(self, purpose: str) -> None:
+        if self._closed:
+            raise RuntimeError(f"expected an optimizer to {purpose}, found one that was closed; make another")
 
     # ---- where things are
 
@@ -127,8 +132,7 @@ class OffloadedOptimizer(MasterWeights):
     # ---- the step: chunk by chunk, the next one on its way down, the last one on its way back
 
     def _brought(self) -> Iterator[Chunk]:
-        if self._closed:
-            raise RuntimeError("expected an optimizer to step, found one that was closed; make another")
+        self._refuse_closed("step")
         if self.gradients:
             self._host.collect(self._params())
         if self._file is not None and self._file.torn:
@@ -274,6 +278,7 @@ class OffloadedOptimizer(MasterWeights):
         With gradients=True the step does it: it multiplies the FP32 gradients, so that nothing is rounded on the way.
         Call it when all gradients are there, once a step. Raises RuntimeError for a norm of inf or nan, if told to.
         """
+        self._refuse_closed("clip for")
         if not self.gradients:
             return torch.nn.utils.clip_grad_norm_(self._params(), max_norm, norm_type, error_if_nonfinite)
         self._host.collect(self._params())
@@ -296,7 +301,11 @@ class OffloadedOptimizer(MasterWeights):
     # ---- saving, loading
 
     def state_dict(self) -> dict:
-        """As of MasterWeights. States from a file are mapped: read when they are used, so save them before you step."""
+        """As of MasterWeights. States from a file are mapped: read when they are used, so save them before you step
+        or load; and as long as they live, the file's room is kept.
+        """
+        if self._file is not None:
+            self._refuse_closed("save")
         kept, window = self.state, self._file.mapped() if self._places else None
         self.state = defaultdict(dict)
         try:
@@ -313,6 +322,7 @@ class OffloadedOptimizer(MasterWeights):
 
     def load_state_dict(self, state_dict: dict) -> None:
         """Resume from what `state_dict()` gave, here or in MasterWeights, or, in FP32, in the optimizer's class."""
+        self._refuse_closed("load into")
         with main_memory():
             super().load_state_dict(state_dict)
         if self._file is not None:
