@@ -250,6 +250,33 @@ def test_a_sparse_gradient_is_stepped_and_refused_where_it_should_leave(to):
         trained(lambda p: OffloadedOptimizer(p, optim.SparseAdam, to=to, gradients=True, lr=0.1))
 
 
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_gradients_are_zeroed_or_dropped_as_torch_does(dtype, gradients, to):
+    ours, theirs = parameters(dtype), parameters(dtype)
+    ours[5].requires_grad_(False)
+    theirs[5].requires_grad_(False)
+    offloaded = OffloadedOptimizer(ours, optim.AdamW, to=to, gradients=gradients, lr=0.1)
+    plain = reference(theirs, optim.AdamW, lr=0.1)
+    for optimizer, params in ((offloaded, ours), (plain, theirs)):
+        backward(params, 0, but=(1, 2))
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        backward(params, 1, but=(0, 1))  # of 0 from now on: its moments and its decay still move number 0
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        backward(params, 2)
+        optimizer.zero_grad(set_to_none=False)  # a batch that is left out
+        optimizer.step()
+        optimizer.zero_grad()
+        backward(params, 3, but=(0,))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert all(torch.equal(p, q) for p, q in zip(ours, theirs, strict=True))
+    assert_same_states(offloaded.state_dict(), plain.state_dict())
+    assert all(p.grad is None for p in ours)
+
+
 # ---- clipping, scaling
 
 
@@ -713,6 +740,7 @@ def test_hooks_and_the_file_go_with_the_optimizer_or_when_it_is_closed(close, to
     optimizer.step()
     file, gone = optimizer._file and optimizer._file._file.raw, weakref.ref(optimizer)
     if close:
+        backward(params, 1)
         optimizer.close()
         uses = [
             optimizer.step,
@@ -727,6 +755,8 @@ def test_hooks_and_the_file_go_with_the_optimizer_or_when_it_is_closed(close, to
             ):
                 use()
         assert optimizer._file or len(optimizer.state_dict()["state"]) == len(params)
+        optimizer.zero_grad(set_to_none=False)
+        assert all(p.grad is None for p in params)
     else:
         del optimizer
         gc.collect()
@@ -838,8 +868,8 @@ def test_over_a_late_link_the_step_is_the_same_and_nothing_is_on_its_way_after(
             backward(params, 10 + step, but=(1,))
         for optimizer in (offloaded, plain):
             optimizer.step()
-            optimizer.zero_grad()
-        assert not any(stream.waiting for stream in late_device)
+            optimizer.zero_grad(set_to_none=step != 2)
+        assert step == 2 or not any(stream.waiting for stream in late_device)
         assert all(torch.equal(p, q) for p, q in zip(ours, theirs, strict=True))
     assert len(late_device) == 2
     assert_same_states(offloaded.state_dict(), plain.state_dict())

@@ -119,8 +119,9 @@ class HostGradients:
         self.clipping = None
 
     def close(self) -> None:
-        """Take the hooks off."""
+        """Take the hooks off, and drop what they took."""
         self._finalizer()
+        self.drop()
 
     def _write(self, p: Tensor, gradient: Tensor) -> None:
         """A gradient, added to what the file has of it, → the file."""

@@ -49,7 +49,8 @@ class OffloadedOptimizer(MasterWeights):
       memory at a time, and only while a step lasts. `close()` gives its room back, else it goes with the optimizer; not
       before the last state dict that maps it. On imagined hardware, main memory stands for the folder.
     gradients: also take each gradient away as soon as backward has completed it. `p.grad` is None then; backward after
-      backward is added on the host, in the gradient's own dtype. A step uses them up. Clip with `clip_grad_norm_`.
+      backward is added on the host, in the gradient's own dtype. A step uses them up, or this optimizer's `zero_grad`
+      drops them: the model's `zero_grad` does not find them. Clip with `clip_grad_norm_`.
     chunk_bytes: how many bytes of FP32 gradients are stepped at once (one parameter's, if they are more; 4 an element
       also in FP64), while the next chunk's come, with states, and the last one's weights go. None: all at once. "auto":
       8 MiB in main memory, which a CPU's caches nearly hold; 4 MiB with a folder, whose step has six such blocks in its
@@ -86,12 +87,13 @@ class OffloadedOptimizer(MasterWeights):
         self._host = HostGradients(self._links, self._file, limit)
         self._passage: Passage | None = None
         self._coming: deque[tuple[list[Tensor], list[Tensor], torch.cuda.Event]] = deque()
+        self._stepped: list[Tensor] = []  # whose gradients the last step used up
         self._closed = False
         super().__init__(params, optimizer_class, chunk_bytes=limit, **defaults)
 
     def close(self) -> None:
         """Take the hooks off and give the file's room back. The model can train, this cannot step: save it before."""
-        self._closed = True
+        self._closed, self._stepped = True, []
         self._host.close()
         if self._file is not None:
             self._file.close()
@@ -138,6 +140,8 @@ class OffloadedOptimizer(MasterWeights):
         if self._file is not None and self._file.torn:
             raise OSError(f"expected whole states in {self._file.folder!r}, found a failed write; load a state dict")
         chunks = list(self._chunks())
+        if self.gradients:
+            self._stepped = [p for chunk in chunks for _, p in chunk]
         with ExitStack() as stack:
             stack.callback(self._after_step)
             self._open(stack, chunks)
@@ -285,9 +289,14 @@ class OffloadedOptimizer(MasterWeights):
         return self._host.clip_norm(self._params(), max_norm, norm_type, error_if_nonfinite)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients, wherever they are."""
+        """Drop the gradients, wherever they are; or with set_to_none=False make them 0, also those a step used up."""
+        zeroed = () if set_to_none or not self.gradients else {*self._stepped, *self._host.held}
+        self._stepped = []
         super().zero_grad(set_to_none)
         self._host.drop()
+        for p in zeroed:
+            p.grad = torch.zeros_like(p)
+            self._host.take(p)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
