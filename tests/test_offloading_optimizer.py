@@ -13,12 +13,15 @@ import weakref
 import pytest
 import torch
 from torch import nn, optim
+from torch.nn.parallel import DistributedDataParallel
 
 from memlab.book.steps import metered_step
+from memlab.data_parallelism import DataParallel, fully_shard
 from memlab.memory_arithmetic import Transformer, training_step
 from memlab.memory_timeline import Meter, imagine
 from memlab.mixed_precision import LossScaler, MasterWeights
 from memlab.offloading import OffloadedOptimizer, host_gradients, host_link, host_optimizer, state_file
+from memlab.ranks import run_ranks
 from memlab.units import MiB
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -473,6 +476,66 @@ def test_of_two_optimizers_that_take_a_gradient_the_second_says_so():
     p.sum().backward()
     first.step()
     assert torch.equal(p, torch.zeros(3))
+
+
+def trained_by_two_ranks(rank: int) -> dict:
+    """What becomes of the weights whose gradients are taken, by who averages them and who came first; or the error."""
+    found = {}
+    for wrap in (DistributedDataParallel, DataParallel, fully_shard):
+        for optimizer_first in (True, False) if wrap is not fully_shard else (False,):
+            for gradients in (False, True):
+                torch.manual_seed(0)
+                model = nn.Linear(4, 1)
+                make = lambda: OffloadedOptimizer(model.parameters(), optim.SGD, gradients=gradients, lr=0.1)  # noqa: B023, E731
+                optimizer = make() if optimizer_first else None
+                wrapped = wrap(model) or model
+                optimizer = optimizer or make()
+                rows = torch.randn(8, 4, generator=torch.Generator().manual_seed(rank))
+                try:
+                    for _ in range(2):
+                        for part in rows.split(4):
+                            wrapped(part).pow(2).mean().backward()
+                        optimizer.step()
+                        optimizer.zero_grad()
+                except RuntimeError as error:
+                    found[wrap.__name__, optimizer_first, gradients] = str(error)
+                else:
+                    found[wrap.__name__, optimizer_first, gradients] = torch.cat(
+                        [p.flatten() for p in model.parameters()]
+                    )
+    return found
+
+
+def test_gradients_that_are_taken_before_ranks_average_them_are_refused_and_after_it_are_right():
+    ranks = run_ranks(trained_by_two_ranks, 2)
+    for found in ranks:
+        for (wrap, optimizer_first, gradients), result in found.items():
+            if gradients and wrap != "fully_shard":
+                assert result.startswith("expected gradients that backward alone makes, found some that are averaged")
+            else:
+                assert torch.equal(result, found[wrap, optimizer_first, False])
+    for wrap in ("DistributedDataParallel", "DataParallel"):
+        assert torch.equal(*(found[wrap, True, False] for found in ranks))
+
+
+def test_a_gradient_put_beside_the_one_that_was_taken_is_refused_and_hooks_that_look_are_not(to):
+    (p,) = params = parameters(shapes=[(4,)])
+    optimizer = OffloadedOptimizer(params, optim.SGD, to=to, gradients=True)
+    looked = []
+    p.register_post_accumulate_grad_hook(lambda p: looked.append(p.grad))
+    with Meter(nn.ParameterList(params), optimizer):
+        backward(params, 0)
+    optimizer.step()
+    p.grad = torch.ones_like(p)  # alone, as where backward is the reader's own
+    optimizer.step()
+    backward(params, 1)
+    p.grad = torch.zeros_like(p)
+    for use in (optimizer.step, lambda: optimizer.clip_grad_norm_(1.0)):
+        with pytest.raises(RuntimeError, match="or written to p.grad, when this optimizer has taken its own"):
+            use()
+    optimizer.zero_grad()
+    optimizer.step()
+    assert looked == [None, None]
 
 
 def test_pickling_is_refused():

@@ -45,7 +45,11 @@ class Averaging:
         ]
 
     def _hook(self, at: int, number: int) -> Callable[[Tensor], None]:
-        return lambda p: self.arrive(at, number)
+        def hook(p: Tensor) -> None:
+            self.arrive(at, number)
+
+        hook.averages_ranks = True  # for those who take gradients away: this one needs them
+        return hook
 
     @torch.no_grad()
     def arrive(self, at: int, number: int) -> None:

@@ -49,9 +49,20 @@ class HostGradients:
                 self._hooks[p] = p.register_post_accumulate_grad_hook(functools.partial(_take, weakref.ref(self)))
 
     def collect(self, params: Iterable[Tensor]) -> None:
-        """Have all gradients of these here: those that nobody watched, and those on their way, too."""
+        """Have all gradients of these here: those that nobody watched, and those on their way, too.
+
+        Raises RuntimeError where ranks average what was taken: where a hook on a parameter says so (`averages_ranks`),
+        or somebody put a gradient beside the one that backward made, as DistributedDataParallel does.
+        """
         self.watch(params)
         for p in params:
+            hooks = p._post_accumulate_grad_hooks or {}
+            averaged = len(hooks) > 1 and any(getattr(hook, "averages_ranks", False) for hook in hooks.values())
+            if averaged or (p.grad is not None and p in self.held):
+                raise RuntimeError(
+                    "expected gradients that backward alone makes, found some that are averaged over ranks, or written "
+                    "to p.grad, when this optimizer has taken its own; use gradients=False, or memlab's fully_shard"
+                )
             if p.grad is not None:
                 self.take(p)
         while self._falling:

@@ -50,7 +50,9 @@ class OffloadedOptimizer(MasterWeights):
       before the last state dict that maps it. On imagined hardware, main memory stands for the folder.
     gradients: also take each gradient away as soon as backward has completed it. `p.grad` is None then; backward after
       backward is added on the host, in the gradient's own dtype. A step uses them up, or this optimizer's `zero_grad`
-      drops them: the model's `zero_grad` does not find them. Clip with `clip_grad_norm_`.
+      drops them: the model's `zero_grad` does not find them. Clip with `clip_grad_norm_`. Ranks cannot average what is
+      taken: DataParallel and DistributedDataParallel are refused in the step, the latter not if it looks for unused
+      parameters or has a static graph: ranks then train apart! fully_shard averages first.
     chunk_bytes: how many bytes of FP32 gradients are stepped at once (one parameter's, if they are more; 4 an element
       also in FP64), while the next chunk's come, with states, and the last one's weights go. None: all at once. "auto":
       8 MiB in main memory, which a CPU's caches nearly hold; 4 MiB with a folder, whose step has six such blocks in its
