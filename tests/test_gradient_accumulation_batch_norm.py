@@ -271,6 +271,31 @@ def test_a_layer_called_twice_in_a_forward_moves_twice_call_by_call():
     assert distance(statistics(model.norm), statistics(alone)) <= 1e-14
 
 
+def test_a_loss_that_calls_a_model_twice_moves_it_once_and_in_a_module_that_makes_both_calls_as_the_full_batch():
+    class Pair(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.both = network()
+
+        def forward(self, x, y):
+            return self.both(x) + self.both(y)
+
+    x, y = values(16, 6), values(16, 6) * 2 + 1
+    once, pair, full, twice = network(), Pair(), network(), network()
+    pieces = list(zip(x.split(RAGGED), y.split(RAGGED), strict=True))
+    with deferred_batch_norm(once), deferred_batch_norm(pair):
+        for piece in pieces:
+            pair(*piece)
+            for half in piece:
+                once(half)
+    full[0](torch.cat((x, y)))
+    twice[0](x)
+    twice[0](y)
+    for model, expected, moves in ((once, full, 1), (pair.both, twice, 2)):
+        assert model[0].num_batches_tracked == moves
+        assert distance(statistics(model[0]), statistics(expected[0])) <= 1e-14
+
+
 def test_parts_of_a_model_that_are_called_alone_are_of_the_same_group():
     model, full = network(), network()
     x = values(16, 6)

@@ -49,6 +49,9 @@ def deferred_batch_norm(model: Module) -> Iterator[None]:
 
     A layer that one forward of `model` calls several times moves as often, call by call, as in the full batch. Each
     forward of `model` counts, under `no_grad` too, as it does without the block; but not its recomputation in backward.
+    Forwards are taken for micro-batches, and so are calls of a part outside of one (`model.encode(x)`): where the loss
+    calls the model twice, for real and fake or two of a pair, it moves once, towards all values together, and not
+    twice. For the full batch's update enter a module whose forward makes both calls, and have the loss call that.
     Layers in evaluation mode, and those without running statistics, are left alone. Statistics are merged in the
     buffers' dtype, at least FP32. A layer with 16-bit buffers rounds a micro-batch's statistics to them first, and an
     FP16 one gives inf for a variance above 65,504; 16-bit inputs under FP32 buffers, as in autocast, lose nothing.
