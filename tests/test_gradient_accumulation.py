@@ -635,3 +635,36 @@ def test_no_reduction_is_seen_where_python_multiplied_or_divided():
     loss = F.cross_entropy(made(4, 8), Y)
     assert reduction_of(loss * 4) is None
     assert reduction_of(F.cross_entropy(made(4, 8), Y, reduction="sum") / 4) is None
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda x: F.kl_div(x, P, reduction="batchmean"),
+        lambda x: F.mse_loss(x, P, weight=torch.ones(4, 8)),
+        lambda x: F.l1_loss(x, P, weight=torch.ones(4, 8)),
+    ],
+)
+def test_the_means_of_torch_that_are_a_sum_divided_in_python_are_told_from_no_other(loss):
+    assert reduction_of(loss(made(4, 8))) is None
+
+
+def test_a_weighted_mean_is_a_sum_that_is_divided_by_its_weights_as_the_refusal_says():
+    model, x, y, w = nn.Linear(8, 4).double(), torch.randn(4, 8).double(), Y, torch.rand(4).double()
+
+    def loss(divided):
+        def of(batch):
+            x, y, w = batch
+            terms, weights = F.cross_entropy(model(x), y, reduction="none"), w / w.sum()
+            return (weights * terms).sum() / weights.sum() if divided else (weights * terms).sum()
+
+        return of
+
+    (loss(False)((x, y, w))).backward()
+    expected = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    group, by = list(zip(x.split(3), y.split(3), w.split(3), strict=True)), {"reduction": "mean"}
+    with pytest.raises(ValueError, match=r"as \(weights \* terms\).sum\(\) / weights.sum\(\)"):
+        accumulate(loss(False), group, count=lambda batch: batch[2].sum(), **by)
+    accumulate(loss(True), group, count=lambda batch: batch[2].sum(), **by)
+    assert all(torch.allclose(p.grad, g, rtol=1e-12) for p, g in zip(model.parameters(), expected, strict=True))

@@ -107,8 +107,9 @@ def accumulate(
     has none, its sums have gradient 0; the mean of a micro-batch without labels is nan.
 
     A mean where a sum was asked for, or the reverse, is refused where autograd's graph shows it: the losses of
-    torch.nn.functional, mean() and sum(). It does not show in compiled losses, in your own autograd.Functions, and in
-    sum / n; so not in a Transformers loss that was given num_items_in_batch. Leave that out, and ask for means.
+    torch.nn.functional, mean() and sum(). It does not show in compiled losses, in your own autograd.Functions, in
+    mean * n and in sum / n; so not in kl_div(reduction="batchmean"), in mse_loss and l1_loss with a weight, and in a
+    Transformers loss that was given num_items_in_batch. Leave that last one out, and ask for means.
 
     Raises ValueError for no micro-batch, micro-batches on different devices, counts that make no sense, nothing to
     learn from, and the other reduction; TypeError for a loss that is no scalar with a gradient and a model without

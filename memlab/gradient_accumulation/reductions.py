@@ -73,4 +73,7 @@ def refuse(loss: Any, part, reduction: str) -> None:
             "means that you want as it is, torch.stack(means).sum())"
         )
     if found == "sum" and reduction == "mean":
-        raise ValueError("expected a mean loss, found a sum; leave out reduction='mean', or average in the loss")
+        raise ValueError(
+            "expected a mean loss, found a sum; leave out reduction='mean', or average in the loss (and a mean that is "
+            "written as a sum of terms whose weights add up to 1, as (weights * terms).sum() / weights.sum())"
+        )
