@@ -3,6 +3,7 @@
 import errno
 import mmap
 import os
+import tempfile
 import threading
 import weakref
 

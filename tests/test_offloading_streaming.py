@@ -3,6 +3,7 @@
 import copy
 import functools
 import gc
+import io
 import os
 import signal
 import subprocess
@@ -19,11 +20,14 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from memlab.book.workloads import GPT
+from memlab.data_parallelism import DataParallel
 from memlab.gradient_checkpointing import checkpoint
 from memlab.memory_timeline import Meter, OutOfMemory, imagine, main_memory
 from memlab.offloading import courier as courier_page
 from memlab.offloading import homes, stream_weights
 from memlab.offloading.courier import Courier
+from memlab.offloading.streaming import StreamedWeights
+from memlab.ranks import run_ranks
 
 CARD = "H100-80GB"
 
@@ -602,6 +606,25 @@ def test_a_negative_prefetch_is_refused():
         stream_weights(model, model.blocks, prefetch=-1)
 
 
+def test_layers_made_in_inference_mode_are_refused():
+    with torch.inference_mode():
+        model = Stack()
+    with pytest.raises(ValueError, match="make the model outside it"):
+        stream_weights(model, model.layers)
+
+
+# ---- inference mode, and ranks
+
+
+def test_a_model_streamed_in_inference_mode_is_whole_afterwards_and_can_be_trained(to):
+    plain, streamed = gpt(dropout=0.0), gpt(dropout=0.0)
+    with torch.inference_mode(), stream_weights(streamed, streamed.blocks, to):
+        assert torch.equal(streamed(*batch()), plain(*batch()))
+        assert torch.is_inference_mode_enabled()
+    assert alike(list(streamed.parameters()), list(plain.parameters()))
+    assert alike(trained(streamed, list(streamed.parameters())), trained(plain, list(plain.parameters())))
+
+
 # ---- faults
 
 
@@ -619,6 +642,8 @@ def test_a_full_disk_is_named_at_the_start_and_the_model_is_as_it_was(tmp_path, 
         calls.append(call)
         if len(calls) > room_for:
             raise OSError(28, "No space left on device")
+        file, start, nbytes = call
+        os.truncate(file, start + nbytes)
 
     monkeypatch.setattr(os, "posix_fallocate", reserve, raising=False)
     model, plain, before = gpt(), gpt(), open_files()

@@ -22,7 +22,8 @@ from memlab.offloading.residency import Residency, StreamedLayer
 def parts_of(model: nn.Module, layers: Iterable[nn.Module]) -> list[tuple[nn.Module, list[nn.Parameter]]]:
     """Each layer with the parameters that can be streamed: of plain tensors, whose memory is theirs alone.
 
-    Raises ValueError for a layer that is not in the model or contains another, and if there is nothing to stream.
+    Raises ValueError for a layer that is not in the model or contains another, or was made in inference mode, and if
+    there is nothing to stream.
     """
     if isinstance(layers, nn.Module) and not isinstance(layers, Iterable):
         raise TypeError(f"expected layers in a list, found one {type(layers).__name__}; write [layer]")
@@ -44,6 +45,11 @@ def parts_of(model: nn.Module, layers: Iterable[nn.Module]) -> list[tuple[nn.Mod
         alone = [p for p in layer.parameters() if plain(p) and len(users[p.untyped_storage()._cdata]) == 1]
         if alone:
             parts.append((layer, alone))
+    if any(p.is_inference() for _, parameters in parts for p in parameters):
+        raise ValueError(
+            "expected parameters whose writes PyTorch counts, found one that was made in torch.inference_mode; make "
+            "the model outside it, and call it there"
+        )
     found = {str(p.device) for _, parameters in parts for p in parameters}
     if len(found) != 1 or "meta" in found:
         raise ValueError(

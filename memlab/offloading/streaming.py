@@ -119,7 +119,8 @@ class StreamedWeights:
             raise RuntimeError("expected to enter once at a time, found these weights streamed already")
         self._task = -1
         self._owners: dict[int, StreamedLayer] = {}  # a storage on the device → the layer
-        with ExitStack() as stack:
+        training = torch.is_grad_enabled()
+        with torch.inference_mode(False), ExitStack() as stack:
             self._courier = stack.enter_context(Courier(self.device, self.imagined))
             self._residency = residency = Residency(self._courier, self.prefetch)
             stack.callback(self.homes.close)
@@ -145,7 +146,7 @@ class StreamedWeights:
 
     def __exit__(self, *error) -> None:
         undo, self._undo = self._undo, None
-        with undo, suppress(*[Exception] * (error[0] is not None)):
+        with torch.inference_mode(False), undo, suppress(*[Exception] * (error[0] is not None)):
             self._residency.settle(0)
 
     def _send_home(self, layer: StreamedLayer, home: Home) -> None:
