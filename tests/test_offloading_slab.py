@@ -206,6 +206,15 @@ def test_all_that_fails_in_a_file_names_the_folder_the_bytes_and_what_to_do(tmp_
     file.close()
 
 
+def test_too_many_open_files_have_an_advice_of_their_own(tmp_path, monkeypatch):
+    def too_many(*_, **__):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", too_many)
+    with pytest.raises(OSError, match=r"make a file in folder .* found: Too many open files; .*ulimit -n"):
+        UnnamedFile(tmp_path)
+
+
 # ---- a file that is spilled to
 
 

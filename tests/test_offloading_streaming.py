@@ -628,6 +628,18 @@ def test_a_model_streamed_in_inference_mode_is_whole_afterwards_and_can_be_train
 # ---- faults
 
 
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts open files")
+def test_many_layers_take_as_few_open_files_as_one(tmp_path):
+    counts = []
+    for layers in (1, 50):
+        model, before = Stack(layers, width=4), open_files()
+        with torch.no_grad(), stream_weights(model, model.layers, tmp_path):
+            with torch.enable_grad():
+                model(torch.ones(1, 4)).sum().backward()
+            counts.append(open_files() - before)
+    assert counts[0] == counts[1] <= 4
+
+
 def test_a_missing_folder_is_named_before_anything_moves(tmp_path):
     model = gpt()
     with pytest.raises(OSError, match=str(tmp_path / "missing")):

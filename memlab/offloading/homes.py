@@ -37,16 +37,15 @@ class Home:
 
 
 class FileHome(Home):
-    """A layer's place in an open file.
+    """A layer's place in an open file, `window` on the whole of which is shared: each map would take a descriptor.
 
     `flat` is mapped: whoever reads or writes it works on the file, page by page. A layer is brought with plain reads
     instead, in one go and without a page fault for every 4 KiB.
     """
 
-    def __init__(self, file: UnnamedFile, start: int, nbytes: int):
-        self.file, self.start = file, start
-        self.map = file.mapped(start, max(nbytes, 1))
-        self.flat = torch.frombuffer(self.map, dtype=torch.uint8)[:nbytes]
+    def __init__(self, file: UnnamedFile, window: mmap.mmap, start: int, nbytes: int):
+        self.file, self.window, self.start = file, window, start
+        self.flat = torch.frombuffer(window, dtype=torch.uint8, count=max(nbytes, 1), offset=start)[:nbytes]
 
     def read(self, into: Tensor) -> None:
         """Copy what is here into a range of the same size. into: (nbytes,) of uint8, on the host."""
@@ -55,7 +54,7 @@ class FileHome(Home):
     def rest(self) -> None:
         """Give the pages that were touched back to the system, which writes them to the file when it likes."""
         if hasattr(mmap, "MADV_DONTNEED"):
-            self.map.madvise(mmap.MADV_DONTNEED)
+            self.window.madvise(mmap.MADV_DONTNEED, self.start, max(len(self.flat), 1))
 
 
 class HomesInMemory:
@@ -90,6 +89,8 @@ class HomesInFiles:
 
     def make(self, sizes: list[int]) -> Iterator[Home]:
         """One home of each size, in bytes, all in one file that has room for them."""
+        if not sizes:
+            return iter(())
         grain = mmap.ALLOCATIONGRANULARITY  # where a map may begin
         starts = [0]
         for nbytes in sizes:
@@ -97,7 +98,8 @@ class HomesInFiles:
         file = UnnamedFile(self.folder)
         self.files.append(file)
         file.reserve(starts[-1])
-        return (FileHome(file, start, nbytes) for start, nbytes in zip(starts, sizes, strict=False))
+        window = file.mapped(0, starts[-1])
+        return (FileHome(file, window, start, nbytes) for start, nbytes in zip(starts, sizes, strict=False))
 
     def close(self) -> None:
         """Close the files. What is mapped stays until nobody holds it."""

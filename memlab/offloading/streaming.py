@@ -57,8 +57,9 @@ def stream_weights(
     layers: modules of the model, in the order in which they run (another order is learned in the first step, and is
       right before). What is streamed are their parameters, but for those that share memory with others, such as a tied
       head: these, buffers and all other modules stay on the device.
-    to: "cpu" for the host's memory, pinned where the device is a GPU; or a folder, for an unnamed file in it. For a
-      model on the CPU, "cpu" moves bytes within the same memory: it saves nothing, and costs (1 + prefetch) layers.
+    to: "cpu" for the host's memory, pinned where the device is a GPU; or a folder, for an unnamed file of weights in it
+      and one of gradients. For a model on the CPU, "cpu" moves bytes within the same memory: it saves nothing, and
+      costs (1 + prefetch) layers.
     device: None for a model that is on its device, and comes back there in the end. A device for a model on the host
       that need not fit there: what is not streamed is brought there for the block's time.
     prefetch: how many layers are brought ahead of need, by a thread (and a stream) of its own; 0: each is waited for.
@@ -126,10 +127,8 @@ class StreamedWeights:
             stack.callback(self.homes.close)
             layers = [StreamedLayer(i, module, parameters) for i, (module, parameters) in enumerate(self.parts)]
             homes = self.homes.make([layer.nbytes for layer in layers])
-            if self.homes.limited and torch.is_grad_enabled():  # take all the room before it can run out
-                trained = [layer for layer in layers if layer.trained]
-                for layer, home in zip(trained, self.homes.make([each.nbytes for each in trained]), strict=True):
-                    layer.gradient_home = home
+            if self.homes.limited and training:  # take all the room before it can run out
+                self._make_gradient_homes(layer for layer in layers if layer.trained)
             if not self.returns:
                 stack.enter_context(rest_on(self.device, self.model, layers))
             for layer, home in zip(layers, homes, strict=True):
@@ -264,8 +263,14 @@ class StreamedWeights:
 
     def _send_gradient(self, layer: StreamedLayer, number: int, gradient: Tensor) -> None:
         if layer.gradient_home is None:
-            (layer.gradient_home,) = self.homes.make([layer.nbytes])
+            others = [each for each in self._residency.layers if each.watched and each.gradient_home is None]
+            self._make_gradient_homes(dict.fromkeys([layer, *others] if self.homes.limited else [layer]))
         self._residency.take(layer, number, gradient)
+
+    def _make_gradient_homes(self, layers: Iterable[StreamedLayer]) -> None:
+        layers = list(layers)
+        for layer, home in zip(layers, self.homes.make([each.nbytes for each in layers]), strict=True):
+            layer.gradient_home = home
 
     def _when_backward_ends(self) -> None:
         """See to it that all gradients are home then, and the device's bytes given back."""

@@ -8,6 +8,7 @@ the file has a name and is marked to be deleted when closed.)
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 import tempfile
@@ -83,10 +84,12 @@ class UnnamedFile:
         try:
             yield
         except OSError as error:
+            advice = "free some space there, or name another folder that exists, is writable and has room"
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                advice = "close some files, or raise the limit of open ones (ulimit -n)"
             raise OSError(
                 error.errno,
-                f"expected to {wanted} in folder '{self.folder}', found: {error.strerror or error}; free some space "
-                "there, or name another folder that exists, is writable and has room",
+                f"expected to {wanted} in folder '{self.folder}', found: {error.strerror or error}; {advice}",
             ) from error
 
 
