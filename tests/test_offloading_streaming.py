@@ -155,6 +155,37 @@ def test_one_context_can_be_entered_again(to):
         weights.parameters()
 
 
+def test_an_optimizer_of_the_first_entry_trains_at_the_next_as_well(to):
+    plain, streamed = gpt(dropout=0.0), gpt(dropout=0.0)
+    reference, optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2), None
+    weights = stream_weights(streamed, streamed.blocks, to)
+    for entry in range(3):
+        with weights:
+            optimizer = optimizer or torch.optim.AdamW(weights.parameters(), lr=1e-2)
+            assert optimizer.param_groups[0]["params"] == weights.parameters()
+            for model, each in ((plain, reference), (streamed, optimizer)):
+                for step in range(2):
+                    model(*batch(2 * entry + step)).backward()
+                    each.step()
+                    each.zero_grad()
+        assert alike(list(streamed.parameters()), list(plain.parameters()))
+
+
+def test_an_optimizer_of_the_block_is_refused_after_it_and_in_another(to):
+    model = gpt()
+    with stream_weights(model, model.blocks, to) as weights:
+        optimizer = torch.optim.SGD(weights.parameters(), lr=1.0)
+        copies = copy.deepcopy(weights.parameters())
+    optimizer.step()
+    model(*batch()).backward()
+    with pytest.raises(RuntimeError, match=r"make one over model.parameters\(\)"):
+        optimizer.step()
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+    torch.optim.SGD(copies, lr=1.0).step()
+    with stream_weights(model, model.blocks, to), pytest.raises(RuntimeError, match="or of another block"):
+        optimizer.step()
+
+
 def test_inference_frozen_layers_and_a_partly_streamed_model(to):
     plain, streamed = gpt(dropout=0.0), gpt(dropout=0.0)
     for model in (plain, streamed):
@@ -487,6 +518,78 @@ def test_a_state_dict_is_whole_and_can_be_loaded(to):
     assert alike(list(model.parameters()), list(other.parameters()))
 
 
+def test_a_module_inside_a_layer_can_be_saved_and_loaded_by_itself(to):
+    model, other = gpt(dropout=0.0), gpt(dropout=0.0)
+    before = [list(block.attention.state_dict().values()) for block in copy.deepcopy(model).blocks]
+    for p in other.parameters():
+        nn.init.normal_(p)
+    with stream_weights(model, model.blocks, to):
+        model(*batch())
+        for inner, outer in zip(model.blocks, other.blocks, strict=True):
+            saved = io.BytesIO()
+            torch.save(inner.attention.state_dict(), saved)
+            assert alike(list(torch.load(io.BytesIO(saved.getvalue())).values()), before.pop(0))
+            inner.attention.load_state_dict(outer.attention.state_dict())
+            with pytest.raises(RuntimeError, match="without assign=True"):
+                inner.attention.qkv.load_state_dict(outer.attention.qkv.state_dict(), assign=True)
+        loss = model(*batch())
+    assert torch.equal(loss, model(*batch()))
+    for inner, outer in zip(model.blocks, other.blocks, strict=True):
+        assert alike(list(inner.attention.parameters()), list(outer.attention.parameters()))
+
+
+def test_a_layer_of_two_dtypes_is_saved_and_what_is_written_to_its_state_dict_counts(to):
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.norm = nn.Linear(4, 4, dtype=torch.bfloat16), nn.LayerNorm(4)
+            self.empty = nn.Parameter(torch.zeros(0))
+
+        def forward(self, x):
+            return self.norm(self.linear(x.bfloat16()).float())
+
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Layer(), Layer()), torch.randn(2, 4)
+    expected = [p.detach().clone() for p in model.parameters()]
+    with stream_weights(model, model, to), torch.no_grad():
+        saved = io.BytesIO()
+        torch.save(model.state_dict(), saved)
+        assert alike(list(torch.load(io.BytesIO(saved.getvalue())).values()), expected)
+        for _ in range(3):
+            model(x)
+        for value in model.state_dict().values():
+            value.zero_()
+        assert not model(x).any()
+    assert not any(p.any() for p in model.parameters())
+
+
+def test_what_is_saved_of_the_twins_are_plain_parameters(to):
+    model = gpt()
+    with stream_weights(model, model.blocks, to) as weights:
+        saved = io.BytesIO()
+        torch.save([weights.parameters(), model.state_dict(keep_vars=True)], saved)
+    parameters, state = torch.load(io.BytesIO(saved.getvalue()))
+    assert {type(p) for p in (*parameters, *state.values())} == {nn.Parameter}
+    assert alike(parameters, list(model.parameters()))
+
+
+@pytest.mark.parametrize("which", ["model", "list of layers", "layers", "parts of layers"])
+def test_zero_grad_of_any_module_clears_what_is_at_home(to, which):
+    model = gpt(dropout=0.0)
+    blocks = list(model.blocks)
+    parts = [module for block in blocks for module in block.modules()]
+    with stream_weights(model, model.blocks, to) as weights:
+        model(*batch()).backward()
+        before = [p.grad.clone() for p in weights.host_parameters()]
+        chosen = {"model": [model], "list of layers": [model.blocks], "layers": blocks, "parts of layers": parts}[which]
+        blocks[0].norm1.zero_grad()
+        assert [p.grad is None for p in weights.host_parameters()] == [True, True] + [False] * (len(before) - 2)
+        for module in chosen:
+            module.zero_grad()
+        model(*batch()).backward()
+        assert alike([p.grad for p in weights.host_parameters()], before)
+
+
 def test_zero_grad_of_the_model_clears_what_is_at_home(to):
     model = gpt()
     with stream_weights(model, model.blocks, to) as weights:
@@ -570,6 +673,61 @@ def test_a_weight_written_after_an_inference_is_read_again(to):
         assert torch.equal(model(*batch()), second)
 
 
+@pytest.mark.parametrize("way", ["data.copy_", "data =", "vector_to_parameters"])
+@pytest.mark.parametrize("prefetch", [1, 99])
+def test_a_weight_written_through_its_data_after_an_inference_is_read_again(to, way, prefetch):
+    plain, streamed = gpt(dropout=0.0), gpt(dropout=0.0)
+
+    def write(parameters):
+        if way == "vector_to_parameters":
+            nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(parameters) * 1.5, parameters)
+        for p in parameters:
+            if way == "data.copy_":
+                p.data.copy_(p.detach() * 1.5)
+            elif way == "data =":
+                p.data = p.detach() * 1.5
+
+    with stream_weights(streamed, streamed.blocks, to, prefetch=prefetch) as weights, torch.no_grad():
+        for _ in range(3):
+            streamed(*batch())
+        write(weights.parameters())
+        write(list(plain.parameters()))
+        assert torch.equal(streamed(*batch()), plain(*batch()))
+    assert alike(list(streamed.parameters()), list(plain.parameters()))
+
+
+def test_an_optimizer_that_writes_through_data_trains_the_same_with_a_validation_before_each_step(to):
+    class OfTheOldSchool(torch.optim.SGD):
+        def step(self):
+            for p in self.param_groups[0]["params"]:
+                p.data.add_(p.grad.data, alpha=-0.1)
+
+    plain, streamed, losses = gpt(dropout=0.0), gpt(dropout=0.0), []
+    with stream_weights(streamed, streamed.blocks, to) as weights:
+        for model, parameters in ((plain, list(plain.parameters())), (streamed, weights.parameters())):
+            optimizer = OfTheOldSchool(parameters)
+            for step in range(4):
+                model(*batch(step)).backward()
+                with torch.no_grad():
+                    losses.append(model(*batch(9)))
+                optimizer.step()
+                optimizer.zero_grad()
+    assert alike(losses[:4], losses[4:])
+    assert alike(list(streamed.parameters()), list(plain.parameters()))
+
+
+def test_data_is_read_between_forward_and_backward_without_complaint_and_not_replaced_by_another_shape(to):
+    plain, streamed = gpt(dropout=0.0), gpt(dropout=0.0)
+    with stream_weights(streamed, streamed.blocks, to) as weights:
+        for model, parameters in ((plain, list(plain.parameters())), (streamed, weights.parameters())):
+            loss = model(*batch())
+            assert all(p.data.isfinite().all() for p in parameters)
+            loss.backward()
+        assert alike([p.grad for p in weights.parameters()], [p.grad for p in plain.parameters()])
+        with pytest.raises(ValueError, match="change it before the block"):
+            weights.host_parameters()[0].data = torch.zeros(3)
+
+
 def test_backward_after_the_block_is_an_error(to):
     model = gpt()
     with stream_weights(model, model.blocks, to):
@@ -626,6 +784,21 @@ def test_a_model_streamed_in_inference_mode_is_whole_afterwards_and_can_be_train
 
 
 # ---- faults
+
+
+@pytest.mark.parametrize("device", [None, "cpu"])
+def test_weights_for_which_there_is_no_room_in_the_end_stay_where_they_are_at_home(to, monkeypatch, device):
+    def full(*_):
+        raise MemoryError
+
+    plain, streamed = gpt(), gpt()
+    weights = stream_weights(streamed, streamed.blocks, to, device=device)
+    weights.__enter__()
+    monkeypatch.setattr(StreamedWeights, "_own", full)
+    with pytest.raises(MemoryError):
+        weights.__exit__(None, None, None)
+    assert alike(list(streamed.parameters()), list(plain.parameters()))
+    assert threads() == [] and hooks_of(streamed) == 0
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts open files")

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from memlab.offloading.courier import Courier
 from memlab.offloading.homes import Home
 from memlab.offloading.layout import flat_bytes, views_of
+from memlab.offloading.twins import Twin, sent_to
 
 _current_task = torch._C._current_graph_task_id  # -1 outside backward
 
@@ -34,12 +35,15 @@ class StreamedLayer:
         self.home: Home | None = None
         self.gradient_home: Home | None = None
         self.arriving: Future | None = None  # None: not on the device
-        self.version = -1  # of what is on the device, as `home.flat._version` counts writes
+        self.version = -1  # of what is on the device, as `written` counts
+        self.stale = False  # whether somebody may have written to the twins' `.data` since
 
-    def move_in(self, home: Home, device: torch.device, courier: Courier) -> None:
+    def move_in(self, home: Home, twins: dict[nn.Parameter, Twin], device: torch.device, courier: Courier) -> None:
         """Send the weights home, to twins there, and give the parameters a storage on the device that is empty."""
-        self.twins = courier.run(sent_to, home, self.parameters)
+        self.twins, self.counting = courier.run(sent_to, home, self.parameters, twins)
         self.home = home
+        for twin in self.twins:
+            twin.layer = self
         for p in self.parameters:
             p.data = p.data.new_empty(0)  # lets go of the bytes that are at home before others are asked for
         self.flat = torch.empty(self.nbytes, dtype=torch.uint8, device=device)
@@ -52,24 +56,37 @@ class StreamedLayer:
 
         own: makes it, a copy of its argument.
         """
-        for p, twin in zip(self.parameters, self.twins, strict=True):
-            gradient, twin.grad = twin.grad, None
-            p.data = own(twin.data)
-            p.grad = None if gradient is None else own(gradient)
-            if p.device == twin.device:
-                twin.data = p.data  # so whoever holds the twin does not hold its home
+        gradients = [twin.grad for twin in self.twins]
+        for twin in self.twins:
+            twin.layer = None
+        try:
+            for p, twin, gradient in zip(self.parameters, self.twins, gradients, strict=True):
+                p.data = own(twin.data)
+                p.grad = None if gradient is None else own(gradient)
+                twin.grad = None
+                if p.device == twin.device:
+                    twin.data = p.data  # so whoever holds the twin does not hold its home
+        except BaseException:
+            for p, twin in zip(self.parameters, self.twins, strict=True):
+                p.data = twin.data  # there is no room but at home
+            raise
         self.home = self.gradient_home = None
+
+    @property
+    def written(self) -> int:
+        """How often the twins were written to."""
+        return sum([twin._version for twin in self.counting])
 
     @property
     def current(self) -> bool:
         """Whether its weights are on the device or on their way there, and nobody has written to the twins since."""
-        return self.arriving is not None and self.version == self.home.flat._version
+        return self.arriving is not None and not self.stale and self.version == self.written
 
     def begin_arriving(self, courier: Courier) -> None:
         """Take the device's bytes again, and have them filled."""
         self.empty()
         self.flat.untyped_storage().resize_(self.nbytes)
-        self.version = self.home.flat._version
+        self.version, self.stale = self.written, False
         self.arriving = courier.bring(self.home, self.flat)
 
     def empty(self) -> None:
@@ -89,15 +106,6 @@ def resident_bytes(layer_bytes: Sequence[int], prefetch: int = 1) -> int:
     (50, 30)
     """
     return max((sum(layer_bytes[i : i + 1 + prefetch]) for i in range(len(layer_bytes))), default=0)
-
-
-def sent_to(home: Home, parameters: list[nn.Parameter]) -> list[nn.Parameter]:
-    """Parameters at home with the values of these."""
-    views = views_of(home.flat, parameters)
-    for p, view in zip(parameters, views, strict=True):
-        view.copy_(p.data)
-    home.rest()
-    return [nn.Parameter(view, p.requires_grad) for p, view in zip(parameters, views, strict=True)]
 
 
 Moment = tuple[str, StreamedLayer]

@@ -106,40 +106,51 @@ def replaced_method(module: nn.Module, name: str, instead: Callable) -> Iterator
 def manners(model: nn.Module, residency: Residency, courier: Courier) -> Iterator[None]:
     """Lead what is asked of the model to the twins."""
     with ExitStack() as stack:
-        clear = functools.partial(zero_grad, model.zero_grad, residency, courier)
-        stack.enter_context(replaced_method(model, "zero_grad", clear))
         inside = {module for layer in residency.layers for module in layer.module.modules()}
         for module in model.modules():
             if not inside.isdisjoint(module.modules()):  # what is around layers too, before any of it is converted
                 stack.enter_context(replaced_method(module, "_apply", refuse_conversion))
+                clear = functools.partial(zero_grad, module, module.zero_grad, residency, courier)
+                stack.enter_context(replaced_method(module, "zero_grad", clear))
             if module in inside:
                 stack.enter_context(replaced_method(module, "__deepcopy__", refuse_conversion))
         for layer in residency.layers:
-            for hook in (
-                layer.module.register_state_dict_post_hook(functools.partial(as_at_home, layer)),
-                layer.module.register_load_state_dict_pre_hook(functools.partial(before_loading, layer, residency)),
-                layer.module.register_load_state_dict_post_hook(functools.partial(after_loading, layer, courier)),
-            ):
-                stack.callback(hook.remove)
+            for module in layer.module.modules():  # each may be saved and loaded by itself
+                if twins_of(module, layer):
+                    for hook in (
+                        module.register_state_dict_post_hook(functools.partial(as_at_home, layer)),
+                        module.register_load_state_dict_pre_hook(functools.partial(before_loading, layer, residency)),
+                        module.register_load_state_dict_post_hook(functools.partial(after_loading, layer, courier)),
+                    ):
+                        stack.callback(hook.remove)
         yield
 
 
-def zero_grad(original: Callable, residency: Residency, courier: Courier, set_to_none: bool = True) -> None:
-    """`model.zero_grad()`, also for the twins."""
+def twins_of(module: nn.Module, layer: StreamedLayer) -> dict[str, tuple[nn.Parameter, nn.Parameter]]:
+    """The module's own parameters that are streamed with the layer, each with its twin, by their names in it."""
+    twins = dict(zip(layer.parameters, layer.twins, strict=True))
+    return {name: (p, twins[p]) for name, p in module._parameters.items() if p in twins}
+
+
+def zero_grad(
+    module: nn.Module, original: Callable, residency: Residency, courier: Courier, set_to_none: bool = True
+) -> None:
+    """`module.zero_grad()`, also for the twins of its parameters."""
     original(set_to_none)
-    for twin in (twin for layer in residency.layers for twin in layer.twins):
-        if set_to_none:
-            twin.grad = None
-        elif twin.grad is not None:
-            courier.run(twin.grad.detach().zero_)
+    its = set(module.parameters())
+    for layer in residency.layers:
+        for twin in (twin for p, twin in zip(layer.parameters, layer.twins, strict=True) if p in its):
+            if set_to_none:
+                twin.grad = None
+            elif twin.grad is not None:
+                courier.run(twin.grad.detach().zero_)
 
 
 def as_at_home(layer: StreamedLayer, module: nn.Module, state_dict: dict, prefix: str, _metadata: dict) -> None:
     """A state dict's weights: the twins, in place of what is empty."""
-    twins = dict(zip(layer.parameters, layer.twins, strict=True))
-    for name, p in module.named_parameters(remove_duplicate=False):
-        if p in twins and (key := prefix + name) in state_dict:
-            state_dict[key] = twins[p] if isinstance(state_dict[key], nn.Parameter) else twins[p].detach()
+    for name, (_, twin) in twins_of(module, layer).items():
+        if (key := prefix + name) in state_dict:
+            state_dict[key] = twin if isinstance(state_dict[key], nn.Parameter) else twin.detach()
 
 
 def before_loading(layer: StreamedLayer, residency: Residency, _module, _state_dict, _prefix, metadata, *_) -> None:
@@ -152,10 +163,32 @@ def before_loading(layer: StreamedLayer, residency: Residency, _module, _state_d
     residency.need(layer, "loading")
 
 
-def after_loading(layer: StreamedLayer, courier: Courier, *_) -> None:
+def after_loading(layer: StreamedLayer, courier: Courier, module: nn.Module, *_) -> None:
     """… and go home from there."""
-    courier.run(layer.home.flat.copy_, layer.flat)
-    layer.version = layer.home.flat._version
+    for p, twin in twins_of(module, layer).values():
+        courier.run(twin.detach().copy_, p.detach())
+    layer.version = layer.written
+
+
+def refuse_step(residency: Residency, optimizer: torch.optim.Optimizer, *_) -> None:
+    """Before any optimizer's step. Raises RuntimeError where the gradients are not those that it would step on."""
+    twins = {p: twin for layer in residency.layers for p, twin in zip(layer.parameters, layer.twins, strict=True)}
+    own = {id(twin): p for p, twin in twins.items()}
+    for p in (p for group in optimizer.param_groups for p in group["params"]):
+        if id(p) not in own:
+            former = getattr(p, "own", None)
+            if p in twins or (former is not None and former() in twins):
+                raise RuntimeError(
+                    "expected an optimizer over streamed.parameters(), whose gradients are on the host; found one that "
+                    "has streamed parameters of the model itself, or of another block, which have none: make it inside "
+                    "the block"
+                )
+        elif own[id(p)].grad is not None:
+            raise RuntimeError(
+                f"expected all gradients at home, found one of shape {tuple(p.shape)} on the device that was put there "
+                "after this rank's had left, as DistributedDataParallel does with averages: call the model without the "
+                "wrapper, and average the gradients of streamed.parameters() before the step"
+            )
 
 
 def refuse_conversion(*_, **__) -> None:

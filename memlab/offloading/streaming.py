@@ -31,7 +31,8 @@ from memlab.memory_timeline import main_memory
 from memlab.offloading.courier import Courier
 from memlab.offloading.homes import Home, HomesInFiles, HomesInMemory
 from memlab.offloading.residency import Residency, StreamedLayer
-from memlab.offloading.streamed_model import manners, parts_of, replaced_method, rest_on
+from memlab.offloading.streamed_model import manners, parts_of, refuse_step, replaced_method, rest_on
+from memlab.offloading.twins import Twin
 
 _current_task = torch._C._current_graph_task_id  # -1 outside backward
 _outer_hooks = functools.partial(torch._C._autograd._top_saved_tensors_default_hooks, True)
@@ -66,9 +67,15 @@ def stream_weights(
 
     The outputs and gradients are the same, bit for bit. Each gradient leaves as soon as it is complete: it is added to
     the `.grad` of the parameter's twin on the host, and `.grad` on the device is None. So an optimizer is given
-    `streamed.parameters()`, as are clipping and all else that reads weights between steps. A streamed layer's own
-    parameters may be read only inside its call: elsewhere their storage is empty, and to read it may crash. The model's
-    `state_dict`, `load_state_dict` and `zero_grad` know of that and work; `model.to(...)` is refused.
+    `streamed.parameters()`, the same at each entry, as are clipping and all else that reads weights between steps. A
+    streamed layer's own parameters may be read only inside its call: elsewhere their storage is empty, and to read it
+    may crash. `state_dict`, `load_state_dict` and `zero_grad` of the model and of modules in it know of that and work;
+    `zero_grad` of a module around the model does not reach the twins; `model.to(...)` is refused.
+
+    A twin may be written to between steps, also through `twin.data`, taken anew each time: writes to a `.data` or a
+    NumPy array kept from earlier are not seen, and a layer that is on the device then goes on with the old weights.
+    Gradients leave before a wrapper such as DistributedDataParallel averages them over ranks: backward or the step is
+    then refused; wrap nothing, and average those of `streamed.parameters()` before the step.
 
     Inference, frozen layers, several backwards before a step, retain_graph, double backward, dropout, autocast, and
     chapter 08's `checkpoint` around layers work. Under autocast the 16-bit copies of the weights are saved for backward
@@ -76,7 +83,8 @@ def stream_weights(
     torch.func's transforms or torch.compile, and not for several threads at once.
 
     Raises ValueError for layers that are not the model's, contain one another or have nothing to stream; OSError, which
-    names the folder, if it has no room; RuntimeError in backward if a weight was written to after the forward.
+    names the folder, if it has no room; RuntimeError in backward if a weight was written to after the forward, and in a
+    step by an optimizer over other parameters, or after the block.
     """
     return StreamedWeights(model, layers, to, device=device, prefetch=prefetch)
 
@@ -96,6 +104,7 @@ class StreamedWeights:
         pinned = self.device.type == "cuda" and not self.imagined
         self.homes = HomesInMemory(pinned=pinned) if to == "cpu" or self.imagined else HomesInFiles(to)
         self._undo: ExitStack | None = None
+        self._twins: dict[nn.Parameter, Twin] = {}  # the same at every entry, as an optimizer holds them
 
     @property
     def layers(self) -> list[StreamedLayer]:
@@ -137,7 +146,8 @@ class StreamedWeights:
                 self._send_home(layer, home)
                 self._install(layer, stack)
             stack.enter_context(manners(self.model, residency, self._courier))
-            stack.callback(register_optimizer_step_pre_hook(self._refuse_step).remove)
+            refuse = functools.partial(refuse_step, residency)
+            stack.callback(register_optimizer_step_pre_hook(refuse).remove)
             stack.enter_context(self._catching())  # outside layers too: what backward saves for its own backward
             stack.callback(residency.empty)
             self._undo = stack.pop_all()
@@ -153,7 +163,7 @@ class StreamedWeights:
         gradients = [p.grad for p in layer.parameters]
         for p in layer.parameters:
             p.grad = None
-        layer.move_in(home, self.device, self._courier)
+        layer.move_in(home, self._twins, self.device, self._courier)
         self._owners[layer.flat.untyped_storage()._cdata] = layer
         for number, gradient in enumerate(gradients):
             if gradient is not None:
@@ -192,15 +202,6 @@ class StreamedWeights:
             own = torch.empty_like(tensor, device=self.device if self.returns else "cpu")
         self._courier.run(own.copy_, tensor)
         return own
-
-    def _refuse_step(self, optimizer: torch.optim.Optimizer, *_) -> None:
-        """Before any optimizer's step: the streamed parameters' gradients are at home, so it would train nothing."""
-        mine = {id(p) for layer in self._residency.layers for p in layer.parameters}
-        if any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
-            raise RuntimeError(
-                "expected an optimizer over streamed.parameters(), whose gradients are on the host; found one that has "
-                "streamed parameters of the model itself, which have none: make it inside the block"
-            )
 
     # ---- a layer is needed
 
@@ -241,7 +242,7 @@ class StreamedWeights:
             return outer[1](tensor)
         if layer is not None and layer.home is None:
             raise RuntimeError("expected backward inside the block that streams the weights, found it after the block")
-        if tensor._version != version or (layer is not None and layer.home.flat._version != written):
+        if tensor._version != version or (layer is not None and layer.written != written):
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
                 f"expected {'a weight' if layer else 'a tensor'} of shape {tuple(tensor.shape)} as it was in the "
