@@ -223,6 +223,85 @@ def test_a_parameter_that_is_unfrozen_inside_the_block_has_its_gradient_at_home(
     assert torch.equal(found, model[0].weight.grad)
 
 
+def test_a_parameter_is_trained_that_is_unfrozen_in_a_layer_of_which_only_the_parts_are_called(to):
+    model = nn.ModuleList(nn.Sequential(nn.Linear(8, 8)) for _ in range(2)).requires_grad_(False)
+    x = torch.ones(2, 8)
+    with stream_weights(model, model, to) as weights:
+        model[1][0](model[0][0](x))
+        model.requires_grad_(True)
+        model[1][0](model[0][0](x)).sum().backward()
+        found = [p.grad.clone() for p in weights.parameters()]
+        assert all(p.grad is None for p in model.parameters())
+    model.zero_grad()
+    model[1][0](model[0][0](x)).sum().backward()
+    assert alike(found, [p.grad for p in model.parameters()])
+
+
+def test_a_layer_may_return_its_own_parameter_or_a_view_of_it(to):
+    class Queries(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.queries = nn.Parameter(torch.randn(1000, 8))
+
+        def forward(self, x):
+            return {"x": x, "queries": (self.queries, self.queries[:2])}
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.layers = Queries(), nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+        def forward(self, x):
+            out = self.first(x)
+            for layer in self.layers:
+                x = layer(x)
+            return (x + out["queries"][1]).square().sum() + out["queries"][0].sum()
+
+    plain, streamed, x = Model(), Model(), torch.ones(2, 8)
+    with stream_weights(streamed, [streamed.first, *streamed.layers], to) as weights:
+        for model in (plain, streamed):
+            with torch.no_grad():
+                model(x)
+        assert torch.equal(plain(x), streamed(x))
+        for model in (plain, streamed):
+            model(x).backward()
+        assert alike([p.grad for p in weights.parameters()], [p.grad for p in plain.parameters()])
+
+
+def test_a_backward_inside_another_leaves_the_weights_that_the_outer_one_has_unpacked(to):
+    class Tanh(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, w):
+            ctx.save_for_backward(x, w)
+            return torch.tanh(x @ w)
+
+        @staticmethod
+        def backward(ctx, gradient):
+            x, w = ctx.saved_tensors
+            with torch.enable_grad():
+                inner = w.detach().requires_grad_()
+                (of_w,) = torch.autograd.grad(torch.tanh(x.detach().requires_grad_() @ inner), inner, gradient)
+            return (gradient * (1 - torch.tanh(x @ w) ** 2)) @ w.t(), of_w
+
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(64, 64) / 8)
+
+        def forward(self, x):
+            return Tanh.apply(x, self.w)
+
+    torch.manual_seed(0)
+    plain = nn.Sequential(*[Layer() for _ in range(4)])
+    streamed, x = copy.deepcopy(plain), torch.randn(2, 64)
+    with stream_weights(streamed, streamed, to) as weights, Meter(streamed) as meter:
+        for model in (plain, streamed):
+            model(x).sum().backward()
+        assert alike([p.grad for p in weights.parameters()], [p.grad for p in plain.parameters()])
+        assert meter.timeline.curves["parameter"][-1] == 0
+
+
 @pytest.mark.parametrize("order", [[3, 2, 1, 0], [0, 1, 0, 1, 3], [2], [0, 0, 0]])
 def test_layers_in_another_order_used_twice_or_skipped_are_right(to, order):
     def forward(model, x):

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import os
+import weakref
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, nullcontext, suppress
 from typing import Any
@@ -26,6 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import Variable
 from torch.autograd.graph import saved_tensors_hooks
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from memlab.memory_timeline import main_memory
 from memlab.offloading.courier import Courier
@@ -128,6 +130,7 @@ class StreamedWeights:
         if self._undo is not None:
             raise RuntimeError("expected to enter once at a time, found these weights streamed already")
         self._task = -1
+        self._ends: weakref.WeakValueDictionary[int, Callable] = weakref.WeakValueDictionary()
         self._owners: dict[int, StreamedLayer] = {}  # a storage on the device → the layer
         training = torch.is_grad_enabled()
         with torch.inference_mode(False), ExitStack() as stack:
@@ -176,7 +179,7 @@ class StreamedWeights:
         stack.enter_context(replaced_method(layer.module, "forward", forward))
         for module in layer.module.modules():  # those inside, too: a checkpoint in the layer's forward calls only them
             if module is layer.module or next(module.parameters(recurse=False), None) is not None:
-                needed = module.register_forward_pre_hook(lambda *_: self._need(layer), prepend=True)
+                needed = module.register_forward_pre_hook(lambda *_: self._begin(layer), prepend=True)
                 stack.callback(needed.remove)  # before the hooks of others, which may look at weights
         self._watch(layer, stack)
 
@@ -205,6 +208,12 @@ class StreamedWeights:
 
     # ---- a layer is needed
 
+    def _begin(self, layer: StreamedLayer) -> None:
+        """The layer, or a module inside it, is called."""
+        self._need(layer)
+        if len(layer.watched) < len(layer.parameters):
+            self._watch(layer, self._undo)
+
     def _need(self, layer: StreamedLayer, why: str | None = None) -> None:
         in_backward = _current_task() != -1
         if in_backward:
@@ -214,14 +223,21 @@ class StreamedWeights:
 
     def _forward(self, layer: StreamedLayer, forward: Callable, *args, **kwargs) -> Any:
         """The layer's own forward, while its weights are there."""
-        self._need(layer)
-        self._watch(layer, self._undo)
+        self._begin(layer)
         layer.calls += 1
         try:
             with self._catching():
-                return forward(*args, **kwargs)
+                output = forward(*args, **kwargs)
+            if any(isinstance(each, Tensor) and self._owner(each) for each in tree_leaves(output)):
+                # weights themselves, such as learned queries, whose memory will be given back
+                output = tree_map_only(Tensor, lambda each: each.clone() if self._owner(each) else each, output)
+            return output
         finally:
             layer.calls -= 1
+
+    def _owner(self, tensor: Tensor) -> StreamedLayer | None:
+        """The layer whose weight it is, or a view of one."""
+        return self._owners.get(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else None
 
     def _catching(self) -> saved_tensors_hooks:
         """Hooks for what ops save: for weights our own, for all else those that are in force around."""
@@ -229,7 +245,7 @@ class StreamedWeights:
 
     def _pack(self, outer: tuple[Callable, Callable] | None, tensor: Tensor) -> tuple:
         """An op saves a tensor. If it is a weight, note the layer and how often it had been written to at home."""
-        layer = self._owners.get(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else None
+        layer = self._owner(tensor)
         if layer is not None:
             return tensor, tensor._version, None, layer, layer.version
         # detached: an op's own result, saved by it, would hold the graph that holds it, and neither could ever be freed
@@ -275,12 +291,17 @@ class StreamedWeights:
 
     def _when_backward_ends(self) -> None:
         """See to it that all gradients are home then, and the device's bytes given back."""
-        if self._task != (task := _current_task()):
-            self._task = task
-            Variable._execution_engine.queue_callback(self._backward_ended)
+        if self._task == (task := _current_task()):
+            return
+        self._task = task
+        if task not in self._ends:
+            self._ends[task] = end = functools.partial(self._backward_ended, task)  # which only a live task holds
+            Variable._execution_engine.queue_callback(end)
 
-    def _backward_ended(self) -> None:
-        self._residency.empty()
+    def _backward_ended(self, task: int) -> None:
+        del self._ends[task]
+        if not self._ends:  # else it was inside another backward, which may hold weights it has unpacked
+            self._residency.empty()
         self._residency.settle(0)
         for layer in self._residency.layers:
             if layer.gradient_home is not None:
