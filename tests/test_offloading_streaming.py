@@ -862,6 +862,29 @@ def test_a_model_streamed_in_inference_mode_is_whole_afterwards_and_can_be_train
     assert alike(trained(streamed, list(streamed.parameters())), trained(plain, list(plain.parameters())))
 
 
+def streamed_under(_, wrapper):
+    """What is said when a wrapped model is trained in the block."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    wrapped = wrapper(model)
+    try:
+        with stream_weights(model, model) as weights:
+            wrapped(torch.ones(2, 4)).sum().backward()
+            torch.optim.SGD(weights.parameters(), lr=1.0).step()
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize("wrapper", [DataParallel, nn.parallel.DistributedDataParallel])
+def test_gradients_that_would_leave_before_ranks_average_them_are_refused(wrapper):
+    for said in run_ranks(streamed_under, 2, wrapper):
+        assert "average the gradients of streamed.parameters() before the step" in said
+
+
+def test_one_rank_alone_may_be_wrapped():
+    assert run_ranks(streamed_under, 1, DataParallel) == ["nothing"]
+
+
 # ---- faults
 
 

@@ -45,11 +45,11 @@ class Averaging:
         ]
 
     def _hook(self, at: int, number: int) -> Callable[[Tensor], None]:
-        def hook(p: Tensor) -> None:
+        def arrived(_: Tensor) -> None:
             self.arrive(at, number)
 
-        hook.averages_ranks = True  # for those who take gradients away: this one needs them
-        return hook
+        arrived.averages_ranks = self.factor < 1  # for those who take gradients away: this one needs them
+        return arrived
 
     @torch.no_grad()
     def arrive(self, at: int, number: int) -> None:

@@ -272,6 +272,13 @@ class StreamedWeights:
 
     def _complete(self, layer: StreamedLayer, number: int, p: nn.Parameter) -> None:
         """Autograd has added all there is to `p.grad`: it goes home."""
+        hooks = p._post_accumulate_grad_hooks
+        if len(hooks) > 1 and any(getattr(hook, "averages_ranks", False) for hook in hooks.values()):
+            raise RuntimeError(
+                f"expected a gradient that stays this rank's own, found one of shape {tuple(p.shape)} that a "
+                "DataParallel is to average after it has left: call the model without the wrapper, and average the "
+                "gradients of streamed.parameters() before the step"
+            )
         gradient, p.grad = p.grad.detach(), None
         if gradient.layout is not torch.strided:
             raise TypeError(f"expected a dense gradient, found {gradient.layout}; give the layer sparse=False")
