@@ -19,10 +19,11 @@ from memlab.pipeline_parallelism import (
     one_forward_one_backward,
     plan_pipeline,
     simulate,
+    with_messages,
 )
 from memlab.pipeline_parallelism.schedule import COMPUTATIONS
 from memlab.pipeline_parallelism.stage import StageRun
-from memlab.ranks import Traffic, imagined_ranks, run_ranks
+from memlab.ranks import Traffic, imagined_ranks, one_rank, run_ranks
 from memlab.ranks.point_to_point import begin
 
 make = functools.partial
@@ -336,6 +337,60 @@ def test_a_stage_keeps_its_input_if_an_op_does_and_its_output_never(layer, kept)
         now = meter.event
     totals = meter.timeline.totals
     assert totals[now] - totals[held] == kept * 2 * 6 * 4
+
+
+class Counts(nn.Module):
+    """Hands on how often it has run, twice, and its weight, the other way round: memory of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(6, 3, dtype=torch.float64))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.float64))
+        self.again = self.calls.clone()
+
+    def forward(self, x):
+        self.calls += 1
+        self.again += 1
+        return x * self.weight.sum(), self.calls, self.again, self.weight.T
+
+
+class Weigh(nn.Module):
+    def forward(self, streams):
+        x, calls, again, weight = streams
+        return x * calls * again * weight.sum()
+
+
+@pytest.mark.parametrize(
+    "order", ["F0@0 F0@1 B0@1 B0@0 F1@0 F1@1 B1@1 B1@0", "F0@0 F1@0 F0@1 F1@1 B0@1 B1@1 B0@0 B1@0"]
+)
+def test_what_a_layer_keeps_and_returns_is_sent_as_it_was_then(order):
+    layers = [make(linear, 4, 6), Counts, Weigh]
+    torch.manual_seed(0)
+    model = nn.Sequential(*[layer() for layer in layers])
+    x = torch.randn(4, 4, dtype=torch.float64)
+    for x_i in x.chunk(2):
+        (model(x_i).mean() / 2).backward()
+    plan = plan_pipeline(layers, with_messages("two stages, one rank", [order]), x, parts=[range(2), range(2, 3)])
+    with one_rank():
+        torch.manual_seed(0)
+        pipeline = Pipeline(plan, lambda out, y: out.mean())
+        pipeline.step(x, x)
+    for p, q in zip(pipeline.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+
+
+def test_a_weight_that_a_stage_returns_is_copied_and_what_it_makes_is_not():
+    run = StageRun(Counts())
+    for mode in (torch.enable_grad, torch.no_grad):
+        with mode():
+            _, calls, _, weight = run.forward(0, (torch.ones(2, 6, dtype=torch.float64),))
+        assert calls.data_ptr() != run.module.calls.data_ptr() and weight.data_ptr() != run.module.weight.data_ptr()
+        assert weight.is_contiguous()
+    kept = []
+    run = StageRun(nn.Sequential(linear(6, 6)))
+    run.module.register_forward_hook(lambda module, inputs, output: kept.append(output))
+    (sent,) = run.forward(0, (torch.ones(2, 6, dtype=torch.float64),))
+    assert sent.data_ptr() == kept[0].data_ptr()
 
 
 @pytest.mark.parametrize("message", [("receive", 2), ("send", -1), ("Send", 1)])

@@ -88,7 +88,7 @@ class StageRun:
             begins = [get_gradient_edge(t) if t.requires_grad else None for t in outputs]
             like = [(t.shape, t.dtype, t.device) for t in wanted]
             self.in_flight[micro_batch] = InFlight(begins, gradients, like)
-        return tuple(t.detach().contiguous() for t in outputs)
+        return tuple(map(self._to_send, outputs))
 
     def backward(self, micro_batch: int, gradients: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
         """Run backward, and return the gradients of the inputs that require one; of one that nothing used, zeros.
@@ -104,6 +104,23 @@ class StageRun:
             torch.zeros(shape, dtype=dtype, device=device) if gradient is None else gradient.contiguous()
             for gradient, (shape, dtype, device) in zip(made, like, strict=True)
         )
+
+    def _to_send(self, output: Tensor) -> Tensor:
+        """Without its graph, and contiguous. What a layer keeps is copied: the next micro-batch may write to it before
+        this one's is gone. Whether it is kept is not asked of what an op has just made.
+        """
+        made = output if output._base is None else output._base
+        if made.grad_fn is None or made._version:
+            for part in self.module.modules():
+                for kept in (*part._parameters.values(), *part._buffers.values(), *vars(part).values()):
+                    if isinstance(kept, Tensor) and _memory(kept) == _memory(output):
+                        return output.detach().clone(memory_format=torch.contiguous_format)
+        return output.detach().contiguous()
+
+
+def _memory(tensor: Tensor) -> int | None:
+    """Tells the storages of dense tensors that are alive from each other."""
+    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else None
 
 
 class _Enter(torch.autograd.Function):
