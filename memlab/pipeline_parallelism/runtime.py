@@ -113,9 +113,13 @@ class Pipeline:
         yield from dict.fromkeys(p for module in self.modules.values() for p in module.parameters())
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Of this rank's stages, under the whole model's names."""
+        """Of this rank's stages, each once, under the whole model's names: a tied one's is its first."""
+        seen: set[nn.Parameter] = set()
         for layers in self.layers.values():
-            yield from layers.named_parameters()
+            for name, p in layers.named_parameters():
+                if p not in seen:
+                    seen.add(p)
+                    yield name, p
 
     def step(
         self, x: Tensor | None = None, y: Tensor | None = None, *, divide_by: float | Tensor | None = None
