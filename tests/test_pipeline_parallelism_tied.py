@@ -19,6 +19,7 @@ from memlab.pipeline_parallelism import (
     gpt_layers,
     gpt_loss,
     load_full_state_dict,
+    measure_stages,
     one_forward_one_backward,
     plan_pipeline,
     tied,
@@ -26,7 +27,7 @@ from memlab.pipeline_parallelism import (
 )
 from memlab.pipeline_parallelism.schedule import BACKWARD, FORWARD
 from memlab.pipeline_parallelism.tied import check_tied, tied_names
-from memlab.ranks import Traffic, imagined_ranks, mesh, run_ranks
+from memlab.ranks import Traffic, imagined_ranks, mesh, one_rank, run_ranks
 from tests.tensor_parallelism_helpers import raised
 
 WIDTH, BATCH = 6, 8
@@ -308,6 +309,56 @@ def test_ties_that_cannot_be_are_refused_before_any_process(names, words):
         check_tied(layers, [names])
     with pytest.raises(ValueError, match=pattern):
         plan_pipeline(layers, gpipe(2, 1), torch.zeros(1, 2), tied=[names])
+
+
+class Twice(nn.Module):
+    """A layer that has its weight under two names."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = Linear(), Linear()
+        self.b.weight = self.a.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(torch.tanh(self.a(x)))
+
+
+@pytest.mark.parametrize("schedule", [gpipe(1, 1), with_messages("one rank", ["F0@0 F0@1 B0@1 B0@0"])], ids=["one stage", "two"])
+@pytest.mark.parametrize("name", ["a", "b"])
+def test_a_weight_that_a_layer_has_under_two_names_is_tied_under_both(schedule, name):
+    x, y = rows(0)
+    torch.manual_seed(0)
+    model = nn.Sequential(Linear(), Twice())
+    model[1].a.weight = model[1].b.weight = model[0].weight
+    loss = F.mse_loss(model(x), y)
+    loss.backward()
+    plan = plan_pipeline([Linear, Twice], schedule, x, tied=[("0.weight", f"1.{name}.weight")])
+    with one_rank():
+        torch.manual_seed(0)
+        pipeline = Pipeline(plan, F.mse_loss)
+        torch.testing.assert_close(pipeline.step(x, y), loss.detach())
+    (p,) = pipeline.parameters()
+    torch.testing.assert_close(p.grad, model[0].weight.grad, rtol=1e-13, atol=1e-15)
+    costs = measure_stages(plan, x, y, F.mse_loss, repeats=1)
+    assert [cost.static_bytes for cost in costs] == [2 * BYTES] * schedule.stages
+
+
+def test_one_parameter_in_two_groups_is_refused():
+    ties = [("0.weight", "1.a.weight"), ("1.b.weight", "2.weight")]
+    with pytest.raises(
+        ValueError, match=r"'1.b.weight' is a parameter of \(0.weight, 1.a.weight\), too; make one group"
+    ):
+        plan_pipeline([Linear, Twice, Linear], gpipe(3, 1), rows(0)[0], tied=ties)
+
+
+def test_an_optimizer_of_named_parameters_has_a_tied_one_once():
+    schedule = with_messages("one rank", ["F0@0 F0@1 B0@1 B0@0"])
+    with one_rank():
+        pipeline = Pipeline(
+            plan_pipeline([Linear, Linear], schedule, rows(0)[0], tied=[("0.weight", "1.weight")]), F.mse_loss
+        )
+    (name, p) = next(pipeline.named_parameters())
+    assert name == "0.weight" and [q is p for _, q in pipeline.named_parameters()] == [True]
 
 
 def loaded(rank: int) -> list:

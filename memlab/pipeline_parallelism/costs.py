@@ -24,6 +24,7 @@ from memlab.pipeline_parallelism.orders import gpipe
 from memlab.pipeline_parallelism.plan import PipelinePlan, plan_pipeline, split_batch
 from memlab.pipeline_parallelism.schedule import Schedule
 from memlab.pipeline_parallelism.stage import StageRun
+from memlab.pipeline_parallelism.tied import put_in_place
 
 FLOPS_PER_SECOND = 400e12
 """What an H100 commonly reaches in 16 bits, of 989 TFLOP/s: the clock of imagined tensors, which take no time."""
@@ -211,8 +212,7 @@ def _stage_module(plan: PipelinePlan, stage: int) -> nn.Module:
     for names in plan.tied:
         first, *others = [name for name in names if plan.stage_of(name) == stage] or [None]
         for name in others:
-            path, _, leaf = name.rpartition(".")
-            setattr(module.get_submodule(path), leaf, module.get_parameter(first))
+            put_in_place(module.get_parameter(name), module.get_parameter(first), module)
     return module
 
 

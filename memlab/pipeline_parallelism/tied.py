@@ -47,10 +47,12 @@ def tied_names(tied: Iterable[Sequence[str]]) -> list[tuple[str, ...]]:
 
 
 def check_tied(layers: Sequence[nn.Module], tied: Iterable[Sequence[str]]) -> None:
-    """Raise ValueError for names "<layer>.<name>" of no parameter, and for tied ones that are not alike.
+    """Raise ValueError for names "<layer>.<name>" of no parameter, for tied ones that are not alike, and for one
+    parameter that two groups name, each by another of its names.
 
     layers: all of the model's, made; imagined will do.
     """
+    group_of: dict[int, tuple[str, ...]] = {}
     for names in tied_names(tied):
         like: dict[str, tuple] = {}
         for name in names:
@@ -62,7 +64,20 @@ def check_tied(layers: Sequence[nn.Module], tied: Iterable[Sequence[str]]) -> No
                 hint = f"; layer {number} has {', '.join(known[:8])}" if inside else f"; there are {len(layers)} layers"
                 raise ValueError(f'expected names of parameters, "<layer>.<name>", as tied; found {name!r}{hint}')
             like[name] = _kind(parameters[rest])
+            other = group_of.setdefault(id(parameters[rest]), names)
+            if other != names:
+                raise ValueError(
+                    f"expected parameters of one tied group each, found that {name!r} is a parameter of "
+                    f"({', '.join(other)}), too; make one group of {other + names}"
+                )
         _check_alike(like)
+
+
+def put_in_place(old: nn.Parameter, new: nn.Parameter, stage: nn.Module) -> None:
+    """Let a parameter stand wherever another stands in a stage, under each of its names."""
+    for part in stage.modules():
+        for name in [name for name, p in part._parameters.items() if p is old]:
+            setattr(part, name, new)
 
 
 class Tie:
@@ -108,7 +123,7 @@ class TiedParameters:
                     path, _, leaf = name.rpartition(".")
                     module = modules[stage].get_submodule(path)
                     holder, attribute = slots.setdefault(stage if wrapped else -1, (module, leaf))
-                    setattr(module, leaf, getattr(holder, attribute))
+                    put_in_place(getattr(module, leaf), getattr(holder, attribute), modules[stage])
             if slots:
                 ranks = list(dict.fromkeys(holders))
                 self._make(Tie(names, list(slots.values()), ranks, self.rank == holders[0]))
