@@ -78,6 +78,15 @@ def test_another_batch_than_planned_is_refused_before_anything_is_sent(first, x,
     refused(pipeline_of(), ValueError, found, x=x)
 
 
+def test_a_batch_that_would_wait_for_a_gradient_is_refused_but_in_evaluation():
+    made = nn.Linear(6, 6, dtype=torch.float64)(X)
+    with one_rank():
+        pipeline = pipeline_of(schedule=gpipe(1, 4))
+        for x in (made, list(made.chunk(4))):
+            refused(pipeline, ValueError, "expected x that needs no gradient.*; let what makes x be layer 0", x=x)
+            assert pipeline.evaluate(x).shape == (8, 6)
+
+
 def test_labels_of_another_batch_are_refused(last):
     refused(pipeline_of(), ValueError, r"expected y whose micro-batches are 2 rows, as planned, found \(4, 6\)",
             y=Y.repeat(2, 1))  # fmt: skip

@@ -20,13 +20,18 @@ from memlab.pipeline_parallelism.rehearsal import Wire
 def planned_micro_batches(plan: PipelinePlan, name: str, batch: Tensor | None) -> Sequence[Tensor]:
     """A mini-batch, in micro-batches. name: "x", which is as planned, or "y", which has as many rows.
 
-    batch: (batch, …).   Raises ValueError for None, and where it is not as planned.
+    batch: (batch, …).   Raises ValueError for None, where it is not as planned, and for an x that wants a gradient.
     """
     if batch is None:
         raise ValueError(
             f"expected {name} on the rank of the {'first' if name == 'x' else 'last'} stage, found None; pass it there"
         )
     parts = split_batch(batch, plan.schedule.micro_batches)
+    if name == "x" and torch.is_grad_enabled() and any(part.requires_grad for part in parts):
+        raise ValueError(
+            "expected x that needs no gradient, for none is sent back to it, found one that does; let what makes x be "
+            "layer 0, or detach it"
+        )
     if plan.batch is not None:
         rows, *rest = plan.batch.shape
         rows //= len(parts)

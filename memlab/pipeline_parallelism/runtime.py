@@ -52,6 +52,7 @@ class Pipeline:
         run_ranks(train, 2, plan)
 
     plan: of `plan_pipeline`, the same on all ranks.   loss_fn: (output, y) of a micro-batch → its mean loss, a scalar.
+      Its own parameters, if it has any, are not in `parameters()`: let the last layer have them.
     group: the pipeline's ranks, as many as the schedule has; all if None.   device: where this rank computes.
     checkpointed: keep only each stage's input, and compute the rest again in backward.
     wrap: a function that wraps each stage with parameters to train, such as `DataParallel`. If the result has
@@ -131,8 +132,9 @@ class Pipeline:
         sums, and their sum is divided by it, such as the labels in the whole batch (chapter 07). Read where y is.
 
         Returns the loss on the last stage's rank, detached, 0-dim; None elsewhere. Raises ValueError for a batch or a
-        stage's output that is not as planned, and a divide_by that is not above 0 (one on a GPU is not looked at);
-        TypeError for a loss that is no scalar; RuntimeError for a schedule without backwards, or gradients off.
+        stage's output that is not as planned, an x that needs a gradient (what makes it is a layer, too), and a
+        divide_by that is not above 0 (one on a GPU is not looked at); TypeError for a loss that is no scalar;
+        RuntimeError for a schedule without backwards, or gradients off.
         """
         if not (self._last_backward and torch.is_grad_enabled()):
             raise RuntimeError("expected a schedule with backwards, and gradients on, found none; call evaluate")
