@@ -274,6 +274,36 @@ def test_ranks_that_all_go_on_after_one_has_raised_are_in_step(schedule):
         torch.testing.assert_close(last[2], model(X).detach())
 
 
+def agrees(rank, schedule):
+    """Whether all ranks have ended a step, asked by each when its own has: it raises on the last in the 2nd loss."""
+    calls = []
+
+    def loss(out, y):
+        calls.append(out)
+        if len(calls) == 2:
+            raise Planted
+        return F.mse_loss(out, y)
+
+    pipeline = Pipeline(plan_pipeline(LAYERS, schedule, X, tied=[("0.weight", "2.weight")]), loss)
+    found = []
+    for _ in range(2):
+        well = torch.ones(1)
+        try:
+            pipeline.step(X, Y)
+        except Planted:
+            well.zero_()
+            pipeline.catch_up()
+        torch.distributed.all_reduce(well, torch.distributed.ReduceOp.MIN)
+        found.append(well.item())
+        pipeline.catch_up()  # nothing is owed
+    return found
+
+
+@pytest.mark.parametrize("schedule", [gpipe(2, 4), one_forward_one_backward(2, 4)], ids=lambda s: s.name)
+def test_ranks_may_agree_that_one_has_failed_before_the_next_step(schedule):
+    assert run_ranks(agrees, 2, schedule, timeout=20) == [[0, 1], [0, 1]]
+
+
 def goes_on_beside_replicas(rank, clear):
     """Gradients of two steps, of other rows each, after one that the first replica's last stage did not end."""
     axes = mesh(data=2, pipeline=2)

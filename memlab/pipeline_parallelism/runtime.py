@@ -63,10 +63,11 @@ class Pipeline:
     `spans` are the last step's forwards and backwards, by `time.perf_counter`, without the wait for what they need:
     1 − busy time / (ranks · whole time) is the bubble. (On a GPU: when work was handed over, which says little.)
 
-    A step that raises leaves nothing in flight. If every rank goes on, the next one first ends its messages, and what
-    `DataParallel` has to average, with zeros: so ranks stay in step. The others notice nothing, and their loss and
-    gradients come of zeros: so where a step may fail, let all ranks agree before optimizer.step(), and call
-    zero_grad(). Not so with fully_shard, whose other ranks wait for this one's weights: let the launch end.
+    A step that raises leaves nothing in flight, and the others in mid-step, waiting for this rank. To go on, `catch_up`,
+    or the next step, ends its messages for them, and what `DataParallel` has to average, with zeros: so ranks stay in
+    step. The others notice nothing, and their loss and gradients come of zeros: so where a step may fail, let all ranks
+    agree before optimizer.step(), after `catch_up` on the one that failed, and call zero_grad(). Not so with
+    fully_shard, whose other ranks wait for this one's weights: let the launch end.
 
     With a scaler, scale within loss_fn: the loss comes back scaled. An infinite gradient may be on one stage only, so
     all must skip: `LossScaler(agree=…)` over this group. Ranks that seed or fill tied copies by hand must do it alike.
@@ -156,14 +157,18 @@ class Pipeline:
                 return None
             return whole_batch(made) if y is None else torch.stack([loss for (loss,) in made]).mean()
 
+    def catch_up(self) -> None:
+        """After a step or an evaluation that raised here: end it for the others, who get zeros. Else do nothing."""
+        failed, self._failed = self._failed, None
+        if failed is not None:
+            self.messages.catch_up(*failed)
+
     def _read(self, name: str, batch: Tensor | None, stage: int) -> Sequence[Tensor]:
         return planned_micro_batches(self.plan, name, batch) if stage in self.runs else ()
 
     def _play(self, groups: list[list[Action]], x, y, head) -> list[tuple[Tensor, ...]]:
         """Do what the list says. head: (output, micro-batch, ys) → what is made of it. Returns all that it made."""
-        failed, self._failed = self._failed, None
-        if failed is not None:
-            self.messages.catch_up(*failed)
+        self.catch_up()
         if groups is self._training:
             self.tied.begin_step()
         self.spans, made = [], []
