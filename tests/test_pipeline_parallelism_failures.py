@@ -17,6 +17,7 @@ from memlab.pipeline_parallelism import (
     gpipe,
     one_forward_one_backward,
     plan_pipeline,
+    with_messages,
 )
 from memlab.pipeline_parallelism.schedule import BACKWARD, FORWARD, Action
 from memlab.pipeline_parallelism.stage import StageRun
@@ -302,6 +303,29 @@ def agrees(rank, schedule):
 @pytest.mark.parametrize("schedule", [gpipe(2, 4), one_forward_one_backward(2, 4)], ids=lambda s: s.name)
 def test_ranks_may_agree_that_one_has_failed_before_the_next_step(schedule):
     assert run_ranks(agrees, 2, schedule, timeout=20) == [[0, 1], [0, 1]]
+
+
+class Boom(nn.Module):
+    """Fails with real numbers, and not while it is planned."""
+
+    def forward(self, x):
+        if type(x) is torch.Tensor:
+            raise Planted
+        return x
+
+
+def test_what_a_failed_step_has_made_for_another_stage_of_this_rank_is_let_go():
+    schedule = with_messages("one rank", ["F0@0 F1@0 F0@1 F1@1 B0@1 B1@1 B0@0 B1@0"])
+    layers = [make(nn.Linear, 4, 1024), Boom]
+    with one_rank(), Meter(inputs=(x := torch.randn(8, 4),)) as meter:
+        pipeline = pipeline_of(layers, schedule, x=x)
+        held = meter.event
+        with pytest.raises(Planted):
+            pipeline.step(x, x)
+        gc.collect()
+        assert not pipeline.messages.ready
+        now = meter.event
+    assert meter.timeline.totals[now] == meter.timeline.totals[held]
 
 
 def goes_on_beside_replicas(rank, clear):

@@ -189,6 +189,7 @@ class Pipeline:
             self.messages.settle()
         except BaseException:
             self._failed = list(waiting), self.tied if groups is self._training else None
+            self.messages.ready.clear()
             for run in self.runs.values():
                 run.in_flight.clear()
             raise
