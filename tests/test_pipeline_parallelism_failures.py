@@ -139,6 +139,12 @@ def test_a_loss_that_is_no_scalar_with_a_gradient_is_refused(last, loss, error, 
     refused(pipeline_of(loss=loss), error, match)
 
 
+def test_a_loss_that_is_no_scalar_is_refused_in_evaluation_as_in_training(last):
+    pipeline = pipeline_of(loss=lambda out, y: (F.mse_loss(out, y), out))
+    with pytest.raises(TypeError, match="expected loss_fn to return a scalar, found tuple; take its mean"):
+        pipeline.evaluate(X, Y)
+
+
 @pytest.mark.parametrize("number", [0, -5, float("nan"), float("inf"), torch.tensor(0)])
 def test_a_number_that_losses_cannot_be_divided_by_is_refused(last, number):
     refused(pipeline_of(), ValueError, f"expected divide_by above 0 and finite.*found {number}", divide_by=number)

@@ -149,10 +149,11 @@ class Pipeline:
         """Forwards alone, without gradients, in eval mode. x, y: as for `step`.
 
         Returns on the last stage's rank the mean loss; without y what the last layer returns, (batch, …) or a tuple of
-        such. None elsewhere.
+        such. None elsewhere. Raises as `step` does for a batch, an output or a loss.
         """
+        head = lambda out, i, ys: scalar_loss(self.loss_fn(out, ys[i])) if ys else out  # noqa: E731
         with evaluating(self.modules.values()):
-            made = self._play(self._evaluation, x, y, lambda out, i, ys: self.loss_fn(out, ys[i]) if ys else out)
+            made = self._play(self._evaluation, x, y, head)
             if not made:
                 return None
             return whole_batch(made) if y is None else torch.stack([loss for (loss,) in made]).mean()
