@@ -21,6 +21,7 @@ from memlab.pipeline_parallelism import (
     simulate,
     with_messages,
 )
+from memlab.pipeline_parallelism.runtime import evaluating
 from memlab.pipeline_parallelism.schedule import COMPUTATIONS
 from memlab.pipeline_parallelism.stage import StageRun
 from memlab.ranks import Traffic, imagined_ranks, one_rank, run_ranks
@@ -280,6 +281,50 @@ def test_evaluation_is_the_whole_model_s_without_dropout(found):
     torch.testing.assert_close(outputs, model(x).detach(), rtol=1e-14, atol=1e-14)
     torch.testing.assert_close(loss, F.mse_loss(model(x), y).detach())
     assert not outputs.requires_grad
+
+
+class Merging(nn.Linear):
+    """Merges twice its input into what it computes, but only in eval mode; counts how often it does and undoes it."""
+
+    def __init__(self):
+        super().__init__(4, 4, dtype=torch.float64)
+        self.merged, self.turns = False, 0
+
+    def train(self, mode=True):
+        self.turns += self.merged == mode
+        self.merged = not mode
+        return super().train(mode)
+
+    def forward(self, x):
+        return super().forward(x) + 2 * self.merged * x
+
+
+class Raises(Merging):
+    def train(self, mode=True):
+        if not mode:
+            raise KeyboardInterrupt
+        return super().train(mode)
+
+
+def test_evaluation_calls_what_layers_do_when_their_mode_changes_and_undoes_it():
+    layers, x = [Merging(), nn.Sequential(Merging(), nn.Dropout()), Merging()], torch.randn(4, 4, dtype=torch.float64)
+    layers[1][0].eval()
+    layers[2].eval()
+    with one_rank():
+        pipeline = Pipeline(plan_pipeline(layers, gpipe(1, 2), x), F.mse_loss)
+        outputs = pipeline.evaluate(x)
+    parts = [layers[0], layers[1], *layers[1], layers[2]]
+    assert [part.training for part in parts] == [True, True, False, True, False]
+    assert [part.merged for part in (layers[0], layers[1][0], layers[2])] == [False, True, True]
+    assert (layers[0].turns, layers[2].turns) == (2, 3)  # the last was merged before; its stage takes it along
+    torch.testing.assert_close(outputs, nn.Sequential(*layers).eval()(x))
+
+
+def test_modes_come_back_also_if_one_cannot_change():
+    layers = [Merging(), nn.Dropout(), Raises()]
+    with pytest.raises(KeyboardInterrupt), evaluating(layers):
+        pass
+    assert all(layer.training for layer in layers) and not layers[0].merged
 
 
 def metered(case, loss_fn, rank, x, y):

@@ -323,7 +323,9 @@ class Twice(nn.Module):
         return self.b(torch.tanh(self.a(x)))
 
 
-@pytest.mark.parametrize("schedule", [gpipe(1, 1), with_messages("one rank", ["F0@0 F0@1 B0@1 B0@0"])], ids=["one stage", "two"])
+@pytest.mark.parametrize(
+    "schedule", [gpipe(1, 1), with_messages("one rank", ["F0@0 F0@1 B0@1 B0@0"])], ids=["one stage", "two"]
+)
 @pytest.mark.parametrize("name", ["a", "b"])
 def test_a_weight_that_a_layer_has_under_two_names_is_tied_under_both(schedule, name):
     x, y = rows(0)

@@ -63,10 +63,10 @@ class Pipeline:
     `spans` are the last step's forwards and backwards, by `time.perf_counter`, without the wait for what they need:
     1 − busy time / (ranks · whole time) is the bubble. (On a GPU: when work was handed over, which says little.)
 
-    A step that raises leaves nothing in flight, and the others in mid-step, waiting for this rank. To go on, `catch_up`,
-    or the next step, ends its messages for them, and what `DataParallel` has to average, with zeros: so ranks stay in
-    step. The others notice nothing, and their loss and gradients come of zeros: so where a step may fail, let all ranks
-    agree before optimizer.step(), after `catch_up` on the one that failed, and call zero_grad(). Not so with
+    A step that raises leaves nothing in flight, and the others in mid-step, where they wait for this rank. To go on,
+    `catch_up`, or the next step, ends its messages for them, and what `DataParallel` has to average, with zeros: so
+    ranks stay in step. The others notice nothing, and their loss and gradients come of zeros: so where a step may fail,
+    let the rank that failed catch up, all ranks agree before optimizer.step(), and call zero_grad(). Not so with
     fully_shard, whose other ranks wait for this one's weights: let the launch end.
 
     With a scaler, scale within loss_fn: the loss comes back scaled. An infinite gradient may be on one stage only, so
@@ -241,16 +241,23 @@ class Pipeline:
 
 @contextmanager
 def evaluating(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Modules in eval mode, and no gradients; afterwards every part of them is in the mode that it was in."""
-    training = [part for module in modules for part in module.modules() if part.training]
-    for part in training:
-        part.training = False
+    """Modules in eval mode, and no gradients; afterwards every part of them is in the mode that it was in.
+
+    As eval() and train() do it, which layers may override to do more, such as merge weights; parts after their wholes.
+    """
+    modes = {part: part.training for module in modules for part in module.modules()}
     try:
+        for part in modes:
+            if part.training:
+                part.eval()
         with torch.no_grad():
             yield
     finally:
-        for part in training:
-            part.training = True
+        for part, mode in modes.items():
+            if part.training != mode:
+                part.train(mode)
+        for part, mode in modes.items():
+            part.training = mode
 
 
 def whole_batch(made: list[tuple[Tensor, ...]]) -> Tensor | tuple[Tensor, ...]:
