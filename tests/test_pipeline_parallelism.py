@@ -438,6 +438,23 @@ def test_a_weight_that_a_stage_returns_is_copied_and_what_it_makes_is_not():
     assert sent.data_ptr() == kept[0].data_ptr()
 
 
+def test_a_module_on_several_stages_of_one_rank_has_buffers_of_its_own_on_each():
+    norm = nn.BatchNorm1d(6, affine=False, dtype=torch.float64)
+    inner = linear(6, 6)
+    layers = [linear(4, 6), norm, nn.Sequential(inner, norm), norm, nn.Tanh()]
+    x = torch.randn(8, 4, dtype=torch.float64)
+    schedule = with_messages("one rank", ["F0@0 F0@1 F0@2 B0@2 B0@1 B0@0"])
+    plan = plan_pipeline(layers, schedule, x, parts=[range(2), range(2, 4), range(4, 5)])
+    with one_rank():
+        pipeline = Pipeline(plan, lambda out, y: out.mean())
+        pipeline.step(x, x)
+    first, second = pipeline.layers[0][1], pipeline.layers[1][0][1]
+    assert first is norm and second is not norm and second is pipeline.layers[1][1]
+    assert pipeline.layers[1][0][0].weight is inner.weight and inner.weight.grad is not None
+    torch.testing.assert_close(first.running_mean, 0.1 * layers[0](x).mean(0).detach())
+    assert [norm.num_batches_tracked.item(), second.num_batches_tracked.item()] == [1, 2]
+
+
 @pytest.mark.parametrize("message", [("receive", 2), ("send", -1), ("Send", 1)])
 def test_a_message_to_nobody_is_refused_before_anything_is_sent(message):
     name, peer = message
