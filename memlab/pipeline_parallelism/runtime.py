@@ -69,6 +69,9 @@ class Pipeline:
     let the rank that failed catch up, all ranks agree before optimizer.step(), and call zero_grad(). Not so with
     fully_shard, whose other ranks wait for this one's weights: let the launch end.
 
+    Ranks that are seeded alike draw the same masks for dropout on every stage. With dropout, give them seeds of their
+    own once the pipeline is made: torch.manual_seed(seed + plan.schedule.stages_of(rank)[0]).
+
     With a scaler, scale within loss_fn: the loss comes back scaled. An infinite gradient may be on one stage only, so
     all must skip: `LossScaler(agree=…)` over this group. Ranks that seed or fill tied copies by hand must do it alike.
 
