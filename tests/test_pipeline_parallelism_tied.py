@@ -161,6 +161,20 @@ def step_with(group, data, wrap=None, stage=None) -> str:
     return raised(lambda: pipeline.step(*rows(0)))
 
 
+def freezes(rank: int) -> list[str]:
+    """The first rank freezes its copy before the first step of a pipeline; of another, all ranks after one."""
+    found = []
+    for steps, who in ((0, [0]), (1, [0, 1])):
+        plan = plan_pipeline(LAYERS["two"][0], gpipe(2, 2), rows(0)[0], tied=LAYERS["two"][1])
+        pipeline = Pipeline(plan, F.mse_loss)
+        for step in range(steps):
+            pipeline.step(*rows(step))
+        for name, p in pipeline.named_parameters():
+            p.requires_grad_(rank not in who or name not in ("0.weight", "3.weight"))
+        found.append(raised(lambda pipeline=pipeline: pipeline.step(*rows(0))))
+    return found
+
+
 def replace(stage: nn.Module) -> nn.Module:
     for layer in stage:
         if hasattr(layer, "weight"):
@@ -260,6 +274,12 @@ def test_what_cannot_stay_equal_is_refused_on_every_rank(ranks):
         assert "RuntimeError: expected the gradient of 0.weight, which is tied to 3.weight" in rank["used up"]
         assert "take ZeroOptimizer's stage 1" in rank["used up"]
         assert "ValueError: expected 0.weight and what is tied to it to stay the same Parameter" in rank["replaced"]
+
+
+def test_a_copy_that_is_frozen_later_is_refused_and_not_waited_for():
+    for early, late in run_ranks(freezes, 2, timeout=20):
+        assert re.search(r"ValueError: expected 0.weight on rank 1 as 0.weight on rank 0.*frozen.*trained", early)
+        assert "ValueError: expected 0.weight and what is tied to it to stay trained, found a copy that is not" in late
 
 
 # ---- without processes

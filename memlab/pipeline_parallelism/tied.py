@@ -90,6 +90,7 @@ class Tie:
     def __init__(self, names, slots: list[tuple[nn.Module, str]], ranks: list[int], counts: bool):
         self.names, self.slots, self.ranks, self.counts = names, slots, ranks, counts
         self.copies: list[nn.Parameter] = [getattr(module, name) for module, name in slots]
+        self.trained = _trained(self.copies[0])
         self.arrived: set[int] = set()  # which copies had a gradient in this step
 
 
@@ -154,12 +155,12 @@ class TiedParameters:
         """Before a step: what is summed already stays in the first copy, and the others begin with zero.
 
         So the sum after the step counts it once. All ranks call it. The first time it raises ValueError, on every rank,
-        if wrappers have cut the copies in different ways; and on one whose copy they replaced by another parameter.
+        if wrappers have cut the copies in different ways, or some are frozen since they were made; each time, on a rank
+        whose copy another parameter has replaced, or that has been frozen or unfrozen.
         """
         if not self._begun:
-            self._check(
-                {(t.names, f"{t.names[0]} on rank {self.rank}"): (tuple(p.shape),) for t in self.ties for p in t.copies}
-            )
+            own = ((t.names, tuple(p.shape), _trained(p)) for t in self.ties for p in t.copies)
+            self._check({(names, f"{names[0]} on rank {self.rank}"): tuple(kind) for names, *kind in own})
             self._begun = True
         for tie in self.ties:
             tie.arrived.clear()
@@ -167,6 +168,12 @@ class TiedParameters:
                 raise ValueError(
                     f"expected {tie.names[0]} and what is tied to it to stay the same Parameter objects, found another "
                     "in a stage; wrap stages with DataParallel or memlab's fully_shard"
+                )
+            if any(_trained(p) != tie.trained for p in tie.copies):
+                raise ValueError(
+                    f"expected {tie.names[0]} and what is tied to it to stay {tie.trained}, found a copy that is not; "
+                    "who waits for whose gradient was agreed on when the pipeline was made: freeze or unfreeze it on "
+                    "all ranks, then plan and make another"
                 )
         for p in self.counted_elsewhere():
             if p.grad is not None:
@@ -229,7 +236,11 @@ class TiedParameters:
 def _kind(p: Tensor) -> tuple:
     """What must be the same of all copies, in words that can be printed."""
     cut = cut_of(p)
-    return tuple(p.shape), p.dtype, "trained" if p.requires_grad else "frozen", *([] if cut is None else [cut])
+    return tuple(p.shape), p.dtype, _trained(p), *([] if cut is None else [cut])
+
+
+def _trained(p: Tensor) -> str:
+    return "trained" if p.requires_grad else "frozen"
 
 
 def _check_alike(kinds: dict[str, tuple]) -> None:
