@@ -6,6 +6,7 @@ import doctest
 import functools
 import itertools
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -39,7 +40,7 @@ MESHES = [(2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (2, 1, 2), (1, 2, 2), (2, 
 SCHEDULES = {"1F1B": one_forward_one_backward, "GPipe": gpipe}
 
 
-def one_rank_of(data, tensor, pipeline, rank, *, hardware="cpu", precision="fp32", schedule="1F1B", **options):
+def one_rank_of(data, tensor, pipeline, rank, *, hardware="cpu", precision="fp32", schedule="1F1B", tied=(), **options):
     """Stage, static and saved bytes, and what was sent along each axis, of a rank that trains."""
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
     with imagine(CARD) if hardware == "gpu" else nullcontext(), imagined_ranks(data * tensor * pipeline, rank):
@@ -48,7 +49,7 @@ def one_rank_of(data, tensor, pipeline, rank, *, hardware="cpu", precision="fp32
         sizes = (SHAPE.layers, SHAPE.width, SHAPE.heads, SHAPE.context, SHAPE.vocabulary)
         layers = gpt_layers(*sizes, group=group, dtype=dtype, **options)
         x, y = (torch.zeros(BATCH // data, TOKENS, dtype=torch.int64) for _ in "xy")
-        plan = plan_pipeline(layers, SCHEDULES[schedule](pipeline, MICRO_BATCHES), x)
+        plan = plan_pipeline(layers, SCHEDULES[schedule](pipeline, MICRO_BATCHES), x, tied=tied)
         loss_fn = functools.partial(gpt_loss, group=group)
         wrap = (lambda stage: DataParallel(stage, group=m.get_group("data"))) if data > 1 else None
         adam = functools.partial(torch.optim.AdamW, foreach=True)
@@ -66,14 +67,15 @@ def by_axis(sent):
     return sent.get("send", 0), sum(nbytes for name, nbytes in sent.items() if name not in ("send", "receive"))
 
 
-def agree(data, tensor, pipeline, **options):
+def agree(data, tensor, pipeline, *, shape=SHAPE, **options):
     hardware, precision = options.get("hardware", "cpu"), options.get("precision", "fp32")
     sizes = {"data": data, "tensor": tensor, "pipeline": pipeline, "micro_batches": MICRO_BATCHES}
     counters = 4 if hardware == "cpu" else 0  # of Adam, which lie in main memory
     given = {"hardware": "cpu", "precision": "fp32"} | options
-    shares = stage_shares(SHAPE, BATCH, TOKENS, counter_bytes=counters, **sizes, **given)
+    shares = stage_shares(shape, BATCH, TOKENS, counter_bytes=counters, **sizes, **given)
+    tied = [("0.token_embedding.weight", f"{shape.layers + 1}.head.weight")] if shape.tied else ()
     for rank in range(tensor - 1, tensor * pipeline, tensor):  # of each stage one; data ranks do the same
-        stage, cost, sent = one_rank_of(data, tensor, pipeline, rank, **options)
+        stage, cost, sent = one_rank_of(data, tensor, pipeline, rank, tied=tied, **options)
         share = shares[stage]
         assert cost.static_bytes == share.parameters + share.gradients + share.optimizer_states
         assert share.in_flight * cost.saved_bytes == share.saved
@@ -98,6 +100,24 @@ def test_what_is_counted_is_what_a_rank_of_the_mesh_holds_and_sends(data, tensor
 )
 def test_so_it_is_on_an_imagined_card_in_16_bits_and_with_sequence_parallelism(options):
     agree(1, 2, 2, **options)
+
+
+@pytest.mark.parametrize("data,tensor,pipeline", [(1, 1, 1), (1, 1, 2), (1, 2, 3), (2, 1, 2), (2, 2, 1)])
+def test_so_it_is_of_a_tied_model_whose_table_is_on_the_first_stage_and_the_last(data, tensor, pipeline):
+    agree(data, tensor, pipeline, shape=replace(SHAPE, tied=True))
+
+
+def test_a_tied_model_in_stages_is_the_model_and_its_table_once_more():
+    tied, table = replace(SHAPE, tied=True), 4 * SHAPE.vocabulary * SHAPE.width
+    options = {"tensor": 2, "precision": "fp32"}
+    one, *_ = stage_shares(tied, BATCH, TOKENS, **options)
+    for pipeline in (2, 6):
+        shares = stage_shares(tied, BATCH, TOKENS, pipeline=pipeline, **options)
+        apart = stage_shares(SHAPE, BATCH, TOKENS, pipeline=pipeline, **options)
+        assert sum(share.parameters for share in shares) == one.parameters + table // 2
+        assert [share.parameters for share in shares] == [share.parameters for share in apart]
+        more = [share.sent["pipeline"] - other.sent["pipeline"] for share, other in zip(shares, apart, strict=True)]
+        assert more == [table // 2, *[0] * (pipeline - 2), table // 2]
 
 
 def test_stages_add_up_to_the_model_wherever_it_is_cut():

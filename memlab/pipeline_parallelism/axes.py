@@ -83,7 +83,8 @@ def stage_shares(
 
     batch: texts in a step, of all data ranks; each has batch / data, in micro-batches. tokens: of a text.
     schedule: "1F1B" or "GPipe". parts: of the layers + 2 layers; None: equally many. precision: "fp32", "bf16", or
-    "mixed" (the same with FP32 master weights). Other options: as of `block_activations`.
+    "mixed" (the same with FP32 master weights). Other options: as of `block_activations`. Of a tied model the first and
+    the last of several stages both hold the table, and send each other its gradient, once a step.
 
     Raises ValueError for sizes that do not divide, saying which would; parts that are not all layers, one part for each
     stage; and a schedule or a precision that is none.
@@ -110,15 +111,16 @@ def stage_shares(
     cut = {"sequence_parallel": sequence_parallel, "keep_gathered": keep_gathered, "precision": precision}
     kept = _kept(model, rows, tokens, tensor, hardware=hardware, **cut)
     stream = itemsize * rows * tokens * model.width // (tensor if sequence_parallel else 1)
+    table = itemsize * model.vocabulary * model.width // tensor if model.tied and pipeline > 1 else 0
     shares = []
     for stage, part in enumerate(parts):
-        sizes = _sizes(model, part, tensor)
+        sizes, neighbours = _sizes(model, part, tensor), (stage > 0) + (stage < pipeline - 1)
         gradients = _buckets(sizes, data, itemsize)
         held = in_flight(schedule, stage, pipeline, micro_batches)
         talks = sent_bytes(_tensor_traffic(model, part, rows, tokens, tensor, **cut))
         sent = {
             "data": sum(ring_bytes("all_reduce", nbytes, data) for nbytes in gradients),
-            "pipeline": micro_batches * stream * ((stage > 0) + (stage < pipeline - 1)),
+            "pipeline": micro_batches * stream * neighbours + table * (neighbours < 2),
             "tensor": micro_batches * talks,
         }
         shares.append(
@@ -150,9 +152,10 @@ def _kept(model: Transformer, rows: int, tokens: int, ranks: int, **options) -> 
 def _sizes(model: Transformer, part: Sequence[int], ranks: int) -> list[int]:
     """Elements of each parameter that a tensor rank has of these layers, in order."""
     named: dict[str, str] = {}
+    after = model.after if 0 in part else replace(model, tied=False).after  # elsewhere the head has a copy of the table
     for number in part:
         at = 0 if number == 0 else 2 if number == model.layers + 1 else 1
-        named |= {f"{number}.{name}": size for name, size in (model.before, model.block, model.after)[at].items()}
+        named |= {f"{number}.{name}": size for name, size in (model.before, model.block, after)[at].items()}
     whole = lambda name: "norm" in name or name.endswith(("out.bias", "down.bias"))  # noqa: E731
     counted = {name: elements(size, model.symbols) for name, size in named.items()}
     return [count if whole(name) else count // ranks for name, count in counted.items()]
