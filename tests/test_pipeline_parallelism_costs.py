@@ -23,6 +23,7 @@ from memlab.pipeline_parallelism import (
     measure_stages,
     one_forward_one_backward,
     plan_pipeline,
+    with_messages,
 )
 from memlab.pipeline_parallelism.line import bytes_along
 from memlab.ranks import imagined_ranks
@@ -147,6 +148,29 @@ def test_casts_of_weights_under_autocast_count_as_static_from_the_first_forward_
         simulated, found = both(LAYERS["saved inputs"], one_forward_one_backward(2, 3), BATCH, F.cross_entropy)
     assert [(line[1:], peak) for line, peak in simulated] == [(line[1:], peak) for line, peak in found]
     assert simulated[0] == found[0] and simulated[1][0][0] > found[1][0][0]  # before it, rank 1 receives
+
+
+class Fork(nn.Linear):
+    """A residual stream that is cut before its addition."""
+
+    def forward(self, x):
+        return x, super().forward(x)
+
+
+class Join(nn.Linear):
+    """Its sum's two inputs have one gradient between them."""
+
+    def forward(self, streams):
+        return super().forward(sum(streams))
+
+
+@pytest.mark.parametrize(
+    "schedule", [one_forward_one_backward(2, 4), with_messages("one rank", ["F0@0 F0@1 B0@1 B0@0"])]
+)
+def test_so_it_is_where_one_gradient_is_sent_twice_and_received_as_two(schedule):
+    layers = [linear(16, 32), lambda: Fork(32, 32), lambda: Join(32, 32), linear(32, 8)]
+    simulated, found = both(layers, schedule, BATCH, F.cross_entropy)
+    assert simulated == found
 
 
 # ---- the parts of a cost

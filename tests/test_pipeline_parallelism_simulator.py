@@ -36,6 +36,7 @@ def some_costs(chance: random.Random, stages: int) -> list[StageCost]:
             input_bytes=chance.randint(1, 30) if stage else 0,
             output_bytes=chance.choice([0, chance.randint(1, 30)]),
             gradient_bytes=chance.choice([None, chance.randint(0, 30)]) if stage else 0,
+            received_gradient_bytes=chance.choice([None, chance.randint(0, 60)]) if stage else 0,
             forward_extra_bytes=chance.randint(0, 200),
             backward_extra_bytes=chance.randint(0, 200),
         )
@@ -242,7 +243,7 @@ def ledger(one: Schedule, costs: list[StageCost], rank: int) -> tuple[list[int],
         elif kind == "receive activation":
             held["arrived F", stage, i] = cost.input_bytes
         elif kind == "receive gradient":
-            held["arrived B", stage, i] = costs[stage + 1].gradient_bytes
+            held["arrived B", stage, i] = costs[stage + 1].received_gradient_bytes
             received.append(("arrived B", stage, i))
         if kind in COMPUTATIONS:
             for name in sent:

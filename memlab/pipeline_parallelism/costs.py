@@ -150,6 +150,7 @@ class _Bench:
             "saved_bytes": saved - start,
             "output_bytes": made - saved,
             "gradient_bytes": through - end,
+            "received_gradient_bytes": sum(wire.nbytes for wire in self.arriving if wire.gradient),
             "forward_extra_bytes": peak(1, 2),
             "backward_extra_bytes": peak(4, 5),
         }

@@ -43,6 +43,7 @@ class StageCost:
     output_bytes: what dropping the output frees: 0 if it is saved anyway. On the last stage that is the loss, which is
       held to the end of the step.
     gradient_bytes: of the input, sent to the stage before; None: as many as input_bytes.
+    received_gradient_bytes: of the same, there: gradients that are one tensor here are several; None: gradient_bytes.
     forward_extra_bytes, backward_extra_bytes: how far the peak while it computes lies above the line before.
 
     Raises ValueError for a negative number.
@@ -55,12 +56,15 @@ class StageCost:
     input_bytes: int = 0
     output_bytes: int = 0
     gradient_bytes: int | None = None
+    received_gradient_bytes: int | None = None
     forward_extra_bytes: int = 0
     backward_extra_bytes: int = 0
 
     def __post_init__(self):
         if self.gradient_bytes is None:
             object.__setattr__(self, "gradient_bytes", self.input_bytes)
+        if self.received_gradient_bytes is None:
+            object.__setattr__(self, "received_gradient_bytes", self.gradient_bytes)
         for name, value in vars(self).items():
             if not value >= 0:
                 raise ValueError(f"expected {name} of at least 0, found {value}")
@@ -124,7 +128,9 @@ def moved_bytes(message: Action, costs: Sequence[StageCost]) -> int:
         return costs[message.stage].output_bytes
     if message.kind == RECEIVE_ACTIVATION:
         return costs[message.stage].input_bytes
-    return costs[max(message.stage, message.peer_stage)].gradient_bytes
+    if message.kind == RECEIVE_GRADIENT:
+        return costs[message.peer_stage].received_gradient_bytes
+    return costs[message.stage].gradient_bytes
 
 
 def _made(action: Action, schedule: Schedule, costs: Sequence[StageCost], trains: bool) -> int:
@@ -132,7 +138,12 @@ def _made(action: Action, schedule: Schedule, costs: Sequence[StageCost], trains
     stage, at = action.stage, schedule.ranks_of_stages
     cost, first, last = costs[stage], stage == 0, stage == len(at) - 1
     if action.kind == BACKWARD:
-        arrived = 0 if last else costs[stage + 1].gradient_bytes
+        if last:
+            arrived = 0
+        elif at[stage + 1] == at[stage]:
+            arrived = costs[stage + 1].gradient_bytes
+        else:
+            arrived = costs[stage + 1].received_gradient_bytes
         return (0 if first else cost.gradient_bytes) - arrived - cost.saved_bytes
     if first:
         arrived = 0
