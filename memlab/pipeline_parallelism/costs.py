@@ -54,6 +54,9 @@ def measure_stages(
 
     The line is that of the second step and all later ones: gradients are there, and are added to. Under autocast
     the casts of weights, which it keeps, are static as well. If layers talk in a group, all its ranks call this.
+
+    Each stage is measured by itself. What is tied to another stage counts here and there, also if one rank has both and
+    holds it once; and the sum of its gradients at the end of a step, with its room for the others', is in no cost.
     """
     stream = (split_batch(x, plan.schedule.micro_batches)[0],)
     target = split_batch(y, plan.schedule.micro_batches)[0]

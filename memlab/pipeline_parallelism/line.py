@@ -11,6 +11,8 @@ too soon or not yet gone. While a computation runs, a rank holds more than befor
 shows (`StageCost`).
 
 At storages level, as the meter counts. If neighbouring stages are on one rank, a tensor that both save counts twice.
+Ties between stages are not known here: a parameter that is one for several stages of a rank counts on each, and of the
+sum at a step's end, room for the others' gradients, in pieces of up to 4 MiB, counts nowhere.
 """
 
 from __future__ import annotations
