@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import random
 from contextlib import nullcontext
 
 import pytest
@@ -206,12 +207,19 @@ def test_a_tie_within_a_stage_is_held_once():
     assert apart.static_bytes - one.static_bytes == 2 * 4 * 8 * 8
 
 
+def draw(*_):
+    random.random()
+
+
 def test_measuring_leaves_modules_and_random_numbers_as_they_were():
     layers = [nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Dropout(), nn.Linear(16, 4)]
+    layers[2].register_forward_hook(draw)
+    python = random.getstate()
     before = [p.clone() for layer in layers for p in layer.state_dict().values()]
     state = torch.random.get_rng_state()
     measure_layers(layers, torch.randn(8, 16), torch.arange(8) % 4, F.cross_entropy, optimizer=ADAM)
     drawn = torch.random.get_rng_state()
+    assert random.getstate() == python
     torch.random.set_rng_state(state)
     torch.randn(8, 16)
     assert torch.equal(torch.random.get_rng_state(), drawn)

@@ -8,6 +8,7 @@ import itertools
 import pickle
 import random
 
+import numpy
 import pytest
 import torch
 from torch import distributed, nn
@@ -146,16 +147,20 @@ def test_planning_leaves_modules_and_random_numbers_as_they_were():
 
     def note(x):
         shared["seen"].add_(1)
+        random.random(), numpy.random.random()  # noqa: NPY002 the state of all is meant
         return x + torch.rand_like(x)
 
     layers = [nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Dropout(), Counts().eval(), linear(1, 4)]
     layers[0].weight.grad = torch.ones(16, 16)
     layers[0].register_buffer("buffer", torch.ones(2))
+    of_numpy = lambda: pickle.dumps(numpy.random.get_state())  # noqa: E731, NPY002
     before = pickle.dumps([layer.state_dict() for layer in layers[:4]]), torch.random.get_rng_state()
+    others = random.getstate(), of_numpy()
     grad, times = layers[0].weight.grad, layers[3].times
     plan_pipeline([*layers, functools.partial(Layer, note)], gpipe(3, 1), X)
     assert pickle.dumps([layer.state_dict() for layer in layers[:4]]) == before[0]
     assert torch.equal(torch.random.get_rng_state(), before[1])
+    assert others == (random.getstate(), of_numpy())
     assert layers[0].weight.grad is grad and layers[3].times == times and not layers[3].training and layers[1].training
 
 

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from memlab.memory_timeline import Meter, Timeline
-from memlab.pipeline_parallelism.imagined_layers import Layer, make_layer
+from memlab.pipeline_parallelism.imagined_layers import Layer, make_layer, random_numbers_kept
 from memlab.pipeline_parallelism.line import StageCost
 from memlab.pipeline_parallelism.orders import gpipe
 from memlab.pipeline_parallelism.plan import PipelinePlan, plan_pipeline, split_batch
@@ -63,7 +63,7 @@ def measure_stages(
     shares = plan.schedule.micro_batches
     costs = []
     for stage in range(len(plan.parts)):
-        with torch.random.fork_rng(devices=[stream[0].device] if stream[0].is_cuda else []):
+        with random_numbers_kept([stream[0].device] if stream[0].is_cuda else []):
             module = _stage_module(plan, stage).to(stream[0].device)
             module = wrap(module) if wrap else module
             last = stage == len(plan.parts) - 1

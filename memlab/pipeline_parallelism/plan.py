@@ -88,8 +88,8 @@ def plan_pipeline(
 ) -> PipelinePlan:
     """Cut layers into the schedule's stages and see that everything fits.
 
-    layers: modules or functions that make one (an nn.Sequential or nn.ModuleList is a list, too). Modules are copied,
-      not run. One without parameters may stand on several stages: each then has its own buffers.
+    layers: modules or functions that make one (an nn.Sequential or nn.ModuleList is a list, too). Of modules imagined
+      copies run, with their hooks. One without parameters may stand on several stages: each then has its own buffers.
     x: a mini-batch (batch, …) as training will give it, on the device of training, or its micro-batches as a list;
       values are not used. Autocast that is on now is taken to be on in training: it decides the dtypes of what
       travels.
