@@ -91,6 +91,13 @@ def odd_callers(rank):
         except ValueError as error:
             errors.append(str(error))
     found["errors"] = errors
+    unfit = []
+    for scratch in (torch.empty(2, dtype=torch.int32), torch.empty(1), torch.empty(3), torch.empty(2, 1)):
+        try:
+            ring_all_reduce(torch.ones(2 * ranks - 1), scratch=scratch)
+        except ValueError as error:
+            unfit.append(str(error))
+    found["unfit"] = unfit
     if ranks == 4:
         group = distributed.new_group([3, 1])
         mine = torch.tensor([10.0**rank] * 3)
@@ -245,6 +252,15 @@ def test_what_does_not_divide_or_is_not_flat_is_refused_with_what_to_do(facts, w
         assert len(rank["odd"]["errors"]) == 3
         assert all(f"divisible by {world} ranks" in error for error in rank["odd"]["errors"])
         assert "not contiguous" in rank["odd"]["errors"][2]
+
+
+@pytest.mark.parametrize("world", WORLDS[1:])
+def test_scratch_of_another_shape_or_dtype_than_a_piece_is_refused(facts, world):
+    for rank in facts[world]:
+        dtype, *shapes = rank["odd"]["unfit"]
+        assert "expected scratch for a piece, (2,) of torch.float32, found (2,) of torch.int32" in dtype
+        for shape, said in zip(("(1,)", "(3,)", "(2, 1)"), shapes, strict=True):
+            assert f"found {shape} of torch.float32; leave it out" in said
 
 
 def test_on_imagined_hardware_and_ranks_bytes_are_the_same_formula():

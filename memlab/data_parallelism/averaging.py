@@ -36,8 +36,7 @@ class Averaging:
         self.running = self.closed = False
         self.arrived: list[set[int]] = [set() for _ in buckets]
         self.sent: list[Callable[[], None]] = []  # what waits for each bucket that is on its way
-        scratch_bytes = max(bucket.piece_bytes for bucket in buckets)
-        self.background = None if all_reduce is None else Background(all_reduce, group, scratch_bytes)
+        self.background = None if all_reduce is None else Background(all_reduce, group)
         self._hooks = [
             p.register_post_accumulate_grad_hook(self._hook(at, number))
             for at, bucket in enumerate(buckets)
@@ -72,7 +71,7 @@ class Averaging:
                 bucket.place(number, 1)
             return
         if not self.running:
-            self.running = True
+            self.begin()
             _at_end_of_backward(self.finish)
         if p.grad is None:  # a hook before this one took it: as if it had not come
             return
@@ -80,6 +79,12 @@ class Averaging:
         self.arrived[at].add(number)
         while len(self.sent) < len(self.buckets) and self.full(len(self.sent)):
             self.send()
+
+    def begin(self) -> None:
+        """From here on ranks have to send all buckets."""
+        self.running = True
+        if self.background is not None:
+            self.background.scratch_bytes = max(bucket.piece_bytes for bucket in self.buckets)
 
     def full(self, at: int) -> bool:
         """Whether all gradients of a bucket have arrived."""

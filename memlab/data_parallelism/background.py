@@ -25,8 +25,9 @@ class Background:
     and nothing takes time: they are summed at once.
     """
 
-    def __init__(self, all_reduce: Callable[..., object], group, scratch_bytes: int):
-        self.all_reduce, self.group, self.scratch_bytes = all_reduce, group, scratch_bytes
+    def __init__(self, all_reduce: Callable[..., object], group):
+        self.all_reduce, self.group = all_reduce, group
+        self.scratch_bytes = 0  # of the largest piece, which may be larger in the next backward
         self.takes_scratch = "scratch" in inspect.signature(all_reduce).parameters
         self.scratch: dict[torch.device, Tensor] = {}
         self.streams: dict[torch.device, torch.cuda.Stream] = {}

@@ -28,9 +28,13 @@ class GradientBucket:
     def __init__(self, params: list[nn.Parameter], ranks: int):
         self.params, self.layout = params, FlatLayout([p.shape for p in params], ranks)
         self.nbytes = self.layout.padded * params[0].itemsize
-        self.piece_bytes = self.layout.piece * params[0].itemsize
         self.flat: Tensor | None = None
         self.views: list[Tensor] = []
+
+    @property
+    def piece_bytes(self) -> int:
+        """Bytes of one rank's piece, in the dtype that the parameters have by now."""
+        return self.layout.piece * self.params[0].itemsize
 
     def fill(self) -> None:
         """Have a buffer. Its values are any but for the padding, which is 0."""

@@ -61,9 +61,14 @@ def ring_reduce_scatter(flat: Tensor, group=None, scratch: Tensor | None = None)
     scratch: (n / ranks,) of flat's dtype, for the piece that arrives; made here if it is None.
 
     Each rank sends n · (ranks − 1) / ranks elements. A sum is rounded after each rank's part, in flat's dtype.
-    Raises ValueError for another shape, and for a rank that is not of the group.
+    Raises ValueError for another shape, for scratch of another shape or dtype, and for a rank that is not of the group.
     """
     rank, pieces = _pieces(flat, group)
+    if scratch is not None and (scratch.shape, scratch.dtype) != (pieces[0].shape, pieces[0].dtype):
+        raise ValueError(
+            f"expected scratch for a piece, {tuple(pieces[0].shape)} of {flat.dtype}, found {tuple(scratch.shape)} of "
+            f"{scratch.dtype}; leave it out to have it made"
+        )
     if len(pieces) > 1 and flat.numel():
         arriving = torch.empty_like(pieces[0]) if scratch is None else scratch
         left, right = (rank - 1) % len(pieces), (rank + 1) % len(pieces)
@@ -98,7 +103,8 @@ def ring_all_reduce(tensor: Tensor, group=None, scratch: Tensor | None = None) -
 
     Each rank sends 2 · (ranks − 1) · ⌈n / ranks⌉ elements. Each piece is summed on one path, and the sum is copied: so
     ranks agree to the last bit. Between two ranks it is the library's own sum, bitwise; among more the order of adding
-    differs, and with it the last bits. Integers are exact. Raises ValueError for a rank that is not of the group.
+    differs, and with it the last bits. Integers are exact. Raises ValueError for a rank that is not of the group, and
+    for scratch of another shape or dtype.
     """
     layout = FlatLayout([tensor.shape], place_in(group)[1])
     if tensor.is_contiguous() and not layout.padding:
