@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
 from memlab.data_parallelism import DataParallel, ring_all_reduce
-from memlab.ranks import run_ranks
+from memlab.ranks import imagined_ranks, run_ranks
 
 RANKS = 2
 
@@ -34,3 +35,34 @@ def of_double(rank, all_reduce):
 def test_a_ring_has_scratch_for_a_model_whose_dtype_was_changed():
     for rank in run_ranks(of_double, RANKS, ring_all_reduce):
         assert rank == [[3.0, 3.0]] * 2
+
+
+def test_a_sparse_buffer_is_refused_since_other_ranks_have_no_place_for_its_numbers():
+    with imagined_ranks(RANKS):
+        model = nn.Linear(2, 2)
+        model.register_buffer("adjacency", torch.eye(3).to_sparse())
+        with pytest.raises(TypeError, match=r"dense tensors.*torch.sparse_coo and shape \(3, 3\).*to_dense"):
+            DataParallel(model)
+
+
+def test_parameters_and_buffers_without_memory_are_refused_by_name():
+    buffered = nn.Linear(2, 2)
+    buffered.register_buffer("table", torch.empty(3, device="meta"))
+    with imagined_ranks(RANKS):
+        for model, name in (
+            (nn.LazyLinear(3), "weight"),
+            (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta")), "1.weight"),
+            (buffered, "table"),
+        ):
+            with pytest.raises(ValueError, match=f"with memory, found none at {name}; initialise it first"):
+                DataParallel(model)
+
+
+def test_gradients_of_another_dtype_than_their_parameter_are_refused():
+    model = nn.Linear(2, 2, dtype=torch.bfloat16)
+    with imagined_ranks(RANKS):
+        model.bias.grad_dtype = None
+        DataParallel(model).close()
+        model.bias.grad_dtype = torch.float32
+        with pytest.raises(ValueError, match="bias of torch.bfloat16 with a grad_dtype of torch.float32"):
+            DataParallel(model)

@@ -38,8 +38,9 @@ def start_equal(module: nn.Module, group=None, **settings) -> None:
     """Give every rank rank 0's parameters and buffers.
 
     Raises ValueError on all ranks, naming the first that differs from rank 0 in a name, shape, dtype or requires_grad,
-    or in one of the settings.
+    or in one of the settings; and for what `refuse_unfit` refuses, TypeError for a sparse buffer.
     """
+    refuse_unfit((*module.named_parameters(), *module.named_buffers()))
     refuse_other_models(module, group, **settings)
     fill_from_rank_0((*module.parameters(), *module.buffers()), group)
 
@@ -49,8 +50,15 @@ def fill_from_rank_0(tensors: Iterable[Tensor], group=None) -> None:
     """Give every rank rank 0's numbers in these tensors, of any strides and dtypes. Every rank calls it.
 
     A broadcast fills memory from end to end, whatever the strides say; and of bytes, since neither gloo nor NCCL knows
-    int16, say.
+    int16, say. Raises TypeError for one that is not dense, whose numbers no other rank has a place for.
     """
+    tensors = list(tensors)
+    for t in tensors:
+        if t.layout is not torch.strided:
+            raise TypeError(
+                f"expected dense tensors to fill with rank 0's, found one of {t.layout} and shape {tuple(t.shape)}; "
+                "use to_dense(), or keep it in a plain attribute and make it on every rank"
+            )
     tensors = [_unexpanded(t.detach()) for t in tensors if t.numel()]
     dense = [t.contiguous().resolve_conj().resolve_neg() for t in tensors]
     wires = [t.as_strided((t.numel(),), (1,)).view(torch.uint8) for t in dense]
@@ -59,6 +67,19 @@ def fill_from_rank_0(tensors: Iterable[Tensor], group=None) -> None:
     for t, received in zip(tensors, dense, strict=True):
         if received is not t:
             t.copy_(received)
+
+
+def refuse_unfit(named: Iterable[tuple[str, Tensor]]) -> None:
+    """Raise ValueError, naming it, for a tensor without memory, or whose gradients are to be of another dtype."""
+    for name, t in named:
+        if t.is_meta or nn.parameter.is_lazy(t):
+            raise ValueError(f"expected parameters and buffers with memory, found none at {name}; initialise it first")
+        wanted = getattr(t, "grad_dtype", t.dtype) if t.is_leaf else t.dtype  # torch 2.11 may have none
+        if wanted not in (None, t.dtype):
+            raise ValueError(
+                f"expected gradients in the dtype of their parameters, found {name} of {t.dtype} with a grad_dtype of "
+                f"{wanted}, in which nothing is averaged here; leave it, or keep the parameter itself in {wanted}"
+            )
 
 
 def _unexpanded(t: Tensor) -> Tensor:
@@ -72,8 +93,17 @@ def refuse_other_models(module: nn.Module, group=None, **settings) -> None:
         return
     mine = {name: str(value) for name, value in settings.items()}
     mine |= {name: f"{tuple(b.shape)} of {b.dtype}" for name, b in module.named_buffers()}
-    for name, p in module.named_parameters():
-        mine[name] = f"{tuple(p.shape)} of {p.dtype}, {'trained' if p.requires_grad else 'frozen'}"
+    mine |= {name: said(p) for name, p in module.named_parameters()}
+    refuse_others(mine, group)
+
+
+def said(p: Tensor) -> str:
+    """What of a parameter has to be the same on all ranks."""
+    return f"{tuple(p.shape)} of {p.dtype}, {'trained' if p.requires_grad else 'frozen'}"
+
+
+def refuse_others(mine: dict[str, str], group=None) -> None:
+    """Raise ValueError, on every rank alike, if a rank has other things to say by name than rank 0."""
     models = told_by_all(mine, group)
     for rank, theirs in enumerate(models):
         for name in [*models[0], *theirs]:

@@ -9,13 +9,14 @@ parts is a step on the model, and what the other ranks stepped arrives by an all
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, distributed
 from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
+from memlab.data_parallelism.agreement import refuse_unfit
 from memlab.data_parallelism.flat import FlatLayout
 from memlab.ranks import all_gather
 from memlab.units import format_bytes
@@ -93,14 +94,16 @@ class Filling:
 
 
 def as_groups(params) -> list[dict]:
-    """Parameter groups, as torch.optim takes them. Raises TypeError for a single tensor, ValueError for none."""
+    """Parameter groups, as torch.optim takes them. Raises TypeError for a tensor or a set, ValueError for none."""
     if isinstance(params, Tensor):
         raise TypeError("expected parameters or groups of them, found a tensor; write [tensor]")
-    groups = list(params)
+    groups = params if isinstance(params, (set, frozenset)) else list(params)
     if not groups:
         raise ValueError("expected parameters, found none; were they all filtered out?")
-    if not isinstance(groups[0], dict):
+    if not isinstance(groups, list) or not isinstance(groups[0], dict):
         groups = [{"params": groups}]
+    if any(isinstance(group["params"], (set, frozenset)) for group in groups):
+        raise TypeError("expected parameters in order, found a set, whose order differs from rank to rank; pass a list")
     return [
         group | {"params": [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])}
         for group in groups
@@ -113,17 +116,42 @@ def check_params(known: list[Tensor], params: list[Tensor]) -> None:
         if not isinstance(p, Tensor) or p.layout is not torch.strided or not p.is_leaf:
             found = f"a tensor of {p.layout}, leaf: {p.is_leaf}" if isinstance(p, Tensor) else type(p).__name__
             raise TypeError(f"expected parameters, dense leaf tensors, found {found} as number {number}")
-    devices, places = sorted({str(p.device) for p in (*known, *params)}), {}
+    devices = sorted({str(p.device) for p in (*known, *params)})
     if len(devices) > 1:
         raise ValueError(
             f"expected all parameters on one device, found {', '.join(devices)}; a collective runs on one: make a "
             "ZeroOptimizer for the parameters of each"
         )
-    for number, p in enumerate((*known, *params)):
-        place = (p.untyped_storage()._cdata, p.storage_offset()) if p.numel() else id(p)
-        if (other := places.setdefault(place, number)) != number:
-            what = "given twice" if (*known, *params)[other] is p else "in the same memory"
-            raise ValueError(
-                f"expected every parameter once, found numbers {other} and {number} {what}; tied weights are one "
-                "parameter, as model.parameters() gives it"
-            )
+    refuse_unfit((f"number {number}", p) for number, p in enumerate(params, len(known)))
+    for other, number in _sharing((*known, *params)):
+        what = "given twice" if (*known, *params)[other] is (*known, *params)[number] else "in the same memory"
+        raise ValueError(
+            f"expected every parameter once, found numbers {other} and {number} {what}; tied weights are one "
+            "parameter, as model.parameters() gives it"
+        )
+
+
+def _sharing(params: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
+    """The numbers of pairs of parameters that have an element of memory in common, or are one."""
+    spans = []
+    for number, p in enumerate(params):
+        storage = p.untyped_storage()._cdata if p.numel() else id(p)
+        reach = max(0, sum((size - 1) * stride for size, stride in zip(p.shape, p.stride(), strict=True)))
+        begin = p.storage_offset() * p.itemsize
+        spans.append((storage, begin, begin + (reach + 1) * p.itemsize, number))
+    spans.sort()
+    for at, (storage, _, end, number) in enumerate(spans):
+        for its, begin, _, other in spans[at + 1 :]:
+            if its != storage or begin >= end:
+                break
+            if not _interleaved(params[number], params[other]):
+                yield min(number, other), max(number, other)
+
+
+def _interleaved(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of one storage lie in each other's gaps, as the halves of a matrix's columns do."""
+    if a is b or a.dtype != b.dtype:
+        return False
+    taken = torch.zeros(a.untyped_storage().nbytes() // a.itemsize, dtype=torch.bool, device="cpu")
+    taken.as_strided(a.shape, a.stride(), a.storage_offset()).fill_(True)
+    return not taken.as_strided(b.shape, b.stride(), b.storage_offset()).any()

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, distributed
 from torch.optim import LBFGS, Adafactor, Optimizer
 
+from memlab.data_parallelism.agreement import refuse_others, said
 from memlab.data_parallelism.buckets import bucketed
 from memlab.data_parallelism.norms import clip_parts_
 from memlab.data_parallelism.states import HeldParts, cut_state, gathered_states
@@ -64,9 +65,10 @@ class ZeroOptimizer(Optimizer):
     With a loss scaler ranks must skip together: `LossScaler(agree=...)`, for an inf reaches only the rank whose piece
     it is in. torch.amp.GradScaler cannot agree, and one rank would wait for another that skips.
 
-    Raises ValueError for another stage, parameters on several devices, in memory they share or given twice, and an
-    optimizer that is known not to be elementwise; RuntimeError without a process group, and where a parameter was moved
-    afterwards; TypeError for sparse gradients.
+    Raises ValueError for another stage, parameters on several devices, without memory, in memory they share or given
+    twice, with gradients of another dtype, or unlike rank 0's, and an optimizer that is known not to be elementwise;
+    RuntimeError without a process group, and where a parameter was moved afterwards; TypeError for a set of parameters,
+    and for sparse gradients.
     """
 
     def __init__(
@@ -86,6 +88,11 @@ class ZeroOptimizer(Optimizer):
                 "and not the optimizer: use fully_shard(module)"
             )
         self._group, self._bucket_bytes = group, parse_bytes(bucket_bytes)
+        self._settings = {
+            "bucket_bytes": str(self._bucket_bytes),
+            "stage": str(stage),
+            "find_unused_parameters": str(find_unused_parameters),
+        }
         self._rank, self._ranks = place_in(group)
         self.stage = stage
         self._params: list[Tensor] = []
@@ -118,6 +125,9 @@ class ZeroOptimizer(Optimizer):
         params = [entry[1] if isinstance(entry, tuple) else entry for _, entry in entries]  # some come with names
         check_params(self._params, params)
         first = len(self._params)
+        shown = (f"{said(p)}, in group {number}" for p, (number, _) in zip(params, entries, strict=True))
+        mine = {f"parameter {number}": one for number, one in enumerate(shown, first)}
+        refuse_others(self._settings | mine, self._group)
         keys = [(p.dtype, number, p.requires_grad) for p, (number, _) in zip(params, entries, strict=True)]
         buckets = [
             WeightBucket([params[n] for n in numbers], [first + n for n in numbers], self._rank, self._ranks)
