@@ -531,7 +531,7 @@ def test_what_cannot_be_averaged_is_refused_with_what_to_do(cases):
         errors = rank["refused"]
         assert "with parameters to train, found none" in errors["nothing"]
         assert "expected 0.weight frozen" in errors["thawed"] and "wrap again" in errors["thawed"]
-        assert "found a closed one; call its .module" in errors["closed"]
+        assert "found a closed one" in errors["closed"] and "call its .module" in errors["closed"]
         assert "TypeError: expected dense gradients, found a sparse one of (4, 2); use sparse=False" in errors["sparse"]
 
 

@@ -24,6 +24,27 @@ def layers() -> nn.Sequential:
     return model
 
 
+def wrapped_again(rank):
+    """A cell that is run twice, while something holds the first wrapper; then the first one's use."""
+    model = layers()
+    first = DataParallel(model)
+    first(row(rank)).sum().backward()
+    model.zero_grad()
+    second = DataParallel(model)
+    second(row(rank)).sum().backward()
+    try:
+        first(row(rank))
+    except RuntimeError as error:
+        return model[1].weight.grad.tolist(), str(error)
+
+
+def a_part_wrapped_again(rank):
+    model = layers()
+    whole, part = DataParallel(model), DataParallel(model[1])
+    part(row(rank)).sum().backward()
+    return model[1].weight.grad.tolist(), whole._averaging.closed, part._averaging.closed
+
+
 def of_double(rank, all_reduce):
     """A model that became FP64 after it was wrapped: its pieces are twice as large."""
     model = layers()
@@ -32,9 +53,34 @@ def of_double(rank, all_reduce):
     return model[1].weight.grad.tolist()
 
 
-def test_a_ring_has_scratch_for_a_model_whose_dtype_was_changed():
-    for rank in run_ranks(of_double, RANKS, ring_all_reduce):
-        assert rank == [[3.0, 3.0]] * 2
+def all_facts(rank):
+    return {
+        "again": wrapped_again(rank),
+        "part": a_part_wrapped_again(rank),
+        "double": of_double(rank, ring_all_reduce),
+    }
+
+
+@pytest.fixture(scope="module")
+def facts():
+    return run_ranks(all_facts, RANKS)
+
+
+def test_a_model_that_is_wrapped_again_is_averaged_once_and_the_old_wrapper_says_that_it_is_closed(facts):
+    for rank in facts:
+        gradient, said = rank["again"]
+        assert gradient == [[3.0, 3.0]] * 2
+        assert "found a closed one (by close(), or by a newer wrapper" in said
+
+
+def test_a_part_that_is_wrapped_by_itself_closes_the_wrapper_of_the_whole(facts):
+    for rank in facts:
+        assert rank["part"] == ([[1.5, 1.5]] * 2, True, False)
+
+
+def test_a_ring_has_scratch_for_a_model_whose_dtype_was_changed(facts):
+    for rank in facts:
+        assert rank["double"] == [[3.0, 3.0]] * 2
 
 
 def test_a_sparse_buffer_is_refused_since_other_ranks_have_no_place_for_its_numbers():

@@ -6,10 +6,93 @@ import pytest
 import torch
 from torch import nn, optim
 
-from memlab.data_parallelism import ZeroOptimizer
+from memlab.data_parallelism import DataParallel, ZeroOptimizer
 from memlab.ranks import imagined_ranks, run_ranks
 
 RANKS = 2
+
+
+def one_weight() -> nn.Linear:
+    """A layer of two weights, 0; its gradient is 1 on rank 0, 2 on rank 1, where `row` is what goes in."""
+    model = nn.Linear(2, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    return model
+
+
+def row(rank: int) -> torch.Tensor:
+    return torch.full((1, 2), rank + 1.0)
+
+
+def stepped(model: nn.Linear, optimizer, rank: int) -> list:
+    model(row(rank)).sum().backward()
+    optimizer.step()
+    return model.weight.tolist()
+
+
+def made_again(rank, first, second):
+    """The older optimizer is held by its scheduler."""
+    model = one_weight()
+    old = optim.lr_scheduler.StepLR(ZeroOptimizer(model.parameters(), optim.SGD, first, lr=1.0), 1)
+    return stepped(model, ZeroOptimizer(model.parameters(), optim.SGD, second, lr=1.0), rank), old.last_epoch
+
+
+def after_one_that_raised(rank, make):
+    """The error holds the optimizer that was not made, as sys.last_exc does."""
+    model, held = one_weight(), None
+    try:
+        ZeroOptimizer(model.parameters(), optim.SGD, 2, lr=-1.0)
+    except ValueError as error:
+        held = error
+    return stepped(model, make(model), rank), "learning rate" in str(held)
+
+
+def beside_a_wrapper(rank, first):
+    """Stage 2 and DataParallel on one model: the later one has the gradients, and whoever is older is closed."""
+    model = one_weight()
+    if first == "stage 2":
+        zero = ZeroOptimizer(model.parameters(), optim.SGD, 2, lr=1.0)
+        replica = DataParallel(model)
+        return stepped(replica.module, optim.SGD(model.parameters(), lr=1.0), rank), zero._gradients.open
+    replica = DataParallel(model)
+    zero = ZeroOptimizer(model.parameters(), optim.SGD, 2, lr=1.0)
+    return stepped(model, zero, rank), not replica._averaging.closed
+
+
+def all_facts(rank):
+    sgd = {
+        "stage 2": lambda model: ZeroOptimizer(model.parameters(), optim.SGD, 2, lr=1.0),
+        "DataParallel": lambda model: optim.SGD(DataParallel(model).parameters(), lr=1.0),
+    }
+    return {
+        "again": {stages: made_again(rank, *stages) for stages in ((1, 1), (1, 2), (2, 1), (2, 2))},
+        "after one that raised": after_one_that_raised(rank, sgd["stage 2"]),
+        "beside": [beside_a_wrapper(rank, first) for first in ("stage 2", "DataParallel")],
+    }
+
+
+@pytest.fixture(scope="module")
+def facts():
+    return run_ranks(all_facts, RANKS)
+
+
+def test_a_new_optimizer_has_the_gradients_of_an_older_ones_parameters(facts):
+    for rank in facts:
+        assert list(rank["again"].values()) == [([[-1.5, -1.5]], 0)] * 4
+
+
+def test_an_optimizer_that_could_not_be_made_takes_no_gradients(facts):
+    for rank in facts:
+        assert rank["after one that raised"] == ([[-1.5, -1.5]], True)
+    with imagined_ranks(RANKS):
+        model = one_weight()
+        with pytest.raises(ValueError, match="learning rate") as held:
+            ZeroOptimizer(model.parameters(), optim.SGD, 2, lr=-1.0)
+        assert held.value and not model.weight._post_accumulate_grad_hooks
+
+
+def test_of_a_wrapper_and_stage_2_on_one_model_the_older_is_closed(facts):
+    for rank in facts:
+        assert rank["beside"] == [([[-1.5, -1.5]], False)] * 2
 
 
 def test_parameters_in_a_set_are_refused_since_ranks_would_have_them_in_different_orders():

@@ -14,6 +14,8 @@ right: averages of equals plus the average of what was added.
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Callable
 
 import torch
@@ -21,7 +23,7 @@ from torch import Tensor, distributed, nn
 
 from memlab.data_parallelism.agreement import on_any_rank
 from memlab.data_parallelism.background import Background
-from memlab.data_parallelism.buckets import GradientBucket
+from memlab.data_parallelism.buckets import GradientBucket, take_over
 
 _at_end_of_backward = torch.autograd.Variable._execution_engine.queue_callback
 
@@ -37,6 +39,7 @@ class Averaging:
         self.arrived: list[set[int]] = [set() for _ in buckets]
         self.sent: list[Callable[[], None]] = []  # what waits for each bucket that is on its way
         self.background = None if all_reduce is None else Background(all_reduce, group)
+        take_over((p for bucket in buckets for p in bucket.params), self)
         self._hooks = [
             p.register_post_accumulate_grad_hook(self._hook(at, number))
             for at, bucket in enumerate(buckets)
@@ -44,11 +47,10 @@ class Averaging:
         ]
 
     def _hook(self, at: int, number: int) -> Callable[[Tensor], None]:
-        def arrived(_: Tensor) -> None:
-            self.arrive(at, number)
-
-        arrived.averages_ranks = self.factor < 1  # for those who take gradients away: this one needs them
-        return arrived
+        hook = functools.partial(_arrive, self, at, number)
+        hook.taker = weakref.ref(self)
+        hook.averages_ranks = self.factor < 1  # for those who take gradients away: this one needs them
+        return hook
 
     @torch.no_grad()
     def arrive(self, at: int, number: int) -> None:
@@ -165,3 +167,8 @@ class Averaging:
             hook.remove()
         if self.background is not None:
             self.background.close()
+
+
+def _arrive(averaging: Averaging, at: int, number: int, _: Tensor) -> None:
+    """The hook on a parameter whose gradient is complete."""
+    averaging.arrive(at, number)

@@ -90,6 +90,24 @@ def plan_buckets(params: Iterable[nn.Parameter], bucket_bytes: int, ranks: int) 
     return [GradientBucket([params[n] for n in group], ranks) for group in numbers]
 
 
+def take_over(params: Iterable[Tensor], taker: object, kind: type = object) -> None:
+    """Close what takes these parameters' gradients already, for of two each would make something else of them.
+
+    A hook says whose it is: its attribute `taker` is a weak reference to what has a `close()`. kind: close only these.
+    """
+    for p in params:
+        for hook in tuple((p._post_accumulate_grad_hooks or {}).values()):
+            other = getattr(hook, "taker", lambda: None)()
+            if other is not taker and isinstance(other, kind) and other is not None:
+                other.close()
+
+
+def _lies_in(gradient: Tensor | None, flat: Tensor) -> bool:
+    if gradient is None or gradient.layout is not torch.strided:
+        return False
+    return gradient.untyped_storage()._cdata == flat.untyped_storage()._cdata
+
+
 def _same_memory(gradient: Tensor, view: Tensor) -> bool:
     """Whether a gradient lies in its place, and not where `p.grad.data = …` or `model.double()` put it."""
     ours, theirs = ((t.untyped_storage()._cdata, t.storage_offset(), t.stride()) for t in (view, gradient))

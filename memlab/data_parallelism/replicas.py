@@ -54,7 +54,8 @@ class DataParallel(nn.Module):
 
     After a backward that raised, the next forward ends its all-reduces with what there is, so that ranks stay in step;
     then go on as ever, with zero_grad(). Checkpoint without reentrance: with it every segment is a backward of its own,
-    after which all buckets travel.
+    after which all buckets travel. Wrapped again, as when a cell runs twice, a model is the new wrapper's: the old one,
+    or any other that takes its parameters' gradients, is closed.
 
     Raises ValueError if the ranks' models differ, naming rank and parameter, or if nothing is to be trained; in
     forward, RuntimeError if it was closed, or a parameter is trained that was frozen or not there at the beginning; in
@@ -92,7 +93,10 @@ class DataParallel(nn.Module):
     def forward(self, *args, **kwargs):
         """The model's own. Raises RuntimeError if this was closed, or a parameter is trained that was not before."""
         if self._averaging.closed:
-            raise RuntimeError("expected a DataParallel that is open, found a closed one; call its .module, or wrap it")
+            raise RuntimeError(
+                "expected a DataParallel that is open, found a closed one (by close(), or by a newer wrapper of its "
+                "parameters); call its .module, or wrap it"
+            )
         if torch.is_grad_enabled() and _current_task() == -1:
             self._refuse_others()
             self._averaging.begin_step()

@@ -29,6 +29,7 @@ from torch.autograd import Variable
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from memlab.data_parallelism.agreement import on_any_rank
+from memlab.data_parallelism.buckets import take_over
 from memlab.data_parallelism.zero_buckets import Filling, WeightBucket
 from memlab.ranks import reduce_scatter
 
@@ -64,7 +65,9 @@ class ReducedGradients:
         self._used: set[int] = set()
 
     def add(self, buckets: list[WeightBucket]) -> None:
-        """Take care of these buckets, too."""
+        """Take care of these buckets, too. Whoever took their gradients before is closed, with all hooks."""
+        params = [p for bucket in buckets for p in bucket.params]
+        take_over(params, self, object if self._during_backward else ReducedGradients)
         self.buckets += buckets
         self._turns, self._turns_known = list(self.buckets), not self._during_backward
         self.watch()
@@ -76,6 +79,7 @@ class ReducedGradients:
             for slot, p in enumerate(bucket.params):
                 if p.requires_grad and p not in self._hooks:
                     taking = functools.partial(_complete, weakref.ref(self), weakref.ref(bucket), slot)
+                    taking.taker = weakref.ref(self)
                     self._hooks[p] = p.register_post_accumulate_grad_hook(taking)
 
     def close(self) -> None:

@@ -64,6 +64,7 @@ class ZeroOptimizer(Optimizer):
     with a loss that is a sum, as the mean of nothing is nan.
     With a loss scaler ranks must skip together: `LossScaler(agree=...)`, for an inf reaches only the rank whose piece
     it is in. torch.amp.GradScaler cannot agree, and one rank would wait for another that skips.
+    A new ZeroOptimizer closes an older one of the same parameters, as when a cell runs twice.
 
     Raises ValueError for another stage, parameters on several devices, without memory, in memory they share or given
     twice, with gradients of another dtype, or unlike rank 0's, and an optimizer that is known not to be elementwise;
@@ -98,7 +99,13 @@ class ZeroOptimizer(Optimizer):
         self._params: list[Tensor] = []
         self._buckets: list[WeightBucket] = []
         self._gradients = ReducedGradients(self._rank, self._ranks, group, stage == 2, find_unused_parameters)
-        groups = as_groups(params)
+        try:
+            self._build(as_groups(params), optimizer_class, defaults)
+        except BaseException:  # which may be kept, as sys.last_exc is, and would hold this with its hooks
+            self._gradients.close()
+            raise
+
+    def _build(self, groups: list[dict], optimizer_class: Callable[..., Optimizer], defaults: dict) -> None:
         self._inner = optimizer_class(self._sharded(groups), **defaults)
         for kind, what in ((Adafactor, "a parameter's rows and columns"), (LBFGS, "all parameters at once")):
             if isinstance(self._inner, kind):
