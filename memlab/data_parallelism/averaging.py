@@ -20,6 +20,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, distributed, nn
+from torch.utils._pytree import tree_leaves
 
 from memlab.data_parallelism.agreement import on_any_rank
 from memlab.data_parallelism.background import Background
@@ -35,7 +36,7 @@ class Averaging:
         self.buckets, self.group, self.find_unused = buckets, group, find_unused
         self.factor = 1 / distributed.get_world_size(group)
         self.syncing = True
-        self.running = self.closed = False
+        self.running = self.reached = self.closed = False
         self.arrived: list[set[int]] = [set() for _ in buckets]
         self.sent: list[Callable[[], None]] = []  # what waits for each bucket that is on its way
         self.background = None if all_reduce is None else Background(all_reduce, group)
@@ -56,17 +57,26 @@ class Averaging:
     def arrive(self, at: int, number: int) -> None:
         """A gradient is complete. at: its bucket; number: its place there.
 
-        Raises TypeError for a sparse one, RuntimeError for a second of one parameter in a backward.
+        Raises TypeError for a sparse one, RuntimeError for one with a graph, and for a second of one parameter in a
+        backward.
         """
         bucket = self.buckets[at]
         p = bucket.params[number]
         if p.grad is not None and p.grad.is_sparse:
             raise TypeError(f"expected dense gradients, found a sparse one of {tuple(p.shape)}; use sparse=False")
+        if p.grad is not None and p.grad.requires_grad:
+            raise RuntimeError(
+                f"expected gradients without a graph, found one with, of a parameter of shape {tuple(p.shape)}: what "
+                "p.grad becomes, an average over ranks, has none, so backward(create_graph=True) would penalise "
+                "nothing; use torch.autograd.grad(..., create_graph=True), and backward of the whole loss"
+            )
         if self.running and number in self.arrived[at]:
             raise RuntimeError(
                 f"expected one gradient of a parameter of shape {tuple(p.shape)} in a backward, found a second: after "
                 "a backward that raised, run a forward first; and checkpoint with use_reentrant=False"
             )
+        if not self.arrived[at]:
+            bucket.empty()  # of the backward before, whose gradients somebody may have kept through zero_grad()
         bucket.fill()
         if not self.syncing:
             if p.grad is not None:
@@ -87,6 +97,22 @@ class Averaging:
         self.running = True
         if self.background is not None:
             self.background.scratch_bytes = max(bucket.piece_bytes for bucket in self.buckets)
+
+    def watch(self, outputs: object) -> None:
+        """See to it that a backward is known from the moment that it comes to these outputs of the model."""
+        for tensor in tree_leaves(outputs):
+            if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
+                tensor.grad_fn.register_prehook(functools.partial(_reach, weakref.ref(self)))
+
+    def reach(self) -> None:
+        """A backward has come to the model, or torch.autograd.grad, of which no gradient will arrive."""
+        if self.syncing and not self.reached:
+            self.reached = True
+            _at_end_of_backward(self.passed)
+
+    def passed(self) -> None:
+        """It did not raise."""
+        self.reached = False
 
     def full(self, at: int) -> bool:
         """Whether all gradients of a bucket have arrived."""
@@ -119,6 +145,8 @@ class Averaging:
         """Send the buckets that never became full. Returns the parameters without a gradient on this rank."""
         without = []
         for at, bucket in enumerate(self.buckets):
+            if not self.arrived[at]:
+                bucket.empty()
             bucket.fill()
             for number, p in enumerate(bucket.params):
                 if number not in self.arrived[at]:
@@ -140,20 +168,21 @@ class Averaging:
         """End a backward that raised: the other ranks get what there is, and gradients here stay as they are now."""
         params = [p for bucket in self.buckets for p in bucket.params]
         gradients = [p.grad for p in params]
+        self.begin()
         self.finish()
         for p, gradient in zip(params, gradients, strict=True):
             p.grad = gradient
 
-    def begin_step(self) -> None:
-        """A forward begins."""
-        if self.running:
+    def begin_step(self, recorded: bool) -> None:
+        """A forward begins. recorded: for a backward, by which ranks have to be in step."""
+        if recorded and (self.running or self.reached):
             self.settle()
-        for bucket in self.buckets:
+        for bucket in self.buckets if not self.running else ():
             bucket.empty()
 
     def forget(self) -> None:
         """Nothing is on its way."""
-        self.running = False
+        self.running = self.reached = False
         self.sent.clear()
         for arrived in self.arrived:
             arrived.clear()
@@ -172,3 +201,9 @@ class Averaging:
 def _arrive(averaging: Averaging, at: int, number: int, _: Tensor) -> None:
     """The hook on a parameter whose gradient is complete."""
     averaging.arrive(at, number)
+
+
+def _reach(averaging: weakref.ref[Averaging], _: tuple) -> None:
+    """The hook on a node of an output: it must not keep what the wrapper's end takes down."""
+    if (alive := averaging()) is not None:
+        alive.reach()

@@ -46,7 +46,7 @@ class GradientBucket:
 
     def empty(self) -> None:
         """Give the buffer up, if no gradient lies in it, as after zero_grad(set_to_none=True)."""
-        if all(p.grad is None for p in self.params):
+        if self.flat is not None and not any(_lies_in(p.grad, self.flat) for p in self.params):
             self.flat, self.views = None, []
 
     def place(self, number: int, factor: float) -> None:

@@ -48,18 +48,21 @@ class DataParallel(nn.Module):
     the numbers (chapter 07's `accumulate(..., agree=mean_over_ranks)`). A rank without rows is then one with sum 0.
 
     Gradients lie in the buckets, and nowhere else: `p.grad` is a view of one. A bucket's bytes are there from its first
-    gradient until, after zero_grad(), the next forward. Non-finite gradients of one rank are all ranks' afterwards.
+    gradient until, after zero_grad(), the next forward. A gradient that you keep beyond zero_grad() stays what it was;
+    clone one that you keep while others of its bucket go on. Non-finite gradients of one rank are then all ranks'.
     Buffers are each rank's own once training begins: BatchNorm's statistics are of its own rows (DDP takes rank 0's
     before every forward). A state dict is that of the model alone, without prefix.
 
-    After a backward that raised, the next forward ends its all-reduces with what there is, so that ranks stay in step;
-    then go on as ever, with zero_grad(). Checkpoint without reentrance: with it every segment is a backward of its own,
-    after which all buckets travel. Wrapped again, as when a cell runs twice, a model is the new wrapper's: the old one,
-    or any other that takes its parameters' gradients, is closed.
+    After a backward that raised in the model, the next forward ends its all-reduces with what there is, so that ranks
+    stay in step; then go on as ever, with zero_grad(). Of one that raised before, in a loss outside, nothing is known
+    here, and the others wait for it: run it again, or have the model return its loss. Checkpoint without reentrance:
+    with it every segment is a backward of its own, after which all buckets travel. Wrapped again, as when a cell runs
+    twice, a model is the new wrapper's: the old one, or any other that takes its parameters' gradients, is closed.
 
-    Raises ValueError if the ranks' models differ, naming rank and parameter, or if nothing is to be trained; in
-    forward, RuntimeError if it was closed, or a parameter is trained that was frozen or not there at the beginning; in
-    backward, TypeError for a sparse gradient; to pickle and deepcopy, TypeError.
+    Raises ValueError if the ranks' models differ, naming rank and parameter, if nothing is to be trained, or for a
+    parameter without memory or with gradients of another dtype, TypeError for a sparse buffer; in forward, RuntimeError
+    if it was closed, or a parameter is trained that was frozen or not there at the beginning; in backward, TypeError
+    for a sparse gradient, RuntimeError for create_graph=True; to pickle and deepcopy, TypeError.
     """
 
     def __init__(
@@ -97,10 +100,15 @@ class DataParallel(nn.Module):
                 "expected a DataParallel that is open, found a closed one (by close(), or by a newer wrapper of its "
                 "parameters); call its .module, or wrap it"
             )
-        if torch.is_grad_enabled() and _current_task() == -1:
-            self._refuse_others()
-            self._averaging.begin_step()
-        return self.module(*args, **kwargs)
+        outside, recorded = _current_task() == -1, torch.is_grad_enabled()
+        if outside:
+            if recorded:
+                self._refuse_others()
+            self._averaging.begin_step(recorded)
+        outputs = self.module(*args, **kwargs)
+        if outside and recorded and not torch.compiler.is_compiling():
+            self._averaging.watch(outputs)
+        return outputs
 
     def _refuse_others(self) -> None:
         """What is trained, and has no hook, every rank would step by its own gradient."""
