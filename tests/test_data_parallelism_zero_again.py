@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn, optim
+from torch import distributed, nn, optim
 
 from memlab.data_parallelism import DataParallel, ZeroOptimizer
 from memlab.ranks import imagined_ranks, run_ranks
@@ -58,6 +58,40 @@ def beside_a_wrapper(rank, first):
     return stepped(model, zero, rank), not replica._averaging.closed
 
 
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise ArithmeticError("planted")
+
+
+def raised_on_one_rank(rank, who, find_unused):
+    """Backward raises on one rank between its first gradient and its last; all drop that step. Then one as ever."""
+    model = nn.Sequential(nn.Linear(1, 2, bias=False), nn.Linear(2, 1, bias=False))
+    for p in model.parameters():
+        nn.init.ones_(p)
+    optimizer = ZeroOptimizer(
+        model.parameters(), optim.SGD, 2, bucket_bytes=8, find_unused_parameters=find_unused, lr=1.0
+    )
+    found = []
+    for step in range(3):
+        hidden = model[0](torch.full((1, 1), 10.0**step))
+        failed = torch.zeros(())
+        try:
+            model[1](Fails.apply(hidden) if step == 1 and rank == who else hidden).sum().backward()
+        except ArithmeticError:
+            optimizer.zero_grad()
+            failed.fill_(1)
+        distributed.all_reduce(failed, distributed.ReduceOp.MAX)
+        parts = [p.grad.item() for p in optimizer.param_groups[0]["params"] if p.grad is not None]
+        found.append("dropped" if failed else parts)
+        optimizer.zero_grad()
+    return found
+
+
 def all_facts(rank):
     sgd = {
         "stage 2": lambda model: ZeroOptimizer(model.parameters(), optim.SGD, 2, lr=1.0),
@@ -67,6 +101,7 @@ def all_facts(rank):
         "again": {stages: made_again(rank, *stages) for stages in ((1, 1), (1, 2), (2, 1), (2, 2))},
         "after one that raised": after_one_that_raised(rank, sgd["stage 2"]),
         "beside": [beside_a_wrapper(rank, first) for first in ("stage 2", "DataParallel")],
+        "raised": [raised_on_one_rank(rank, *how) for how in ((1, False), (0, True))],
     }
 
 
@@ -93,6 +128,13 @@ def test_an_optimizer_that_could_not_be_made_takes_no_gradients(facts):
 def test_of_a_wrapper_and_stage_2_on_one_model_the_older_is_closed(facts):
     for rank in facts:
         assert rank["beside"] == [([[-1.5, -1.5]], False)] * 2
+
+
+def test_where_one_ranks_backward_raises_zero_grad_lets_the_others_end_and_all_may_drop_the_step(facts):
+    for how in range(2):
+        first, second = (rank["raised"][how] for rank in facts)
+        assert first == second == [first[0], "dropped", first[2]]
+        assert first[0] == [1.0, 1.0] and first[2] == [100.0, 100.0]
 
 
 def test_parameters_in_a_set_are_refused_since_ranks_would_have_them_in_different_orders():

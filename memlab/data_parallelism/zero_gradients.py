@@ -97,10 +97,15 @@ class ReducedGradients:
         return any(p.grad is not None for bucket in self.buckets for p in bucket.params)
 
     def drop(self, set_to_none: bool = True) -> None:
-        """Forget all gradients: the parameters', the parts', and those of a round that never ended."""
-        for _, work, *_ in self._sent:
-            with contextlib.suppress(RuntimeError):  # of the round that is given up
-                work.wait()
+        """Forget all gradients: the parameters', the parts', and those of a round that a backward has not ended.
+
+        That round is ended, with zeros for what is missing, since other ranks may be in it.
+        """
+        if self._unended:
+            for _, p in self._numbered():
+                p.grad = None
+            with contextlib.suppress(RuntimeError):  # where the other ranks are gone
+                self.end_round()
         self._forget_round()
         self.rounds = 0
         self.reduced.clear()
@@ -167,10 +172,15 @@ class ReducedGradients:
                 "no_sync(); call reduce_gradients() when the last backward is through"
             )
 
+    @property
+    def _unended(self) -> bool:
+        return bool(self._begun or self._filling or self._next)
+
     def _check_ended(self) -> None:
-        if self._begun or self._filling or self._next:
+        if self._unended:
             raise RuntimeError(
-                "expected a backward that ended, found one that raised in the middle; call zero_grad() and run it again"
+                "expected a backward that ended, found one that raised in the middle; call zero_grad(), which ends it "
+                "for the other ranks, and have all ranks drop this step"
             )
 
     def _take(self, bucket: WeightBucket, slot: int) -> Filling:

@@ -64,6 +64,8 @@ class ZeroOptimizer(Optimizer):
     with a loss that is a sum, as the mean of nothing is nan.
     With a loss scaler ranks must skip together: `LossScaler(agree=...)`, for an inf reaches only the rank whose piece
     it is in. torch.amp.GradScaler cannot agree, and one rank would wait for another that skips.
+    Where a rank's backward raises (stage 2), it calls zero_grad() at once, which ends the reduce-scatters that others
+    wait for; then ranks agree to drop the step, all of them. Before its first gradient it had begun none of them.
     A new ZeroOptimizer closes an older one of the same parameters, as when a cell runs twice.
 
     Raises ValueError for another stage, parameters on several devices, without memory, in memory they share or given
@@ -205,7 +207,7 @@ class ZeroOptimizer(Optimizer):
         return clip_parts_(parts, max_norm, norm_type, error_if_nonfinite, device=device, group=self._group)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients: whole ones, parts, and what a backward that raised has left."""
+        """Drop the gradients: whole ones, parts, and what a backward that raised has left, whose round it ends."""
         self._gradients.drop(set_to_none)
 
     # ---- the step
