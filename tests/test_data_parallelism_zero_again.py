@@ -210,3 +210,22 @@ def test_parameters_without_memory_and_with_gradients_of_another_dtype_are_refus
                 ZeroOptimizer(params, optim.SGD, lr=0.1)
         with pytest.raises(ValueError, match="number 0 of torch.bfloat16 with a grad_dtype of torch.float32"):
             ZeroOptimizer([wide], optim.SGD, lr=0.1)
+
+
+def test_hooks_of_saving_and_loading_are_called_as_torch_calls_them():
+    def history(make):
+        said = []
+        optimizer = make(nn.Linear(2, 2).parameters())
+        optimizer.register_state_dict_pre_hook(lambda one: said.append("saving"))
+        optimizer.register_state_dict_post_hook(lambda one, saved: saved | {"epoch": 3})
+        optimizer.register_load_state_dict_pre_hook(lambda one, saved: said.append(saved.pop("epoch")))
+        optimizer.register_load_state_dict_pre_hook(lambda one, saved: {**saved, "state": {}})
+        optimizer.register_load_state_dict_post_hook(lambda one: said.append("loaded"))
+        saved = optimizer.state_dict()
+        optimizer.load_state_dict(saved)
+        return [*said, saved]
+
+    with imagined_ranks(RANKS):
+        assert history(lambda params: ZeroOptimizer(params, optim.SGD, lr=0.1)) == history(
+            lambda params: optim.SGD(params, lr=0.1)
+        )

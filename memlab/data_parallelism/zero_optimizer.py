@@ -248,19 +248,34 @@ class ZeroOptimizer(Optimizer):
         """The whole optimizer's, as if it were not spread, in main memory. Every rank calls it.
 
         to: the rank of the group that gets it; the others get {}. None: all do, N times the bytes on one machine.
+        Its hooks are called as torch's are: register_state_dict_post_hook's where it is whole.
         """
+        for hook in self._optimizer_state_dict_pre_hooks.values():
+            hook(self)
         packed, keep = self._inner.state_dict(), to in (None, self._rank)
         held = [HeldParts(each.layout, each.parts, each.numbers, self._rank, self._group) for each in self._buckets]
         states = gathered_states(packed["state"], held, keep)
-        return packed | {"state": states} if keep else {}
+        if not keep:
+            return {}
+        whole = packed | {"state": states}
+        for hook in self._optimizer_state_dict_post_hooks.values():
+            if (changed := hook(self, whole)) is not None:
+                whole = changed
+        return whole
 
     def load_state_dict(self, state_dict: dict) -> None:
         """Resume from a whole state dict, from here with any number of ranks, or of `optimizer_class` itself.
 
         Each rank calls it and keeps a copy of its own part. Raises ValueError for one of other parameters.
         """
+        state_dict = state_dict.copy()
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            if (changed := hook(self, state_dict)) is not None:
+                state_dict = changed
         self._inner.load_state_dict(cut_state(state_dict, self._buckets, self._rank))
         self.param_groups, self.state = self._inner.param_groups, self._inner.state
+        for hook in self._optimizer_load_state_dict_post_hooks.values():
+            hook(self)
 
     def __getstate__(self) -> dict:
         raise TypeError("expected state_dict() to save a ZeroOptimizer, found pickle or deepcopy; save that instead")
