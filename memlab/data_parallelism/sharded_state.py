@@ -32,17 +32,17 @@ def clip_grad_norm_(
 
     parameters: of a model that fully_shard was called on, or the model; the same on all ranks, which all must call.
     Returns the norm before, a scalar, in FP32 at least; the same on all ranks.
-    Raises ValueError for a parameter that is in no unit: torch's own clip_grad_norm_ is for those; and for a norm_type
-    that is not above 0. RuntimeError, on every rank, for a norm that is not finite, if that is asked for: it takes a
-    wait for the GPU.
+    Raises ValueError for a parameter that is in no unit: torch's own clip_grad_norm_ is for those; for units that are
+    cut over several groups; and for a norm_type that is not above 0. RuntimeError, on every rank, for a norm that is
+    not finite, if that is asked for: it takes a wait for the GPU.
     """
     if isinstance(parameters, nn.Module):
         parameters = parameters.parameters()
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    shards = {shard for p in parameters for _, shard, _ in [_holder(p)]}
+    shards = _of_one_group(list(dict.fromkeys(_holder(p)[1] for p in parameters)))
     if not shards:
         return torch.tensor(0.0)
-    some = next(iter(shards))
+    some = shards[0]
     gradients = [p.grad for p in parameters if p.grad is not None]
     wide = functools.reduce(torch.promote_types, {shard.piece.dtype.to_real() for shard in shards}, torch.float32)
     norm = clip_parts_(gradients, max_norm, norm_type, error_if_nonfinite, device=some.piece.device, group=some.group)
@@ -52,7 +52,9 @@ def clip_grad_norm_(
 def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """The whole model's state dict, in main memory on rank 0; {} on the others. All ranks must call it.
 
-    Keys, shapes, dtypes are the plain model's, and parameters that are tied share memory.
+    model: one that fully_shard was called on, or a part of it, also of a unit: its parameters are whole, too.
+    Keys, shapes, dtypes are the plain model's, and parameters that are tied share memory. Raises ValueError for a plain
+    model, and for one whose units are cut over several groups of ranks.
     """
     whole: dict[Tensor, Tensor] = {}
     shards = _shards(model)
@@ -69,7 +71,8 @@ def load_full_state_dict(model: nn.Module, state: dict[str, Tensor]) -> None:
     """Load a whole model's state dict, of `full_state_dict` or a plain model, into this rank's parts.
 
     state: rank 0's counts, and the others may give {}. All ranks must call it.
-    Raises KeyError or ValueError, on every rank, if keys or shapes are not the model's; nothing is loaded then.
+    Raises KeyError or ValueError, on every rank, if keys or shapes are not the model's, or a value is no dense tensor;
+    nothing is loaded then.
     """
     shards = _shards(model)
     rank, group = _rank(shards), shards[0].group
@@ -79,9 +82,10 @@ def load_full_state_dict(model: nn.Module, state: dict[str, Tensor]) -> None:
     raise_on_all(_misfit(everything, slots, shapes, state) if rank == 0 else None, group)
     names = {p: key for key, p in slots.items()}
     for shard in shards:
-        whole = [state[names[p]] for p in shard.parts] if rank == 0 else None
+        whole = [state[names[p]] if p in names else None for p in shard.parts] if rank == 0 else None
         for p, part in zip(shard.parts, _scattered(shard, whole, shard.piece.dtype), strict=True):
-            p.copy_(part)
+            if p in names:  # and not of a unit around the model
+                p.copy_(part)
     for key, value in slots.items():
         if value not in shapes:
             if rank == 0:
@@ -98,9 +102,10 @@ def full_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> 
 
     optimizer: over the parameters of a sharded model, with states for each element (momenta, masters) or scalars, such
       as a count of steps. All ranks must call it.
-    Raises ValueError for a state that is neither, such as a factored one.
+    Raises ValueError, on every rank, for a state that is neither, such as a factored one.
     """
-    shards, packed, numbers = _shards(model), optimizer.state_dict(), _numbers(optimizer)
+    numbers = _numbers(optimizer)
+    shards, packed = _shards(model, numbers), optimizer.state_dict()
     held = [HeldParts(s.layout, s.parts, [numbers.get(p) for p in s.parts], s.rank, s.group) for s in shards]
     keep = _rank(shards) == 0
     states = gathered_states(packed["state"], held, keep)
@@ -111,11 +116,12 @@ def load_full_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer
     """Load the state of `full_optimizer_state`, or of a plain model's optimizer, into one over this rank's parts.
 
     state: rank 0's counts, and the others may give {}. All ranks must call it. Training goes on as it would have.
-    Raises ValueError, on every rank, if the state is of other parameter groups or shapes; nothing is loaded then.
+    Raises ValueError, on every rank, if the state is of other parameter groups or shapes, or of arrays that are no
+    tensors; nothing is loaded then.
     """
-    shards = _shards(model)
-    rank, group = _rank(shards), shards[0].group
     numbers = _numbers(optimizer)
+    shards = _shards(model, numbers)
+    rank, group = _rank(shards), shards[0].group
     shapes = {
         numbers[p]: s for shard in shards for p, s in zip(shard.parts, shard.layout.shapes, strict=True) if p in numbers
     }
@@ -153,12 +159,25 @@ def _holder(p: Tensor) -> tuple:
     return holder
 
 
-def _shards(model: nn.Module) -> list[FlatShard]:
-    """All shards of a model, unit by unit. What is gathered is freed."""
-    units = units_of(model)
+def _shards(model: nn.Module, others: Iterable[Tensor] = ()) -> list[FlatShard]:
+    """All shards of a model, unit by unit, and of other parameters, such as an optimizer's. What is gathered is freed.
+
+    Raises ValueError for a model without units, and for shards of several groups.
+    """
+    units = dict.fromkeys([*units_of(model), *(getattr(p, UNIT)[0] for p in others if hasattr(p, UNIT))])
     for unit in units:
         unit.gathering.free(unit.gathering.units)
-    return [shard for unit in units for shard in unit.shards]
+    return _of_one_group([shard for unit in units for shard in unit.shards])
+
+
+def _of_one_group(shards: list[FlatShard]) -> list[FlatShard]:
+    groups = {tuple(distributed.get_process_group_ranks(shard.group)) for shard in shards}
+    if len(groups) > 1:
+        raise ValueError(
+            f"expected units that are cut over one group of ranks, found {len(groups)} groups, each with a rank 0 and "
+            "norms of its own; call it for the units of one group at a time"
+        )
+    return shards
 
 
 def _rank(shards: list[FlatShard]) -> int:
@@ -190,7 +209,11 @@ def _misfit(
     if extra := [key for key in state if key not in keys]:
         return KeyError(f"expected the keys of the model, found also {', '.join(extra[:3])} ({len(extra)} too many)")
     for key, value in slots.items():
-        if (expected := tuple(shapes.get(value, value.shape))) != (found := tuple(state[key].shape)):
+        if not isinstance(tensor := state[key], Tensor):
+            return ValueError(f"expected {key} as a tensor, found {type(tensor).__name__}")
+        if tensor.layout is not torch.strided or tensor.is_meta:
+            return ValueError(f"expected {key} dense and with memory, found {tensor.layout} on {tensor.device}")
+        if (expected := tuple(shapes.get(value, value.shape))) != (found := tuple(tensor.shape)):
             return ValueError(f"expected {key} of shape {expected}, found {found}; the state is of another model")
     return None
 
@@ -209,6 +232,8 @@ def _outline(state: dict[str, Any], shapes: dict[int, torch.Size], optimizer: to
     for i, values in state["state"].items():
         for name, value in values.items():
             shape = shapes.get(i)
+            if not isinstance(value, Tensor) and getattr(value, "shape", ()):
+                return f"expected tensors and numbers as states, found {name} of number {i} as {type(value).__name__}"
             if is_cut(value) or isinstance(value, Tensor) and name not in SINGLE and shape == ():
                 if shape is None:
                     return f"expected states of parameters that are in a unit, found {name} of number {i}, which is not"

@@ -109,9 +109,13 @@ def fully_shard(
 
 
 def units_of(model: nn.Module) -> list[Unit]:
-    """The units in a model, in the order of `model.modules()`. Raises ValueError if there is none."""
+    """The units in a model, in the order of `model.modules()`; then those around it that have parameters of it.
+
+    Raises ValueError if there is none.
+    """
     units = [getattr(module, UNIT) for module in model.modules() if hasattr(module, UNIT)]
-    if not units:
+    units += [getattr(p, UNIT)[0] for p in model.parameters() if hasattr(p, UNIT)]
+    if not (units := list(dict.fromkeys(units))):
         raise ValueError(f"expected a model that fully_shard was called on, found a plain {type(model).__name__}")
     return units
 

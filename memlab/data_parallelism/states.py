@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from memlab.data_parallelism.agreement import told_by_all
 from memlab.data_parallelism.flat import FlatLayout
 from memlab.data_parallelism.zero_buckets import WeightBucket
 from memlab.memory_timeline import main_memory
@@ -37,31 +38,42 @@ def gathered_states(states: dict[int, dict], held: Sequence[HeldParts], keep: bo
     """Whole states, in main memory, of an optimizer that has these of this rank's parts, by the parameters' numbers.
 
     Every rank calls it; with keep=False a rank sends its parts and gets {}. One state of one layout at a time is whole
-    where the collectives run. Raises ValueError for states that are neither elementwise nor single numbers.
+    where the collectives run. What a parameter has is told by the ranks that have some of it: for an empty part there
+    may be no state, or an old one. Raises ValueError, on every rank, for states that are neither elementwise nor single
+    numbers.
     """
     numels = {n: part.numel() for one in held for n, part in zip(one.numbers, one.parts, strict=True)}
-    whole: dict[int, dict] = {}
-    for number, state in sorted(states.items()):
-        ours = number in numels
-        whole[number] = {name: None if ours and is_cut(value) else kept(value) for name, value in state.items()}
-        for name, value in state.items() if ours else ():
+    mine: dict[int, tuple[bool, dict]] = {n: (numels[n] > 0, {}) for n in sorted(numels.keys() & states.keys())}
+    problem = None
+    for number, (_, told) in mine.items():
+        for name, value in states[number].items():
             if is_cut(value) and value.shape != (numels[number],):
-                raise ValueError(
+                problem = ValueError(
                     f"expected states of one number an element, found {name!r} of shape {tuple(value.shape)} for a "
                     f"part of {numels[number]}: such an optimizer looks at whole parameters, and is wrong on parts"
                 )
+            told[name] = value.dtype if is_cut(value) else kept(value)
+    whole = {n: {name: kept(value) for name, value in states[n].items()} for n in states if n not in numels}
+    every = told_by_all(problem or mine, held[0].group) if held else []
+    for theirs in every:
+        if isinstance(theirs, ValueError):
+            raise theirs
+    told_in_turn = (item for theirs in every for item in theirs.items())
+    for number, (_, state) in sorted(told_in_turn, key=lambda told: not told[1][0]):  # first those that have some of it
+        whole[number] = state | whole.get(number, {})
     for one in held:
-        found = [{name: v for name, v in states.get(n, {}).items() if is_cut(v)} for n in one.numbers]
-        for name, some in {name: value for state in found for name, value in state.items()}.items():
-            piece = torch.zeros(one.layout.piece, dtype=some.dtype, device=one.parts[0].device)
-            for state, place in zip(found, one.layout.part_views(piece, one.rank), strict=True):
-                if name in state:
-                    place.copy_(state[name])
+        of_all = [whole.get(n, {}) for n in one.numbers]
+        dtypes = {name: v for state in of_all for name, v in state.items() if isinstance(v, torch.dtype)}
+        for name, dtype in dtypes.items():
+            piece = torch.zeros(one.layout.piece, dtype=dtype, device=one.parts[0].device)
+            for number, place in zip(one.numbers, one.layout.part_views(piece, one.rank), strict=True):
+                if name in states.get(number, {}):
+                    place.copy_(states[number][name])
             tensors = gathered(one.layout, piece, one.group, keep)
-            for number, state, tensor in zip(one.numbers, found, tensors, strict=False):
+            for state, tensor in zip(of_all, tensors, strict=False):
                 if name in state:
-                    whole[number][name] = tensor
-    return whole if keep else {}
+                    state[name] = tensor
+    return dict(sorted(whole.items())) if keep else {}
 
 
 def gathered(layout: FlatLayout, piece: Tensor, group, keep: bool) -> list[Tensor]:
