@@ -5,6 +5,10 @@ freed. Backward goes through the units again from the last to the first, in the 
 behind, and as each one's backward is through its gradients leave. The order is learned in each forward; until then it
 is the order of registration, and where it is wrong a unit is waited for, and nothing else.
 
+Autograd takes the latest nodes first. So a unit's backward is through when the gradients of all its inputs are there,
+and also when that of a unit's output is there which was left before this one was entered: of an input that goes to many
+units, as an encoder's output does, the gradient is there only behind the last of them.
+
 On a GPU all memory is taken and given back on the stream that computes. c10d's own waits for it when a collective is
 called, and `wait()` makes it wait for c10d's: behind that, what is freed is free for whatever is computed next.
 
@@ -16,6 +20,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 from torch.autograd import Variable
@@ -24,6 +29,22 @@ from memlab.data_parallelism.shard import FlatShard, Reduction
 from memlab.data_parallelism.unit import Unit
 
 _current_task = torch._C._current_graph_task_id  # -1 outside backward
+
+
+@dataclass(eq=False)
+class Call:
+    """A forward of a unit. calls: all within one forward of the root, or of what else was called, as they were entered.
+
+    first: the units that it is the first of these to use. In backward it is the last, and completes their gradients.
+    """
+
+    unit: Unit
+    calls: list[Call]
+    first: set[Unit]
+    before: int = 0  # how many of the calls had been entered before it
+    after: int = 0  # and how many when it was left
+    needed: int = -1  # the backward in which the gradient of an output has come
+    passed: int = -1  # the backward that has come through
 
 
 class Gathering:
@@ -35,6 +56,10 @@ class Gathering:
         self.left = [*units[1:], *units[:1]]  # in which it left them behind: a root comes first and leaves last
         self.needed_now: list[Unit] = []
         self.left_now: list[Unit] = []
+        self.calls: list[Call] = []
+        self.used: set[Unit] = set()  # in these calls
+        self.open: list[Call] = []  # whose backward has begun, and is not through
+        self.put_off: set[Unit] = set()  # those of which a call was passed that is not the first
         self.at = 0  # the place in the order of the direction
         self.depth = 0  # forwards of units, one inside the other
         self.task = -1  # the backward that is running, or that failed
@@ -85,21 +110,30 @@ class Gathering:
 
     # ---- forward
 
-    def enter(self, unit: Unit) -> None:
+    def enter(self, unit: Unit) -> Call:
         """A unit's forward begins."""
         if not unit.shown:  # its pre-hook was passed by: `forward` was called itself
             self.need(unit)
+        together = [unit, *unit.owners]
         if _current_task() == -1:
             if not self.depth:
-                self.needed_now, self.left_now = [], []
+                self.needed_now, self.left_now, self.calls, self.used = [], [], [], set()
             self.needed_now.append(unit)
             unit.due = True
+            call = Call(unit, self.calls, {each for each in together if each not in self.used}, len(self.calls))
+            self.calls.append(call)
+            if torch.is_grad_enabled():
+                self.used.update(together)
+        else:  # recomputed
+            call = Call(unit, [], set(together))
         self.depth += 1
-        for each in (unit, *unit.owners):
+        for each in together:
             each.running += 1
+        return call
 
-    def leave(self, unit: Unit, for_backward: bool, failed: bool) -> None:
+    def leave(self, call: Call, for_backward: bool, failed: bool) -> None:
         """A unit's forward ends. for_backward: there may be a backward, for which some units are kept gathered."""
+        unit, call.after = call.unit, len(call.calls)
         self.depth -= 1
         for each in (unit, *unit.owners):
             each.running -= 1
@@ -132,6 +166,8 @@ class Gathering:
         """Before a forward: nothing of an earlier one, or of a backward that failed, is left."""
         if self.task != -1:
             self.task = -1
+            self.put_off.clear()
+            self.open.clear()
             for unit in self.units:
                 unit.running = 0
                 unit.forget_gradients()
@@ -153,11 +189,30 @@ class Gathering:
         self.when_backward_ends()
         self.settle()
 
-    def passed(self, unit: Unit) -> None:
-        """A unit's backward is through. It stays for a unit around that uses its parameters, as in a checkpoint."""
-        if not unit.running and not any(other.shown and unit in other.owners for other in self.units):
-            unit.free()
-        self.reduce(unit, due=True)
+    def output_needed(self, call: Call) -> None:
+        """The gradient of an output has come: the unit's backward is next, and those entered after it are through."""
+        if call.needed != (task := _current_task()):
+            call.needed = task
+            for later in [one for one in self.open if one.needed == task and one.calls is call.calls]:
+                if later.before >= call.after:
+                    self.passed(later)
+            self.open.append(call)
+        self.need(call.unit)
+
+    def passed(self, call: Call) -> None:
+        """A call's backward is through. A unit stays for one around that uses its parameters, as in a checkpoint."""
+        if call.passed == (task := _current_task()):
+            return
+        call.passed = task
+        if call in self.open:
+            self.open.remove(call)
+        for unit in (call.unit, *call.unit.owners):
+            if not unit.running and not any(other.shown and unit in other.owners for other in self.units):
+                unit.free()
+            if unit in call.first:
+                self.reduce(unit, due=True)
+            else:
+                self.put_off.add(unit)
 
     def reduce(self, unit: Unit, due: bool) -> None:
         """Have a unit's gradients reduced, those that have come. Its weights are freed before they are put together.
@@ -188,6 +243,8 @@ class Gathering:
         """All gradients are in their parts, and nothing is gathered."""
         self.free(self.units)
         for unit in reversed(self.units):
-            self.reduce(unit, due=unit is self.root)
+            self.reduce(unit, due=unit is self.root or unit in self.put_off)
+        self.put_off.clear()
+        self.open = [call for call in self.open if call.needed != self.task]
         self.settle()
         self.task = -1

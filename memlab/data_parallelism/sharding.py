@@ -6,8 +6,8 @@
     optimizer = torch.optim.AdamW(model.parameters())      # of this rank's parts, so of 1/N of the states
 
 Two moments gather a unit: its forward, and its backward, which announces itself with the gradient of an output (or, if
-that was hidden from the hook, with a saved weight that is asked for). One moment reduces its gradients: when the
-gradient of its input is complete, every node of its backward has run.
+that was hidden from the hook, with a saved weight that is asked for). One moment reduces its gradients: when those of
+its inputs are complete, or the backward of a unit before it begins, every node of its own has run.
 
     bytes of weights = Ψ/N + (1 + prefetch) · unit, instead of Ψ        gradients = Ψ/N + unit, instead of Ψ
     traffic of a step = (gather + gather + reduce-scatter) · Ψ·(N−1)/N = 1.5 · all-reduce's 2Ψ·(N−1)/N
@@ -28,7 +28,7 @@ from torch import Tensor, distributed, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from memlab.data_parallelism.agreement import fill_from_rank_0
-from memlab.data_parallelism.gathering import Gathering
+from memlab.data_parallelism.gathering import Call, Gathering
 from memlab.data_parallelism.saved import saved_weights
 from memlab.data_parallelism.shard import FlatShard
 from memlab.data_parallelism.unit import HOOKS, Unit
@@ -180,35 +180,35 @@ def _install(unit: Unit, param_dtype: torch.dtype | None) -> None:
 
 def _forward(unit: Unit, forward: Callable, param_dtype: torch.dtype | None, *args, **kwargs) -> Any:
     """The module's own forward, while its weights are there."""
-    gathering, failed, trains = unit.gathering, True, False
-    gathering.enter(unit)
+    gathering, failed, trains, passed_on = unit.gathering, True, False, set()
+    call = gathering.enter(unit)
     try:
         if param_dtype is not None:
             args, kwargs = tree_map_only(Tensor, functools.partial(_cast, param_dtype), (args, kwargs))
         if torch.is_grad_enabled():
             _watch_gradients(unit)
-            _watch_inputs(unit, tree_leaves((args, kwargs)))
+            passed_on = _watch_inputs(call, tree_leaves((args, kwargs)))
         with saved_weights(unit) if torch.is_grad_enabled() else nullcontext():
             output = forward(*args, **kwargs)
         if torch.is_grad_enabled():
             for tensor in tree_leaves(output):
                 if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
-                    # on the node: its hooks run after the tensor's, by which the next unit's backward is through
-                    tensor.grad_fn.register_prehook(functools.partial(_needed, gathering, unit))
                     trains = True
+                    # on the node: its hooks run after the tensor's, by which the next unit's backward is through
+                    if tensor.grad_fn not in passed_on:
+                        tensor.grad_fn.register_prehook(functools.partial(_needed, gathering, call))
         failed = False
         return output
     finally:
-        gathering.leave(unit, trains, failed)
+        gathering.leave(call, trains, failed)
 
 
 def _cast(dtype: torch.dtype, tensor: Tensor) -> Tensor:
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
-def _needed(gathering: Gathering, unit: Unit, gradients: tuple) -> None:
-    """The gradient of an output has come: the unit's backward is next."""
-    gathering.need(unit)
+def _needed(gathering: Gathering, call: Call, gradients: tuple) -> None:
+    gathering.output_needed(call)
 
 
 def _watch_gradients(unit: Unit) -> None:
@@ -227,24 +227,26 @@ def _gradient_came(unit: weakref.ref[Unit], _: Tensor) -> None:
         living.gathering.gradient_came()
 
 
-def _watch_inputs(unit: Unit, inputs: list) -> None:
-    """When the gradients of all inputs have come, a unit's backward is through: autograd takes the latest nodes first.
+def _watch_inputs(call: Call, inputs: list) -> set:
+    """Catch when the gradients of all inputs have come, by which a unit's backward is through. Returns their nodes.
 
-    A leaf's gradient does not say so, and of a unit whose inputs have none it is known when all of backward ends.
+    A leaf's gradient does not say so, and of a unit whose inputs have none it is known when the next one's begins, or
+    when all of backward ends.
     """
     tensors = {id(t): t for t in inputs if isinstance(t, Tensor) and t.requires_grad and t.grad_fn is not None}
-    count = len(tensors)
+    number = len(tensors)
     came = [-1, 0]  # in which backward, and how many
 
     def complete(gradient: Tensor) -> None:  # it must not hold the tensors, whose nodes hold it
         task = _current_task()
         came[:] = task, came[1] + 1 if came[0] == task else 1
-        if came[1] == count:
-            for each in (unit, *unit.owners):
-                unit.gathering.passed(each)
+        if came[1] == number:
+            call.unit.gathering.passed(call)
 
+    nodes = {tensor.grad_fn for tensor in tensors.values()}
     for tensor in tensors.values():
         tensor.register_hook(complete)
+    return nodes
 
 
 @contextmanager
