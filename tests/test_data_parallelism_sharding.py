@@ -773,6 +773,19 @@ def what_is_wrong_is_said(rank, world):
     model.layers[1][0].weight = nn.Parameter(torch.ones(12, 8))
     with pytest.raises(RuntimeError, match="expected weight of Linear as fully_shard left it"):
         model(mine)
+    for late in (nn.Linear(8, 8).double(), nn.ParameterList([torch.ones(8)])):
+        grown = sharded(stack(), "layers")
+        grown.layers[1].append(late)
+        with pytest.raises(RuntimeError, match="as fully_shard left it, found a parameter that is in no unit"):
+            grown(mine)
+        late.requires_grad_(False)
+        grown.layers[1].forward = lambda x: x
+        grown(mine)
+    alike = stack()
+    alike.last.bias.data = alike.layers[1][2].weight.data[1]
+    with pytest.raises(ValueError, match="memory of their own, found 2.weight|found weight and bias in the same"):
+        fully_shard(alike)
+    assert all(p.dim() == 2 for p in (alike.last.weight, alike.layers[1][2].weight))  # nothing is cut then
     sparse = fully_shard(nn.Embedding(8, 4, sparse=True))
     with pytest.raises(TypeError, match="sparse=False"):
         sparse(torch.arange(3)).sum().backward()
@@ -798,6 +811,28 @@ def what_is_wrong_is_said(rank, world):
     with pytest.raises(ValueError, match="found a plain Stack"):
         full_state_dict(stack())
     return True
+
+
+def gradients_that_no_sync_added_up_go_with_zero_grad(rank, world):
+    plain, model = both(stack)
+    everyone, mine = rows(rank, world)
+    for whole in (model, model.layers[1]):
+        with model.no_sync():
+            model(mine * 1000).square().mean().backward()
+        whole.zero_grad()
+        model(mine).square().mean().backward()
+        plain(everyone).square().mean().backward()
+        found, expected = full_gradients(model), dict(plain.named_parameters())
+        for name in found if whole is model else [name for name in found if name.startswith("layers.1.")]:
+            assert (found[name] - expected[name].grad).norm() <= 1e-12 * expected[name].grad.norm(), name
+        for each in (model, plain):
+            each.zero_grad()
+    with model.no_sync():
+        model(mine).square().mean().backward()
+    model.zero_grad(set_to_none=False)
+    model(mine).square().mean().backward()
+    plain(everyone).square().mean().backward()
+    return same_gradients(model, plain)
 
 
 def states_that_do_not_fit_are_refused(rank, world):
@@ -962,6 +997,7 @@ FACTS = {
     "bytes are as the formula says": bytes_are_as_the_formula_says,
     "the graph is freed with its last reference": the_graph_is_freed_with_its_last_reference,
     "what is wrong is said": what_is_wrong_is_said,
+    "gradients that no_sync added up go with zero_grad": gradients_that_no_sync_added_up_go_with_zero_grad,
     "states that do not fit are refused": states_that_do_not_fit_are_refused,
     "a unit of one number goes on": a_unit_of_one_number_goes_on_and_the_saved_state_stays_as_it_was,
     "buffers are rank 0's": buffers_are_rank_0s,

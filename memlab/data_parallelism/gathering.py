@@ -75,6 +75,7 @@ class Gathering:
             self.when_backward_ends()
         elif not self.depth and not unit.running:
             self.clear()
+            unit.refuse_others()
         ahead = self.ahead_of(unit, backward)
         together = [unit, *unit.owners]
         for other in self.units:

@@ -18,6 +18,7 @@ Sources: Rajbhandari et al. 2020 (ZeRO), sections 5.3 and 7.2.2; Zhao et al. 202
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -31,12 +32,10 @@ from memlab.data_parallelism.agreement import fill_from_rank_0
 from memlab.data_parallelism.gathering import Call, Gathering
 from memlab.data_parallelism.saved import saved_weights
 from memlab.data_parallelism.shard import FlatShard
-from memlab.data_parallelism.unit import HOOKS, Unit
+from memlab.data_parallelism.unit import HOOKS, UNIT, Unit, refuse_shared_memory
 from memlab.ranks import place_in
 
 _current_task = torch._C._current_graph_task_id  # -1 outside backward
-
-UNIT = "_fully_shard_unit"  # the attribute of a sharded module, and of a parameter in a unit
 
 
 def fully_shard(
@@ -64,20 +63,22 @@ def fully_shard(
     group: the ranks that share the weights; None: all.
 
     The memory into which a unit is gathered is its module's buffer `gathered` (`gathered_2` and so on where dtypes or
-    frozen parameters make several), so a Meter names it. A tensor without elements stands for it, in no state dict.
+    frozen parameters make several, or it has such a name itself), so a Meter names it. A tensor without elements stands
+    for it, in no state dict.
 
-    A parameter that several units use belongs to the first that was made, and is gathered with it. One without a
-    gradient keeps `.grad` None. `with model.no_sync():` adds up whole gradients without reducing them, which takes the
-    bytes of a whole model's. A forward that is followed by no backward leaves the root's buffer until the next.
-    Checkpoints around units and inside them, several forwards before a backward, retain_graph, no_grad work; so does
-    create_graph, for a copy of each weight as long as its graph lives. Every rank must run the same units in the same
-    order. Not for torch.compile, nor inside torch.func's transforms.
+    A parameter that several units use belongs to the first that was made, and is gathered with it; weights of two units
+    that only share memory come apart. One without a gradient keeps `.grad` None. `with model.no_sync():` adds up whole
+    gradients without reducing them, which takes the bytes of a whole model's; `model.zero_grad()` drops them, and an
+    optimizer's, which knows the parts only, does not. A forward that is followed by no backward leaves the root's
+    buffer until the next. Checkpoints around units and inside them, several forwards before a backward, retain_graph,
+    no_grad work; so does create_graph, for a copy of each weight as long as its graph lives. Every rank must run the
+    same units in the same order. Not for torch.compile, nor inside torch.func's transforms.
 
     Raises RuntimeError without a process group; ValueError for a group that this rank is not of, and for a module that
-    is in a unit already, or that has gradients, parameters on several devices or without memory, or with
+    is in a unit already, or that has gradients, parameters on several devices, without memory or that share it, or with
     register_hook, which autograd would never call: register_post_accumulate_grad_hook's are called with the part and
-    its mean gradient. Later, RuntimeError for such a hook, if a parameter was replaced, or if backward wants a weight
-    that was written to after the forward.
+    its mean gradient. Later, RuntimeError for such a hook, if a parameter was replaced or put in, or if backward wants
+    a weight that was written to after the forward.
     """
     place_in(group)
     if not isinstance(prefetch, int) or prefetch < 0:
@@ -88,9 +89,10 @@ def fully_shard(
     for p in dict.fromkeys(p for _, _, p in slots if not hasattr(p, UNIT)):
         alike.setdefault((p.dtype, p.requires_grad), []).append(p)
     buffers = _own_buffers(module)
-    for number, parameters in enumerate(alike.values(), 1):
+    free = (name for n in itertools.count(1) if not hasattr(module, name := "gathered" if n == 1 else f"gathered_{n}"))
+    for parameters, name in zip(alike.values(), free, strict=False):
         unit.shards.append(shard := FlatShard(parameters, group, param_dtype, reduce_dtype))
-        module.register_buffer("gathered" if number == 1 else f"gathered_{number}", shard.marker, persistent=False)
+        module.register_buffer(name, shard.marker, persistent=False)
     for shard in unit.shards:
         for p, full in zip(shard.parts, shard.full, strict=True):
             setattr(p, UNIT, (unit, shard, full))
@@ -146,6 +148,7 @@ def _unsharded(module: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
     devices = {str(p.device) for _, _, p in slots}
     if len(devices) > 1:
         raise ValueError(f"expected parameters on one device, found {', '.join(sorted(devices))}")
+    refuse_shared_memory([(key, p) for _, key, p in slots if not hasattr(p, UNIT)])
     return slots
 
 
@@ -170,6 +173,7 @@ def _install(unit: Unit, param_dtype: torch.dtype | None) -> None:
     replaced = {
         "forward": functools.partial(_forward, unit, module.forward, param_dtype),
         "no_sync": functools.partial(no_sync, module),
+        "zero_grad": functools.partial(_zero_grad, module, module.zero_grad),
         "_apply": _refuse,
         "__deepcopy__": _refuse,
         "__reduce_ex__": _refuse_pickle,
@@ -260,6 +264,14 @@ def no_sync(module: nn.Module) -> Iterator[None]:
     finally:
         for gathering, before in gatherings.items():
             gathering.syncing = before
+
+
+def _zero_grad(module: nn.Module, parts_zero_grad: Callable, set_to_none: bool = True) -> None:
+    """In place of a module's `zero_grad`: also what no_sync added up, which is in no part's gradient yet."""
+    for each in module.modules():
+        if hasattr(each, UNIT):
+            getattr(each, UNIT).forget_gradients()
+    parts_zero_grad(set_to_none)
 
 
 def _refuse(*_, **__) -> None:

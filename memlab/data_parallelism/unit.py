@@ -5,9 +5,14 @@ It has a shard for each dtype, and shows the module whole parameters while it is
 
 from __future__ import annotations
 
+import itertools
+
 from torch import nn
 
 from memlab.data_parallelism.shard import FlatShard
+
+UNIT = "_fully_shard_unit"
+"""The attribute of a sharded module, and of a parameter in a unit."""
 
 HOOKS = (
     "autograd sees whole parameters, and would never call it: use register_post_accumulate_grad_hook, which is called "
@@ -56,10 +61,7 @@ class Unit:
         if not self.shown:
             for module, name, part, full in self.slots:
                 if module._parameters.get(name) is not part or part.numel() and not self._holds(part):
-                    raise RuntimeError(
-                        f"expected {name} of {type(module).__name__} as fully_shard left it, found another parameter "
-                        "or other memory; change weights in place (copy_), or replace them before fully_shard"
-                    )
+                    raise _put_in_later(module, name, "another parameter or other memory")
                 if part._backward_hooks:
                     raise RuntimeError(
                         f"expected no register_hook on {name} of {type(module).__name__}, found one; {HOOKS}"
@@ -68,6 +70,16 @@ class Unit:
                     full.requires_grad_(part.requires_grad)
             self._put(whole=True)
             self.shown = True
+
+    def refuse_others(self) -> None:
+        """Raise RuntimeError for a parameter in the module that is in no unit: every rank would train it by itself.
+
+        While no unit of the module is shown.
+        """
+        for module in self.module.modules():
+            for name, p in module._parameters.items():
+                if p is not None and p.requires_grad and not hasattr(p, UNIT):
+                    raise _put_in_later(module, name, "a parameter that is in no unit")
 
     def hide(self) -> None:
         """Let the modules see this rank's parts."""
@@ -100,3 +112,26 @@ class Unit:
                 module._parameters[name] = p
             else:
                 setattr(module, name, p)  # an LSTM keeps a list of its weights up to date there
+
+
+def refuse_shared_memory(named: list[tuple[str, nn.Parameter]]) -> None:
+    """Raise ValueError for parameters that are tied by their memory alone: each would get a piece of its own."""
+    places: dict[int, list[tuple[int, int, str]]] = {}
+    for key, p in {p: (key, p) for key, p in named if p.numel()}.values():
+        dense = 1 + sum((n - 1) * stride for n, stride in zip(p.shape, p.stride(), strict=True)) == p.numel()
+        begin = p.storage_offset() * p.itemsize  # halves of rows lie between each other, and share nothing
+        places.setdefault(p.untyped_storage()._cdata, []).append((begin, begin + (p.nbytes if dense else 1), key))
+    for spans in places.values():
+        for (_, end, key), (begin, _, other) in itertools.pairwise(sorted(spans)):
+            if begin < end:
+                raise ValueError(
+                    f"expected parameters with memory of their own, found {key} and {other} in the same; tied weights "
+                    "are one Parameter: b.weight = a.weight, and not b.weight.data = a.weight.data"
+                )
+
+
+def _put_in_later(module: nn.Module, name: str, found: str) -> RuntimeError:
+    return RuntimeError(
+        f"expected {name} of {type(module).__name__} as fully_shard left it, found {found}; change weights in place "
+        "(copy_), or put them in before fully_shard"
+    )
