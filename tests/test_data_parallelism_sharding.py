@@ -81,7 +81,7 @@ def full_gradients(model) -> dict:
                 if p.grad is not None:
                     view.copy_(p.grad)
             whole = piece.new_empty(shard.layout.padded)
-            distributed.all_gather(list(whole.chunk(shard.layout.ranks)), piece)
+            distributed.all_gather(list(whole.view(torch.uint8).chunk(shard.layout.ranks)), piece.view(torch.uint8))
             for p, view in zip(shard.parts, shard.layout.views(whole), strict=True):
                 found[names[p]] = None if p.grad is None else view
     return {name: found[name] for name in names.values()}
@@ -835,6 +835,32 @@ def gradients_that_no_sync_added_up_go_with_zero_grad(rank, world):
     return same_gradients(model, plain)
 
 
+def frozen_weights_of_any_dtype_and_interleaved_ones(rank, world):
+    class Quantized(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gathered = torch.ones(3)  # a name that fully_shard likes, too
+            for dtype in (torch.int16, torch.uint16, torch.int64, torch.bool, torch.float8_e4m3fn):
+                base = (torch.arange(15).view(3, 5) % 2 + rank).to(dtype)
+                setattr(self, str(dtype).partition(".")[2], nn.Parameter(base, requires_grad=False))
+            self.halves = nn.ParameterList(torch.arange(6 * 4.0).view(6, 4).chunk(2, dim=1))
+
+        def forward(self, x):
+            frozen = [p.float() for p in self.parameters() if not p.requires_grad]
+            return (x @ sum(frozen)).sum() + self.halves[0].sum() * self.halves[1].square().sum()
+
+    plain, model = Quantized(), fully_shard(Quantized())
+    model(torch.ones(1, 3)).backward()
+    plain(torch.ones(1, 3)).backward()
+    state = full_state_dict(model)
+    load_full_state_dict(model, {key: value.clone() for key, value in state.items()})
+    state = full_state_dict(model)
+    for name, p in plain.named_parameters() if rank == 0 else ():
+        assert state[name].dtype is p.dtype and torch.equal(state[name].float(), p.float()), name
+    assert model.gathered.tolist() == [1.0] * 3 and model.gathered_2.numel() == 0
+    return same_gradients(model, plain, 1e-6)
+
+
 def states_that_do_not_fit_are_refused(rank, world):
     model = sharded(stack(), "layers")
     before = full_state_dict(model)
@@ -998,6 +1024,7 @@ FACTS = {
     "the graph is freed with its last reference": the_graph_is_freed_with_its_last_reference,
     "what is wrong is said": what_is_wrong_is_said,
     "gradients that no_sync added up go with zero_grad": gradients_that_no_sync_added_up_go_with_zero_grad,
+    "frozen weights of any dtype, and interleaved ones": frozen_weights_of_any_dtype_and_interleaved_ones,
     "states that do not fit are refused": states_that_do_not_fit_are_refused,
     "a unit of one number goes on": a_unit_of_one_number_goes_on_and_the_saved_state_stays_as_it_was,
     "buffers are rank 0's": buffers_are_rank_0s,

@@ -813,6 +813,20 @@ def test_of_64_imagined_ranks_one_sends_its_share_of_gradients_and_weights_and_s
     assert [call for call in sent.calls if call[0] not in (GATHER, SCATTER)] == [("allreduce_", 8)]  # the norm's
 
 
+def with_frozen_bases(rank, stage):
+    frozen = [torch.full((3,), rank + 1).to(dtype) for dtype in (torch.int16, torch.uint16, torch.float8_e4m3fn)]
+    params = [*(nn.Parameter(base, requires_grad=False) for base in frozen), nn.Parameter(torch.ones(3))]
+    optimizer = ZeroOptimizer(params, torch.optim.SGD, stage=stage, lr=0.5)
+    (params[-1].sum() * (rank + 1)).backward()
+    optimizer.step()
+    return [p.float().tolist() for p in params]
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_frozen_weights_may_be_of_dtypes_that_no_collective_knows(stage):
+    assert run_ranks(with_frozen_bases, 2, stage) == [[[1.0] * 3] * 3 + [[0.25] * 3]] * 2
+
+
 def test_stage_2_never_has_the_whole_of_the_gradients():
     _, timeline, whole = traffic_of_a_step(2, 1)
     filling = {number for number, each in timeline.storages.items() if str(each.line).startswith("Filling")}

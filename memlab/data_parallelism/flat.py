@@ -66,3 +66,9 @@ class FlatLayout:
         at = [max(start - low, 0) for start in self.starts]
         sizes = [end - begin for begin, end in self.parts(rank)]
         return [piece[a : a + n] for a, n in zip(at, sizes, strict=True)]
+
+
+def on_the_wire(flat: Tensor) -> Tensor:
+    """The same memory in a dtype that gloo and NCCL know: as bytes, if it is not floating, or FP8. flat: (n,)."""
+    known = flat.is_complex() or flat.is_floating_point() and flat.itemsize > 1
+    return flat if known else flat.view(torch.uint8)

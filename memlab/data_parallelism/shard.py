@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from memlab.data_parallelism.flat import FlatLayout
+from memlab.data_parallelism.flat import FlatLayout, on_the_wire
 from memlab.ranks import all_gather, place_in, reduce_scatter
 
 
@@ -71,7 +71,7 @@ class FlatShard:
             view.copy_(p)
             p.data = p.data.new_empty(0)  # frees the parameter before the next one is copied
         if layout.padded:
-            distributed.broadcast(whole, group=self.group, group_src=0)
+            distributed.broadcast(on_the_wire(whole), group=self.group, group_src=0)
         self.piece = layout.own(whole, self.rank).clone()
         for p, part in zip(self.parts, layout.part_views(self.piece, self.rank), strict=True):
             p.data = part
@@ -101,7 +101,9 @@ class FlatShard:
         mine = self.piece
         if mine.dtype is not self.flat.dtype:
             mine = self.layout.own(self.flat, self.rank).copy_(self.piece)
-        self.gathered = all_gather(self.flat, mine, self.group, async_op=True) if self.layout.padded else True
+        self.gathered = True
+        if self.layout.padded:
+            self.gathered = all_gather(on_the_wire(self.flat), on_the_wire(mine), self.group, async_op=True)
 
     def wait(self) -> None:
         """Until the buffer is filled."""

@@ -15,6 +15,7 @@ from torch import Tensor, distributed, nn
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 from memlab.data_parallelism.agreement import fill_from_rank_0, raise_on_all
+from memlab.data_parallelism.flat import on_the_wire
 from memlab.data_parallelism.norms import clip_parts_
 from memlab.data_parallelism.shard import FlatShard
 from memlab.data_parallelism.sharding import UNIT, units_of
@@ -192,7 +193,7 @@ def _scattered(shard: FlatShard, tensors: list[Tensor | None] | None, dtype: tor
         if tensor is not None:
             view.copy_(tensor)
     if layout.padded:
-        distributed.broadcast(whole, group=shard.group, group_src=0)
+        distributed.broadcast(on_the_wire(whole), group=shard.group, group_src=0)
     return layout.part_views(layout.own(whole, shard.rank), shard.rank)
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from memlab.data_parallelism.agreement import told_by_all
-from memlab.data_parallelism.flat import FlatLayout
+from memlab.data_parallelism.flat import FlatLayout, on_the_wire
 from memlab.data_parallelism.zero_buckets import WeightBucket
 from memlab.memory_timeline import main_memory
 from memlab.ranks import all_gather
@@ -83,7 +83,7 @@ def gathered(layout: FlatLayout, piece: Tensor, group, keep: bool) -> list[Tenso
     """
     whole = torch.empty(layout.padded, dtype=piece.dtype, device=piece.device)
     if layout.padded:
-        all_gather(whole, piece, group)
+        all_gather(on_the_wire(whole), on_the_wire(piece), group)
     return [copied_to_main_memory(view) for view in layout.views(whole)] if keep else []
 
 

@@ -23,6 +23,7 @@ from torch.optim import LBFGS, Adafactor, Optimizer
 
 from memlab.data_parallelism.agreement import refuse_others, said
 from memlab.data_parallelism.buckets import bucketed
+from memlab.data_parallelism.flat import on_the_wire
 from memlab.data_parallelism.norms import clip_parts_
 from memlab.data_parallelism.states import HeldParts, cut_state, gathered_states
 from memlab.data_parallelism.zero_buckets import WeightBucket, as_groups, check_params
@@ -144,7 +145,7 @@ class ZeroOptimizer(Optimizer):
         ]
         for bucket in buckets:
             if bucket.layout.numel:
-                distributed.broadcast(bucket.flat, group=self._group, group_src=0)
+                distributed.broadcast(on_the_wire(bucket.flat), group=self._group, group_src=0)
         self._params += params
         self._buckets += buckets
         self._gradients.add(buckets)
