@@ -36,8 +36,9 @@ def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 6
         run_ranks(total, 4)  # [6.0, 6.0, 6.0, 6.0]
 
     fn: may stand in a notebook's cell, and may use what other cells define. It and `args` are copied to every rank.
-      The default process group is there; so are RANK, WORLD_SIZE and LOCAL_RANK. A rank begins with PyTorch's default
-      seed, and with its share of the CPU's threads.
+      The default process group is there; so are RANK, WORLD_SIZE and LOCAL_RANK, and a rank has its share of the CPU's
+      threads. Seed it yourself: ranks that do not all draw the same random numbers, which the next run of the program
+      does not, and under torchrun each draws its own.
     Results are copied back, tensors in main memory. So return `meter.timeline`, not the model.
     The group is NCCL's where there is a GPU for each rank (`cuda:<rank>` is then the current one), and gloo's else.
     What ranks print is shown afterwards, grouped by rank, behind "rank 0 │".
@@ -45,7 +46,8 @@ def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 6
 
     Raises RankError, which names the rank, when one raises, dies, does not end in time, or returns what cannot travel;
     TypeError or ValueError for a call that cannot work; RuntimeError in a rank. Whatever happens, no process remains:
-    also when this one is interrupted or killed. (The server that forks ranks ends with this process.)
+    also when this one is interrupted or killed; but for those that a rank started in a session of their own. (The
+    server that forks ranks ends with this process.)
 
     On several machines, start the same program with PyTorch's own launcher, on each of them:
 
