@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from memlab.data_parallelism import DataParallel, ring_all_reduce
+from memlab.data_parallelism import DataParallel, fully_shard, ring_all_reduce
 from memlab.ranks import imagined_ranks, run_ranks
 
 RANKS = 2
@@ -210,6 +210,9 @@ def test_parameters_and_buffers_without_memory_are_refused_by_name():
         ):
             with pytest.raises(ValueError, match=f"with memory, found none at {name}; initialise it first"):
                 DataParallel(model)
+            if model is not buffered:
+                with pytest.raises(ValueError, match="with memory, found none at weight; initialise it first"):
+                    fully_shard(model)
 
 
 def test_gradients_of_another_dtype_than_their_parameter_are_refused():
@@ -218,5 +221,6 @@ def test_gradients_of_another_dtype_than_their_parameter_are_refused():
         model.bias.grad_dtype = None
         DataParallel(model).close()
         model.bias.grad_dtype = torch.float32
-        with pytest.raises(ValueError, match="bias of torch.bfloat16 with a grad_dtype of torch.float32"):
-            DataParallel(model)
+        for wrapped in (DataParallel, fully_shard):
+            with pytest.raises(ValueError, match="bias of torch.bfloat16 with a grad_dtype of torch.float32"):
+                wrapped(model)

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from memlab.data_parallelism.agreement import fill_from_rank_0
+from memlab.data_parallelism.agreement import fill_from_rank_0, refuse_unfit
 from memlab.data_parallelism.gathering import Call, Gathering
 from memlab.data_parallelism.saved import saved_weights
 from memlab.data_parallelism.shard import FlatShard
@@ -75,10 +75,10 @@ def fully_shard(
     same units in the same order. Not for torch.compile, nor inside torch.func's transforms.
 
     Raises RuntimeError without a process group; ValueError for a group that this rank is not of, and for a module that
-    is in a unit already, or that has gradients, parameters on several devices, without memory or that share it, or with
-    register_hook, which autograd would never call: register_post_accumulate_grad_hook's are called with the part and
-    its mean gradient. Later, RuntimeError for such a hook, if a parameter was replaced or put in, or if backward wants
-    a weight that was written to after the forward.
+    is in a unit already, or that has gradients, parameters on several devices, without memory or that share it, with
+    gradients of another dtype, or with register_hook, which autograd would never call: those of
+    register_post_accumulate_grad_hook are called with the part and its mean gradient. Later, RuntimeError for such a
+    hook, if a parameter was replaced or put in, or if backward wants a weight that was written to after the forward.
     """
     place_in(group)
     if not isinstance(prefetch, int) or prefetch < 0:
@@ -143,12 +143,12 @@ def _unsharded(module: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
             raise ValueError(f"expected parameters without gradients, found one at {key}; shard before backward")
         if holder is None and p._backward_hooks:
             raise ValueError(f"expected parameters without register_hook, found one at {key}; {HOOKS}")
-        if holder is None and (p.is_meta or nn.parameter.is_lazy(p)):
-            raise ValueError(f"expected parameters with memory, found none at {key}; initialise the model first")
+    new = [(key, p) for _, key, p in slots if not hasattr(p, UNIT)]
+    refuse_unfit(new)
     devices = {str(p.device) for _, _, p in slots}
     if len(devices) > 1:
         raise ValueError(f"expected parameters on one device, found {', '.join(sorted(devices))}")
-    refuse_shared_memory([(key, p) for _, key, p in slots if not hasattr(p, UNIT)])
+    refuse_shared_memory(new)
     return slots
 
 
