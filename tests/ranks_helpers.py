@@ -30,6 +30,18 @@ class Unfriendly(Exception):
         super().__init__("two arguments")
 
 
+class FailsInBackward(torch.autograd.Function):
+    """Hands on what it is given, and raises when its gradient comes."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise ArithmeticError("planted in backward")
+
+
 def raises(rank, culprit):
     meet()
     if rank == culprit:

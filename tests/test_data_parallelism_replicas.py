@@ -21,6 +21,7 @@ from memlab.gradient_accumulation import accumulate
 from memlab.memory_timeline import Meter, imagine
 from memlab.mixed_precision import LossScaler
 from memlab.ranks import RankError, Traffic, imagined_ranks, run_ranks
+from tests.ranks_helpers import FailsInBackward
 
 REDUCTIONS = {"library": None, "ring": ring_all_reduce}
 STEPS = 10
@@ -222,22 +223,12 @@ def twice(rank, **options):
         return gradients(model.module)
 
 
-class Broken(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        raise ArithmeticError("planted")
-
-
 def after_an_error(rank, who, *layers, **options):
     """Backward raises halfway on some ranks, once; then a step as ever."""
     with two(rank, **options) as model:
         raised = False
         hidden = model(rows_of(rank), "left")
-        hidden = Broken.apply(hidden) if rank in who else hidden
+        hidden = FailsInBackward.apply(hidden) if rank in who else hidden
         try:
             model.module.right(hidden).square().mean().backward()
         except ArithmeticError:

@@ -34,6 +34,7 @@ from memlab.gradient_checkpointing import checkpoint
 from memlab.memory_timeline import Meter, imagine
 from memlab.mixed_precision import MasterWeights
 from memlab.ranks import Traffic, run_ranks
+from tests.ranks_helpers import FailsInBackward
 
 SIZES = {"layers": 3, "width": 16, "heads": 2, "context": 8, "vocabulary": 32}
 
@@ -359,16 +360,6 @@ def forwards_without_backward(rank, world):
     return True
 
 
-class Fails(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        raise ZeroDivisionError("in backward")
-
-
 def exceptions_leave_nothing_behind(rank, world):
     plain, model = both(stack)
     everyone, mine = rows(rank, world)
@@ -377,13 +368,13 @@ def exceptions_leave_nothing_behind(rank, world):
         x = layer(x)
         if layer is model.layers[2]:
             if where == "forward":
-                raise ZeroDivisionError("in forward")
-            x = Fails.apply(x)
+                raise ArithmeticError("planted in forward")
+            x = FailsInBackward.apply(x)
         return x
 
     for where in ("forward", "backward", "forward", "backward"):
         model.around = partial(broken, where)
-        with pytest.raises(ZeroDivisionError, match=where):
+        with pytest.raises(ArithmeticError, match=where):
             model(mine).square().mean().backward()
         assert where == "backward" or gathered_bytes(model) == 0
         model.zero_grad()

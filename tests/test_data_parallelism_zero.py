@@ -20,6 +20,7 @@ from memlab.mixed_precision import LossScaler, MasterWeights
 from memlab.offloading import OffloadedOptimizer
 from memlab.ranks import run_ranks
 from memlab.units import parse_bytes
+from tests.ranks_helpers import FailsInBackward
 
 FP64 = torch.float64
 SHAPES = [(30, 4), (5,), (0,), (2, 3, 4), (), (7, 1), (1,)]
@@ -332,17 +333,8 @@ def odd_backwards(rank):
     optimizer.zero_grad()
     facts["dropped"] = parts()
 
-    class Fails(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, gradient):
-            raise ArithmeticError("planted")
-
     try:
-        (Fails.apply(params[0]).sum() + params[2].sum()).backward()
+        (FailsInBackward.apply(params[0]).sum() + params[2].sum()).backward()
     except ArithmeticError:
         facts["step after"] = raised(optimizer.step) + raised(optimizer.reduce_gradients)
     optimizer.zero_grad()

@@ -8,6 +8,7 @@ from torch import distributed, nn, optim
 
 from memlab.data_parallelism import DataParallel, ZeroOptimizer
 from memlab.ranks import imagined_ranks, run_ranks
+from tests.ranks_helpers import FailsInBackward
 
 RANKS = 2
 
@@ -58,16 +59,6 @@ def beside_a_wrapper(rank, first):
     return stepped(model, zero, rank), not replica._averaging.closed
 
 
-class Fails(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        raise ArithmeticError("planted")
-
-
 def raised_on_one_rank(rank, who, find_unused):
     """Backward raises on one rank between its first gradient and its last; all drop that step. Then one as ever."""
     model = nn.Sequential(nn.Linear(1, 2, bias=False), nn.Linear(2, 1, bias=False))
@@ -81,7 +72,7 @@ def raised_on_one_rank(rank, who, find_unused):
         hidden = model[0](torch.full((1, 1), 10.0**step))
         failed = torch.zeros(())
         try:
-            model[1](Fails.apply(hidden) if step == 1 and rank == who else hidden).sum().backward()
+            model[1](FailsInBackward.apply(hidden) if step == 1 and rank == who else hidden).sum().backward()
         except ArithmeticError:
             optimizer.zero_grad()
             failed.fill_(1)
