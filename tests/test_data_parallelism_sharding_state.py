@@ -172,3 +172,29 @@ def states_of_arrays(rank: int) -> bool:
 
 def test_values_that_are_no_tensors_are_refused_on_every_rank():
     assert run_ranks(states_of_arrays, 2, timeout=20) == [True, True]
+
+
+def in_16_bits(module, state_dict, prefix, metadata):
+    state_dict.update({name: value.bfloat16() for name, value in state_dict.items()})
+
+
+def hooked(rank: int):
+    """What saving and loading say of a model whose hook converts its state dict, and of one whose hook adds to it."""
+    model = fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    values = full_state_dict(model)
+    hook = model.register_state_dict_post_hook(in_16_bits)
+    said = []
+    for call in (lambda: full_state_dict(model), lambda: load_full_state_dict(model, values)):
+        with pytest.raises(ValueError, match="another tensor as 0.weight: a state-dict hook replaced it") as error:
+            call()
+        said.append(type(error.value))
+    hook.remove()
+    model.register_state_dict_post_hook(lambda module, state, prefix, metadata: state.update(more=torch.ones(2)))
+    return said, {name: tuple(value.shape) for name, value in full_state_dict(model).items()}
+
+
+def test_a_hook_that_puts_other_tensors_in_the_parameters_place_is_refused_and_one_that_adds_is_not():
+    for rank, (said, shapes) in enumerate(run_ranks(hooked, 2)):
+        assert said == [ValueError, ValueError]
+        layers = {"0.weight": (4, 4), "0.bias": (4,), "1.weight": (4, 4), "1.bias": (4,)}
+        assert shapes == ({} if rank else layers | {"more": (2,)})

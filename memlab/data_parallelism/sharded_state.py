@@ -55,15 +55,15 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
     model: one that fully_shard was called on, or a part of it, also of a unit: its parameters are whole, too.
     Keys, shapes, dtypes are the plain model's, and parameters that are tied share memory. Raises ValueError for a plain
-    model, and for one whose units are cut over several groups of ranks.
+    model, for one whose units are cut over several groups of ranks, and where a hook puts another tensor in a
+    parameter's place in its state dict.
     """
     whole: dict[Tensor, Tensor] = {}
-    shards = _shards(model)
+    shards, state = _shards(model), _own_state(model)
     for shard in shards:
         whole.update(zip(shard.parts, gathered(shard.layout, shard.piece, shard.group, shard.rank == 0), strict=False))
     if _rank(shards) != 0:
         return {}
-    state = model.state_dict(keep_vars=True)
     return {key: whole[p] if isinstance(p, Tensor) and p in whole else kept(p) for key, p in state.items()}
 
 
@@ -73,11 +73,10 @@ def load_full_state_dict(model: nn.Module, state: dict[str, Tensor]) -> None:
 
     state: rank 0's counts, and the others may give {}. All ranks must call it.
     Raises KeyError or ValueError, on every rank, if keys or shapes are not the model's, or a value is no dense tensor;
-    nothing is loaded then.
+    ValueError where a hook puts another tensor in a parameter's place in the model's state dict. Nothing is loaded.
     """
-    shards = _shards(model)
+    shards, everything = _shards(model), _own_state(model)
     rank, group = _rank(shards), shards[0].group
-    everything = model.state_dict(keep_vars=True)
     slots = {key: value for key, value in everything.items() if not key.endswith(_EXTRA_STATE_KEY_SUFFIX)}
     shapes = {p: shape for shard in shards for p, shape in zip(shard.parts, shard.layout.shapes, strict=True)}
     raise_on_all(_misfit(everything, slots, shapes, state) if rank == 0 else None, group)
@@ -169,6 +168,18 @@ def _shards(model: nn.Module, others: Iterable[Tensor] = ()) -> list[FlatShard]:
     for unit in units:
         unit.gathering.free(unit.gathering.units)
     return _of_one_group([shard for unit in units for shard in unit.shards])
+
+
+def _own_state(model: nn.Module) -> dict[str, Any]:
+    """The model's state dict, with the parts themselves: of what a hook puts in their place nobody knows the whole."""
+    state = model.state_dict(keep_vars=True)
+    for name, p in model.named_parameters(remove_duplicate=False):
+        if state.get(name, p) is not p:
+            raise ValueError(
+                f"expected the model's own parameters in its state dict, found another tensor as {name}: a state-dict "
+                "hook replaced it; remove the hook, and convert what full_state_dict returns"
+            )
+    return state
 
 
 def _of_one_group(shards: list[FlatShard]) -> list[FlatShard]:
