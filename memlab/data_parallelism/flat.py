@@ -11,7 +11,7 @@ Source: Rajbhandari et al. 2020 (ZeRO), section 5; Zhao et al. 2023 (FSDP), sect
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
 import torch
@@ -72,3 +72,29 @@ def on_the_wire(flat: Tensor) -> Tensor:
     """The same memory in a dtype that gloo and NCCL know: as bytes, if it is not floating, or FP8. flat: (n,)."""
     known = flat.is_complex() or flat.is_floating_point() and flat.itemsize > 1
     return flat if known else flat.view(torch.uint8)
+
+
+def sharing(params: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
+    """The numbers of pairs of parameters that have an element of memory in common, or are one."""
+    spans = []
+    for number, p in enumerate(params):
+        storage = p.untyped_storage()._cdata if p.numel() else id(p)
+        reach = max(0, sum((size - 1) * stride for size, stride in zip(p.shape, p.stride(), strict=True)))
+        begin = p.storage_offset() * p.itemsize
+        spans.append((storage, begin, begin + (reach + 1) * p.itemsize, number))
+    spans.sort()
+    for at, (storage, _, end, number) in enumerate(spans):
+        for its, begin, _, other in spans[at + 1 :]:
+            if its != storage or begin >= end:
+                break
+            if not _interleaved(params[number], params[other]):
+                yield min(number, other), max(number, other)
+
+
+def _interleaved(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of one storage lie in each other's gaps, as the halves of a matrix's columns do."""
+    if a is b or a.dtype != b.dtype:
+        return False
+    taken = torch.zeros(a.untyped_storage().nbytes() // a.itemsize, dtype=torch.bool, device="cpu")
+    taken.as_strided(a.shape, a.stride(), a.storage_offset()).fill_(True)
+    return not taken.as_strided(b.shape, b.stride(), b.storage_offset()).any()

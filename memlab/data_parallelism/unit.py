@@ -5,10 +5,9 @@ It has a shard for each dtype, and shows the module whole parameters while it is
 
 from __future__ import annotations
 
-import itertools
-
 from torch import nn
 
+from memlab.data_parallelism.flat import sharing
 from memlab.data_parallelism.shard import FlatShard
 
 UNIT = "_fully_shard_unit"
@@ -116,18 +115,13 @@ class Unit:
 
 def refuse_shared_memory(named: list[tuple[str, nn.Parameter]]) -> None:
     """Raise ValueError for parameters that are tied by their memory alone: each would get a piece of its own."""
-    places: dict[int, list[tuple[int, int, str]]] = {}
-    for key, p in {p: (key, p) for key, p in named if p.numel()}.values():
-        dense = 1 + sum((n - 1) * stride for n, stride in zip(p.shape, p.stride(), strict=True)) == p.numel()
-        begin = p.storage_offset() * p.itemsize  # halves of rows lie between each other, and share nothing
-        places.setdefault(p.untyped_storage()._cdata, []).append((begin, begin + (p.nbytes if dense else 1), key))
-    for spans in places.values():
-        for (_, end, key), (begin, _, other) in itertools.pairwise(sorted(spans)):
-            if begin < end:
-                raise ValueError(
-                    f"expected parameters with memory of their own, found {key} and {other} in the same; tied weights "
-                    "are one Parameter: b.weight = a.weight, and not b.weight.data = a.weight.data"
-                )
+    keys = {p: key for key, p in named}
+    for one, other in sharing(list(keys)):
+        key, its = list(keys.values())[one], list(keys.values())[other]
+        raise ValueError(
+            f"expected parameters with memory of their own, found {key} and {its} in the same; tied weights are one "
+            "Parameter: b.weight = a.weight, and not b.weight.data = a.weight.data"
+        )
 
 
 def _put_in_later(module: nn.Module, name: str, found: str) -> RuntimeError:

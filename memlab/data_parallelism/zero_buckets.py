@@ -9,7 +9,7 @@ parts is a step on the model, and what the other ranks stepped arrives by an all
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, distributed
@@ -17,7 +17,7 @@ from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
 from memlab.data_parallelism.agreement import refuse_unfit
-from memlab.data_parallelism.flat import FlatLayout
+from memlab.data_parallelism.flat import FlatLayout, sharing
 from memlab.ranks import all_gather
 from memlab.units import format_bytes
 
@@ -123,35 +123,9 @@ def check_params(known: list[Tensor], params: list[Tensor]) -> None:
             "ZeroOptimizer for the parameters of each"
         )
     refuse_unfit((f"number {number}", p) for number, p in enumerate(params, len(known)))
-    for other, number in _sharing((*known, *params)):
+    for other, number in sharing((*known, *params)):
         what = "given twice" if (*known, *params)[other] is (*known, *params)[number] else "in the same memory"
         raise ValueError(
             f"expected every parameter once, found numbers {other} and {number} {what}; tied weights are one "
             "parameter, as model.parameters() gives it"
         )
-
-
-def _sharing(params: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
-    """The numbers of pairs of parameters that have an element of memory in common, or are one."""
-    spans = []
-    for number, p in enumerate(params):
-        storage = p.untyped_storage()._cdata if p.numel() else id(p)
-        reach = max(0, sum((size - 1) * stride for size, stride in zip(p.shape, p.stride(), strict=True)))
-        begin = p.storage_offset() * p.itemsize
-        spans.append((storage, begin, begin + (reach + 1) * p.itemsize, number))
-    spans.sort()
-    for at, (storage, _, end, number) in enumerate(spans):
-        for its, begin, _, other in spans[at + 1 :]:
-            if its != storage or begin >= end:
-                break
-            if not _interleaved(params[number], params[other]):
-                yield min(number, other), max(number, other)
-
-
-def _interleaved(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors of one storage lie in each other's gaps, as the halves of a matrix's columns do."""
-    if a is b or a.dtype != b.dtype:
-        return False
-    taken = torch.zeros(a.untyped_storage().nbytes() // a.itemsize, dtype=torch.bool, device="cpu")
-    taken.as_strided(a.shape, a.stride(), a.storage_offset()).fill_(True)
-    return not taken.as_strided(b.shape, b.stride(), b.storage_offset()).any()
