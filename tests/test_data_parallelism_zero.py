@@ -19,7 +19,7 @@ from memlab.memory_timeline import Meter, imagine
 from memlab.mixed_precision import LossScaler, MasterWeights
 from memlab.offloading import OffloadedOptimizer
 from memlab.ranks import run_ranks
-from memlab.units import KiB, parse_bytes
+from memlab.units import parse_bytes
 from tests.ranks_helpers import FailsInBackward
 
 FP64 = torch.float64
@@ -281,12 +281,18 @@ def alone(state, values, seeds):
 
 
 def metered(rank, world, stage, make, dtype):
-    """Bytes by category after construction, backward, reduction and step, and the largest beside the parameters."""
+    """Bytes by category after construction, backward, reduction and step, and the largest beside the parameters.
+
+    Of several constructions the least peak: gloo's thread may still hold what ranks told each other in one.
+    """
     torch.manual_seed(rank)
-    model = GPT(**GPT_SIZES).to(dtype)
     x = torch.randint(64, (2, 16))
-    with Meter(model) as building:
-        optimizer = ZeroOptimizer(in_groups(list(model.parameters())), make, stage, bucket_bytes=BUCKET)
+    peaks = []
+    for _ in range(4):
+        model = GPT(**GPT_SIZES).to(dtype)
+        with Meter(model) as building:
+            optimizer = ZeroOptimizer(in_groups(list(model.parameters())), make, stage, bucket_bytes=BUCKET)
+        peaks.append(building.timeline.peak_bytes)
     with Meter(model, optimizer, inputs=x) as meter:
         model(x, x).backward()
         marks = [len(meter.timeline)]
@@ -297,10 +303,9 @@ def metered(rank, world, stage, make, dtype):
     timeline = meter.timeline
     held = [timeline.bytes_by_category(mark) for mark in marks]
     reducing = max(timeline.totals[marks[0] : marks[1] + 1]) - timeline.totals[marks[0]]
-    return building.timeline.totals[-1], building.timeline.peak_bytes, held, reducing
+    return building.timeline.totals[-1], min(peaks), held, reducing
 
 
-TOLD_BYTES = 8 * KiB  # of what ranks say of their models; gloo's thread lets go of it a moment later, or two
 KINDS = {"AdamW": (optim.AdamW, torch.float32, 8), "MasterWeights": (in_masters, torch.bfloat16, 12)}
 
 
@@ -686,7 +691,7 @@ def test_a_rank_holds_what_the_formula_says_to_the_byte(three, stage, kind):
         built, building, (backward, reduced, stepped), reducing = facts["metered"][stage, kind]
         elements = sum(end - begin for layout, _ in cut for begin, end in layout.parts(rank))
         assert built == whole
-        assert building <= sum(p.nbytes for p in params) + largest + 8 * len(cut) + TOLD_BYTES
+        assert building <= sum(p.nbytes for p in params) + largest + 8 * len(cut)
         assert backward["gradient"] == (sum(p.nbytes for p in params) if stage == 1 else pieces)
         assert reduced["gradient"] == pieces and stepped["gradient"] == 0
         assert stepped["optimizer_state"] == state_bytes * elements + 4 * len(params)  # and one step counter each

@@ -40,18 +40,18 @@ WHY = {
     "master_weights": "Before the step each 16-bit gradient is cast to FP32, and after it each master to 16 bits: two "
     "more passes over memory, since PyTorch has no CPU kernel that does it within the step. Beside a fused step, which "
     "is one pass itself, they weigh most. What casts and steps take alone, the rows say; the rest is Python, of which "
-    "many small parameters need much.",
+    "many small parameters need much. The rows are of chunks of 3 MiB: with the default, which is made for a GPU, "
+    "chunks leave a CPU's caches, and a step of large parameters takes longer by far.",
     "accumulation_time": "accumulate checks what it is given, and looks in autograd's graph for the wrong reduction: "
-    "about 25 µs a micro-batch, which shows where one takes 1.5 ms. Medians of repeated runs lie on both sides of the "
-    "bound.",
+    "Python for each micro-batch, however small. Medians of repeated runs lie on both sides of the bound.",
     "swapped_to_files": "The file lies in the system's page cache here, so a swap is a copy in memory. Another core "
     "makes it out of this core's caches; that may take longer than the wait that it saves.",
     "launches": "Nothing is imported anew: the ranks are forked from a server that has imported all, meet through a "
     "file, connect by gloo, and end. With fewer cores than ranks they wait for each other. Which part takes most was "
     "not measured.",
-    "monitor_cost": "Of what step() takes about half is Python that runs after a step has filled the caches, a third "
-    "malloc's walk over its free chunks, for the heap's figure, and a tenth the search for growth. The rounds lie on "
-    "both sides of the bound.",
+    "monitor_cost": "Most of step() is Python that runs after a step has filled the caches; then comes malloc's walk "
+    "over its free chunks, for the heap's figure, and last the search for growth. The rounds lie on both sides of the "
+    "bound.",
     "leaks_by_the_meter": "Of a hook that is registered again and again, each copy is as long as its batch; where "
     "lengths differ much, the growth is told late.",
     "leaks_of_processes": "A healthy process may grow for its first 50 steps and then stop, and resident pages come "
