@@ -43,7 +43,7 @@ class Case:
     dropout: float = 0.0
     first_step: bool = False
     hardware: str = "cpu"
-    chunk_bytes: int = 64 * 2**20
+    chunk_bytes: int | str = "auto"
 
     @property
     def model(self) -> Transformer:

@@ -1,12 +1,14 @@
 """The meter sees every op and every byte, says whose line it was and why, and leaves nothing behind."""
 
+import contextlib
+
 import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memlab.book.workloads import GPT, MLP
-from memlab.memory_timeline import CATEGORIES, Meter
+from memlab.memory_timeline import CATEGORIES, Meter, imagine
 from tests.memory_timeline_helpers import (
     SIZES,
     WORKLOADS,
@@ -373,6 +375,23 @@ def test_resizing_is_seen_by_every_way_to_resize():
     (grown,) = [s for s in meter.timeline.storages.values() if s.op in ("empty", "add")]
     held = sum(e.delta for e in meter.timeline.events if e.storage == grown.id)
     assert held == 200 == out.untyped_storage().nbytes()
+
+
+@pytest.mark.parametrize("card", [None, "H100-80GB"])
+def test_a_storage_from_before_that_had_no_bytes_is_born_when_it_gets_some(card):
+    with imagine(card) if card else contextlib.nullcontext():
+        empty, full = torch.ones(50), torch.ones(70)
+        empty.untyped_storage().resize_(0)
+        with Meter() as meter:
+            empty.untyped_storage().resize_(200)
+            empty.add_(1)
+            full.untyped_storage().resize_(400)  # its 280 bytes were there, and counted nowhere
+            empty.untyped_storage().resize_(0)
+            empty.untyped_storage().resize_(240)
+    events = [event for event in meter.timeline.events if event.delta]
+    assert [(event.delta, event.op) for event in events] == [(200, "resize_"), (-200, "resize_"), (240, "resize_")]
+    (storage,) = meter.timeline.storages.values()
+    assert (storage.nbytes, storage.shape, storage.dtype) == (200, (200,), "uint8")
 
 
 @pytest.mark.parametrize("workspace", [False, True])

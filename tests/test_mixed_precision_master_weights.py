@@ -413,7 +413,7 @@ def test_sixteen_bytes_a_parameter_and_one_chunk_of_gradients(options):
 
 
 def test_the_gradients_of_all_chunks_are_in_one_block_that_ends_with_the_step():
-    sizes = [1000, 3000, 2000, 4000, 500]  # the block grows twice
+    sizes = [1000, 3000, 2000, 4000, 500]  # the largest does not come first
     model = nn.ParameterList(parameters(shapes=[(size,) for size in sizes]))
     masters = MasterWeights(model.parameters(), optim.SGD, chunk_bytes=1)
     for p in model:
@@ -422,7 +422,7 @@ def test_the_gradients_of_all_chunks_are_in_one_block_that_ends_with_the_step():
     with Meter(model, masters) as meter:
         masters.step()
     moves = [event.delta for event in meter.timeline.events]
-    assert moves == [4 * 1000, -4 * 1000, 4 * 3000, -4 * 3000, 4 * 4000, -4 * 4000]
+    assert moves == [4 * 4000, -4 * 4000]
 
 
 def test_the_block_ends_also_with_a_step_that_fails():
@@ -729,7 +729,7 @@ def test_weights_that_nobody_wrote_to_are_known_as_such_also_after_a_collection(
     p.grad = torch.zeros_like(p)
     masters.step()
     gc.collect()
-    assert masters._versions.unchanged(p)
+    assert all(masters._versions.unchanged([p]))
 
 
 def through_a_file(state_dict):
@@ -907,7 +907,12 @@ def test_a_deep_copy_goes_on_like_the_original():
         ),
         (lambda: (parameters(), "AdamW"), {}, TypeError, "expected an optimizer's class, found AdamW;"),
         (lambda: (parameters(), optim.LBFGS), {}, ValueError, "found LBFGS, whose step calls a closure several times"),
-        (lambda: (parameters(), optim.AdamW), {"chunk_bytes": 0}, ValueError, "chunk_bytes of at least 1, or None"),
+        (
+            lambda: (parameters(), optim.AdamW),
+            {"chunk_bytes": 0},
+            ValueError,
+            "chunk_bytes of at least 1, 'auto', or None",
+        ),
         (lambda: ([], optim.AdamW), {}, ValueError, "empty parameter list"),
         (lambda: (parameters(), optim.AdamW), {"lr": -1.0}, ValueError, "Invalid learning rate"),
         (lambda: (parameters(), optim.AdamW), {"speed": 1}, TypeError, "speed"),

@@ -15,7 +15,6 @@ from memlab.data_parallelism import DataParallel, ZeroOptimizer, fully_shard
 from memlab.gradient_accumulation import accumulate
 from memlab.gradient_checkpointing.hooks import checkpoint
 from memlab.memory_arithmetic import Transformer
-from memlab.memory_arithmetic.optimizers import CHUNK_BYTES
 from memlab.memory_arithmetic.shapes import balanced, one_of, positive
 from memlab.memory_arithmetic.step import PRECISIONS, refuse_offload
 from memlab.memory_hierarchy import OpCounter
@@ -38,7 +37,7 @@ def made(
     optimizer: str,
     implementation: str | None,
     precision: str,
-    chunk_bytes: int = CHUNK_BYTES,
+    chunk_bytes: int | str = "auto",
     offload: str | None = None,
 ) -> torch.optim.Optimizer:
     """The optimizer of that name, on the host if it is offloaded, around master weights if the precision is "mixed"."""
@@ -137,7 +136,7 @@ def metered_step(
     optimizer: str = "adamw",
     implementation: str | None = None,
     first_step: bool = False,
-    chunk_bytes: int = CHUNK_BYTES,
+    chunk_bytes: int | str = "auto",
     micro_batches: int = 1,
     segments: int | None = None,
     offload: str | None = None,
@@ -169,7 +168,8 @@ def metered_step(
     one_of("precision", precision, PRECISIONS)
     one_of("optimizer", optimizer, tuple(OPTIMIZERS))
     one_of("implementation", implementation, tuple(IMPLEMENTATIONS))
-    positive("chunk_bytes", chunk_bytes)
+    if chunk_bytes != "auto":
+        positive("chunk_bytes", chunk_bytes)
     positive("micro_batches", micro_batches)
     positive("tensor_ranks", tensor_ranks)
     if ranks > 1 and tensor_ranks > 1:

@@ -16,8 +16,11 @@ from memlab.memory_arithmetic.shapes import added
 
 OPTIMIZERS = ("sgd", "momentum", "adamw")
 IMPLEMENTATIONS = ("for-loop", "foreach", "fused")
-CHUNK_BYTES = 64 * 2**20
-"""Bytes of FP32 gradients that a step on master weights makes at once, unless told otherwise."""
+CHUNK_BYTES = {"gpu": 64 * 2**20, "cpu": 4 * 2**20}
+"""Bytes of FP32 gradients that a step on master weights makes at once, unless told otherwise, by hardware.
+
+Small chunks cost a GPU launches; large ones leave a CPU's caches before they are used.
+"""
 
 
 def states(optimizer: str, itemsize: int, *, master: bool = False) -> list[Piece]:
@@ -86,14 +89,17 @@ def play_step(
     """Look at the fullest instant of a step. sizes: every parameter tensor's, in order.
 
     chunk_bytes: of a step on master weights, which widens so many bytes of gradients to FP32 and steps, chunk by chunk,
-    in one block that grows with the largest chunk so far; None is one step on everything. made: the states that the
-    step makes, when it is the first.
+    in one block that is as large as the largest chunk; None is one step on everything. made: the states that the step
+    makes, when it is the first.
     """
     counts = [elements(size, ledger.symbols) for size in sizes]
     so_far = [0, *accumulate(counts)]
     size = lambda start, stop: "P" if stop - start == len(sizes) else added(sizes[start:stop])  # noqa: E731
 
-    def in_chunk(start: int, stop: int, block: tuple[int, int]) -> list[Piece]:
+    bounds = [(0, len(sizes))] if chunk_bytes is None else chunks(counts, chunk_bytes)
+    block = max(bounds, key=lambda chunk: so_far[chunk[1]] - so_far[chunk[0]])
+
+    def in_chunk(start: int, stop: int) -> list[Piece]:
         found = []
         if chunk_bytes is not None:
             widened = "a step on master weights widens the gradients of one chunk at a time"
@@ -106,16 +112,13 @@ def play_step(
             found += loop_temporaries(sizes[start:stop], counts[start:stop], itemsize)
         return found
 
-    def nbytes(start: int, stop: int, block: tuple[int, int]) -> int:
+    def nbytes(start: int, stop: int) -> int:
         states = sum(piece.itemsize * {"P": so_far[stop], "T": stop}[piece.size] for piece in made)
-        return states + sum(map(ledger.bytes_of, in_chunk(start, stop, block)))
+        return states + sum(map(ledger.bytes_of, in_chunk(start, stop)))
 
-    bounds = [(0, len(sizes))] if chunk_bytes is None else chunks(counts, chunk_bytes)
-    largest = lambda a, b: max(a, b, key=lambda chunk: so_far[chunk[1]] - so_far[chunk[0]])  # noqa: E731
-    moments = [(*chunk, block) for chunk, block in zip(bounds, accumulate(bounds, largest), strict=True)]
-    start, stop, block = max(moments, key=lambda moment: nbytes(*moment))
+    start, stop = max(bounds, key=lambda chunk: nbytes(*chunk))
     all_until = {"P": size(0, stop), "T": "T" if stop == len(sizes) else str(stop)}
-    held = [replace(piece, size=all_until[piece.size]) for piece in made] + in_chunk(start, stop, block)
+    held = [replace(piece, size=all_until[piece.size]) for piece in made] + in_chunk(start, stop)
     for piece in held:
         ledger.make(piece)
     ledger.look(moment, f"{optimizer} step")

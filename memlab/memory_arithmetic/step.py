@@ -90,7 +90,7 @@ def training_step(
     dropout: float = 0.0,
     hardware: str = "gpu",
     first_step: bool = False,
-    chunk_bytes: int = CHUNK_BYTES,
+    chunk_bytes: int | str = "auto",
     micro_batches: int = 1,
     segments: int | None = None,
     offload: str | None = None,
@@ -106,7 +106,8 @@ def training_step(
     hardware: whose kernels run; a "gpu" is NVIDIA's Ampere or later. There, AdamW's step counters lie in main memory
       unless it is fused.
     first_step: the optimizer has no states until its step.
-    chunk_bytes: for "mixed", how many bytes of FP32 gradients the step makes at once, one parameter's at least.
+    chunk_bytes: for "mixed", how many bytes of FP32 gradients the step makes at once, one parameter's at least. "auto":
+      64 MiB on a GPU and 4 MiB on a CPU, as in `MasterWeights`.
     micro_batches: how many of (batch, tokens) accumulate gradients before the optimizer's step. From 2 on, the moments
       are those of any micro-batch but the first, and their bytes are the same for every number, except for the inputs:
       x and y of all micro-batches are held from the start. Of the losses a running sum is kept, in FP32.
@@ -125,6 +126,8 @@ def training_step(
     one_of("implementation", implementation, IMPLEMENTATIONS)
     one_of("attention", attention, ATTENTIONS)
     one_of("hardware", hardware, HARDWARE)
+    if chunk_bytes == "auto":
+        chunk_bytes = CHUNK_BYTES[hardware]
     positive("chunk_bytes", chunk_bytes)
     positive("micro_batches", micro_batches)
     refuse_dropout(dropout)

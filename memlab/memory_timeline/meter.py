@@ -23,7 +23,11 @@ import torch
 from torch import Tensor, UntypedStorage
 from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)
 
 from memlab.memory_timeline.accumulation import ADD, ADD_, sole_owner_counts, would_add_in_place
 from memlab.memory_timeline.history import BACKWARD, BEFORE, FORWARD, OPTIMIZER, OUTSIDE, History
@@ -524,12 +528,15 @@ class Meter(TorchDispatchMode):
     # ---- sizes that change without an op (see resizing.py)
 
     def _resized(self, storage: UntypedStorage, resize: Callable[[], UntypedStorage], caller: FrameType):
-        """Note a storage's other size under an op of its own, if it is one of those that are known."""
-        if storage._cdata not in self._live:
+        """Note a storage's other size under an op of its own, if it is known, or comes to have bytes only now."""
+        known = storage._cdata in self._live
+        if not known and (storage.nbytes() or _this_thread() != self._here.thread):
             return resize()
         op, (phase, line) = self._note_op("resize_", caller)
         result = resize() if self._log is None else self._log.run(op, resize, (), {})
-        self._note_storage(storage, None, op, phase, line)
+        with _disable_current_modes():
+            tensor = None if known else torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        self._note_storage(storage, tensor, op, phase, line)
         return result
 
     def _note_op(self, name: str, caller: FrameType) -> tuple[int, tuple[str, int]]:

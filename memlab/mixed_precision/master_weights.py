@@ -23,7 +23,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from memlab.memory_arithmetic.optimizers import CHUNK_BYTES
+from memlab.mixed_precision.gradient_block import GradientBlock
 from memlab.mixed_precision.versions import Versions
+from memlab.units import parse_bytes
 
 HALVES = (torch.float16, torch.bfloat16)
 
@@ -36,8 +38,9 @@ class MasterWeights(Optimizer):
     params: parameters of any shape, or groups of them. FP16 and BF16 parameters get a master, all others are their own.
     optimizer_class, **defaults: whose `step` it is, and what it is made with. It must update each parameter from its
       own gradient, as nearly all do; one that looks at all of them together needs chunk_bytes=None.
-    chunk_bytes: how many bytes of FP32 gradients may exist at once (one parameter's, if they are more); None: no limit.
-      Many small chunks cost a GPU launches; on a CPU chunks of 2 to 4 MiB are fastest (measured).
+    chunk_bytes: how many bytes of FP32 gradients may exist at once (one parameter's, if they are more), as an int or
+      such as "16 MiB"; None: no limit. "auto": 64 MiB on a GPU, where each chunk costs launches; 4 MiB on a CPU, whose
+      caches keep them until they are used.
 
     `param_groups` hold the model's own parameters, so schedulers, `zero_grad`, clipping and loss scalers find what they
     expect. `state[p]` holds the master, under "master", with the optimizer's states: both are made at a parameter's
@@ -59,18 +62,18 @@ class MasterWeights(Optimizer):
         params,
         optimizer_class: type[Optimizer],
         *,
-        chunk_bytes: int | None = CHUNK_BYTES,
+        chunk_bytes: int | str | None = "auto",
         **defaults,
     ):
         refuse_class(optimizer_class)
-        if chunk_bytes is not None and chunk_bytes < 1:
-            raise ValueError(f"expected chunk_bytes of at least 1, or None for no limit; found {chunk_bytes}")
-        self.chunk_bytes = chunk_bytes
+        self.chunk_bytes = chunk_bytes if chunk_bytes in ("auto", None) else parse_bytes(chunk_bytes)
+        if self.chunk_bytes == 0:
+            raise ValueError("expected chunk_bytes of at least 1, 'auto', or None for no limit; found 0")
         self._make = functools.partial(optimizer_class, **defaults)
         self._inner = self._make(params)
         self._inner.state.clear()
         self._versions = Versions()  # of the weights, when their step ended
-        self._block: Tensor | None = None  # in which the FP32 gradients of one chunk after another are
+        self._blocks: dict[torch.device, GradientBlock] = {}
         super().__init__(self._inner.param_groups, self._inner.defaults)
         if any(group.get("differentiable") for group in self.param_groups):
             raise ValueError(
@@ -102,42 +105,57 @@ class MasterWeights(Optimizer):
 
     def _brought(self) -> Iterator[list[tuple[dict, Tensor]]]:
         """The chunks of `_chunks`, each when all that its step needs is where the masters are. Ends with the step."""
+        chunks = list(self._chunks())
+        for chunk in chunks:
+            self._block(chunk[0][1].device).expect(sum(p.numel() for _, p in chunk if p.dtype in HALVES))
         try:
-            yield from self._chunks()
+            yield from chunks
         finally:
-            self._block = None
+            self._end_blocks()
+
+    def _block(self, device: torch.device) -> GradientBlock:
+        """Where the FP32 gradients of masters on this device are."""
+        if device not in self._blocks:
+            self._blocks[device] = GradientBlock(device)
+        return self._blocks[device]
+
+    def _end_blocks(self, *, keep: bool = False) -> None:
+        for block in self._blocks.values():
+            block.end(keep=keep)
 
     def _chunks(self) -> Iterator[list[tuple[dict, Tensor]]]:
         """Parameters with gradients and their groups, in order, as many as chunk_bytes allow, of one device."""
-        chunk, nbytes, device = [], 0, None
+        chunk, nbytes, most, device = [], 0, 0, None
         for group in self.param_groups:
             for p in group["params"]:
                 if not self._has_gradient(p):
                     continue
-                size, its = 4 * p.numel(), p.device
-                full = self.chunk_bytes is not None and nbytes + size > self.chunk_bytes
-                if chunk and (full or its != device):
-                    yield chunk
-                    chunk, nbytes = [], 0
+                nbytes += (size := 4 * p.numel())
+                if nbytes > most or p.device != device:
+                    if chunk:
+                        yield chunk
+                    chunk, nbytes, device = [], size, p.device
+                    most = self._most_bytes(device)
                 chunk.append((group, p))
-                nbytes, device = nbytes + size, its
         if chunk:
             yield chunk
 
+    def _most_bytes(self, device: torch.device) -> float:
+        """Of a chunk on this device."""
+        if self.chunk_bytes == "auto":
+            return CHUNK_BYTES["cpu" if device.type == "cpu" else "gpu"]
+        return torch.inf if self.chunk_bytes is None else self.chunk_bytes
+
     def _step_chunk(self, chunk: list[tuple[dict, Tensor]]) -> list[tuple[dict, dict]]:
         """One step of these parameters. Returns their groups, each with what the optimizer made of its options."""
-        weights, masters, states, groups, inner = [], [], [], [], self._inner
-        for group, p in chunk:
-            m, state = self._master(group, p)
-            weights.append(p)
-            masters.append(m)
-            states.append(state)
+        weights, inner, groups = [p for _, p in chunk], self._inner, []
+        masters, states = self._masters(chunk, weights)
+        for (group, _), m in zip(chunk, masters, strict=True):
             if not groups or groups[-1][0] is not group:
                 groups.append((group, group | {"params": []}))
             groups[-1][1]["params"].append(m)
         started = [{} if len(state) == 1 and "master" in state else state for state in states]  # empty: to begin with
         inner.state.update(zip(masters, started, strict=True))
-        halves = [(p, m) for p, m in zip(weights, masters, strict=True) if m is not p]
         try:
             inner.param_groups = [options for _, options in groups]
             self._widen(weights, masters)
@@ -145,9 +163,10 @@ class MasterWeights(Optimizer):
         finally:  # if it raises halfway, some masters have moved: their states and weights go along
             if len(inner.state) != len(states) or not all(map(operator.is_, inner.state.values(), states)):
                 self.state.update((p, self._kept(p, m) | inner.state[m]) for p, m in zip(weights, masters, strict=True))
+            inner.state, inner.param_groups = defaultdict(dict), self.param_groups
+            halves = [(p, m) for p, m in zip(weights, masters, strict=True) if m is not p]
             for _, m in halves:
                 m.grad = None
-            inner.state, inner.param_groups = defaultdict(dict), self.param_groups
             if halves:
                 self._round(*map(list, zip(*halves, strict=True)))
         return [(group, options | {"params": group["params"]}) for group, options in groups]
@@ -179,27 +198,16 @@ class MasterWeights(Optimizer):
                 wide.append(m)
             else:
                 m.grad = gradient.to(m.device, m.dtype)
-        if wide:  # in the memory in which the gradients of the chunk before were
-            block, end = self._room(sum(map(Tensor.numel, wide)), wide[0].device), 0
-            for i, m in enumerate(wide):
-                m.grad = wide[i] = block.as_strided(m.shape, m.stride(), end)
-                end += m.numel()
-            torch._foreach_copy_(wide, narrow)
+        if wide:
+            places = self._block(wide[0].device).views(wide)
+            for m, place in zip(wide, places, strict=True):
+                m.grad = place
+            torch._foreach_copy_(places, narrow)
         scale = getattr(self, "grad_scale", None)
         if scale is not None:
             gradients = [m.grad._values() if m.grad.is_sparse else m.grad for m in masters]
             precise = torch.float32 if scale.device.type == "mps" else torch.float64
             torch._foreach_mul_(gradients, scale.to(precise).reciprocal().float().to(gradients[0].device))
-
-    def _room(self, numel: int, device: torch.device) -> Tensor:
-        """Memory for the FP32 gradients of a chunk: what the last chunk had, if it is large enough. Of (≥ numel,).
-
-        Given back after each chunk, it might leave the process each time, and come again page by page.
-        """
-        if self._block is None or self._block.numel() < numel or self._block.device != device:
-            self._block = None
-            self._block = torch.empty(numel, dtype=torch.float32, device=device)
-        return self._block
 
     # ---- masters
 
@@ -221,17 +229,21 @@ class MasterWeights(Optimizer):
         """The gradient of a parameter that has one, in its own dtype, once its chunk is brought."""
         return p.grad
 
-    def _master(self, group: dict, p: Tensor) -> tuple[Tensor, dict]:
-        """The FP32 weights of a parameter, up to date with what others wrote to it, and its state; made, if missing."""
-        state = self.state.get(p)
-        m = state.get("master") if state else None
-        if m is None:
-            m = self._wide(p) if self._needs_master(p) else p
-        elif not self._versions.unchanged(p):
-            take_over(p, m)
-        if state is None:  # most optimizers begin without one; torch 2.11's Adagrad needs what its __init__ makes
-            self.state[p] = state = self._kept(p, m) | self._make([group | {"params": [m]}]).state[m]
-        return m, state
+    def _masters(self, chunk: list[tuple[dict, Tensor]], weights: list[Tensor]) -> tuple[list[Tensor], list[dict]]:
+        """Their FP32 weights, up to date with what others wrote to them, and their states; made, where missing."""
+        states = [self.state.get(p) for p in weights]
+        masters = [state.get("master") if state else None for state in states]
+        for i, unchanged in enumerate(self._versions.unchanged(weights)):
+            if masters[i] is None:
+                masters[i] = self._wide(weights[i]) if self._needs_master(weights[i]) else weights[i]
+            elif not unchanged:
+                take_over(weights[i], masters[i])
+            if (
+                states[i] is None
+            ):  # most optimizers begin without one; torch 2.11's Adagrad needs what its __init__ makes
+                (group, p), m = chunk[i], masters[i]
+                self.state[p] = states[i] = self._kept(p, m) | self._make([group | {"params": [m]}]).state[m]
+        return masters, states
 
     def _kept(self, p: Tensor, m: Tensor) -> dict[str, Tensor]:
         """What a parameter's state holds beside the optimizer's own."""
@@ -326,7 +338,7 @@ class MasterWeights(Optimizer):
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
-        self._versions, self._block = Versions(), None
+        self._versions, self._blocks = Versions(), {}
 
 
 def same(a: object, b: object) -> bool:

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from memlab.memory_arithmetic.optimizers import CHUNK_BYTES
 from memlab.mixed_precision.master_weights import MasterWeights
 
 LOW_BITS = 0xFFFF
@@ -58,7 +57,7 @@ class StochasticRounding(MasterWeights):
         optimizer_class: type[Optimizer],
         *,
         generator: torch.Generator | None = None,
-        chunk_bytes: int | None = CHUNK_BYTES,
+        chunk_bytes: int | str | None = "auto",
         **defaults,
     ):
         super().__init__(params, optimizer_class, chunk_bytes=chunk_bytes, **defaults)
@@ -73,7 +72,7 @@ class StochasticRounding(MasterWeights):
             raise ValueError("expected parameters in BF16, found FP16, which is not rounded here; use MasterWeights")
 
     def _round(self, weights: list[Tensor], wide: list[Tensor]) -> None:
-        self._block = None  # the gradients are used, and rounding is the fullest moment
+        self._block(wide[0].device).free()  # the gradients are used, and rounding is the fullest moment
         for p, m in zip(weights, wide, strict=True):
             p.copy_(round_stochastically(m, self.generator))
 

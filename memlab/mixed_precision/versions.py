@@ -24,7 +24,12 @@ class Versions:
         for tensor in tensors:
             self._of[id(tensor)] = tensor._version, ref(tensor.untyped_storage())
 
-    def unchanged(self, tensor: Tensor) -> bool:
-        """Whether nothing that torch counts has written to it since it was noted; False if it never was."""
-        noted = self._of.get(id(tensor))
-        return noted is not None and noted[0] == tensor._version and noted[1]() is tensor.untyped_storage()
+    def unchanged(self, tensors: Iterable[Tensor]) -> list[bool]:
+        """Of each, whether nothing that torch counts has written to it since it was noted; False if it never was."""
+        noted = self._of.get
+        return [
+            (its := noted(id(tensor))) is not None
+            and its[0] == tensor._version
+            and its[1]() is tensor.untyped_storage()
+            for tensor in tensors
+        ]

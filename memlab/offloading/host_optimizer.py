@@ -210,8 +210,7 @@ class OffloadedOptimizer(MasterWeights):
             self._passage.back(self._filed([p for _, p in chunk if p in self.state]))
 
     def _after_step(self) -> None:
-        if self._passage is not None:
-            self._block = None  # else it stays, as the states do
+        self._end_blocks(keep=self._passage is None)  # in main memory they stay, as the states do
         if not self.gradients:
             self._host.held.clear()  # copies of p.grad, if the step raised
         if not self._host.held:

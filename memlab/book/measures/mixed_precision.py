@@ -13,7 +13,6 @@ from memlab.book.measures.timing import compared, interleaved, keep_freed_blocks
 from memlab.book.workloads import GPT, text_batch
 from memlab.memory_arithmetic.optimizers import CHUNK_BYTES, chunks
 from memlab.mixed_precision import LossScaler, MasterWeights
-from memlab.units import MiB
 
 
 def loss_scaling(device: str, rounds: int) -> list[tuple]:
@@ -62,10 +61,9 @@ def scaled_step(model: nn.Module, scaler, batch: tuple, history: list[float], *,
 def master_weights(device: str, rounds: int) -> list[tuple]:
     """A step of AdamW on BF16 weights with FP32 masters, against one on FP32 weights of the same shapes.
 
-    And its ops alone, for how much of the difference is theirs. On a CPU in chunks of 3 MiB: larger ones leave its
-    caches.
+    And its ops alone, for how much of the difference is theirs.
     """
-    chunk_bytes = 3 * MiB if device == "cpu" else CHUNK_BYTES
+    chunk_bytes = CHUNK_BYTES["cpu" if device == "cpu" else "gpu"]
     models = {
         "GPT 4 × 256": [p.shape for p in GPT(layers=4, width=256).parameters()],
         "24 of 1,024 × 1,024": [(1024, 1024)] * 24,
@@ -77,7 +75,7 @@ def master_weights(device: str, rounds: int) -> list[tuple]:
         wide, narrow, bare = (with_gradients(shapes, dtype, device) for dtype in (torch.float32, *[torch.bfloat16] * 2))
         runs = {
             "FP32": torch.optim.AdamW(wide, **how).step,
-            "masters": MasterWeights(narrow, torch.optim.AdamW, chunk_bytes=chunk_bytes, **how).step,
+            "masters": MasterWeights(narrow, torch.optim.AdamW, **how).step,
             "by hand": cast_step_cast(bare, chunk_bytes, how),
         }
         times = interleaved(runs, rounds)
@@ -98,15 +96,16 @@ def with_gradients(shapes: list[tuple[int, ...]], dtype: torch.dtype, device: st
 def cast_step_cast(weights: list[nn.Parameter], chunk_bytes: int, how: dict) -> Callable[[], None]:
     """What a step on master weights cannot do without: of each chunk gradients to FP32, AdamW's step, and the weights.
 
-    With a block of FP32 gradients that is always there, and nothing looked up or checked.
+    With a block of FP32 gradients that is always there, a chunk's largest first, and nothing looked up or checked.
     """
     bounds = chunks([weight.numel() for weight in weights], chunk_bytes)
     largest = max(sum(weight.numel() for weight in weights[start:stop]) for start, stop in bounds)
     parts, block = [], torch.empty(largest, device=weights[0].device)
     for start, stop in bounds:
         masters = [nn.Parameter(weight.detach().float()) for weight in weights[start:stop]]
-        numels = [master.numel() for master in masters]
-        for master, piece in zip(masters, block[: sum(numels)].split(numels), strict=True):
+        ordered = sorted(masters, key=nn.Parameter.numel, reverse=True)
+        numels = [master.numel() for master in ordered]
+        for master, piece in zip(ordered, block[: sum(numels)].split(numels), strict=True):
             master.grad = piece.view(master.shape)
         parts.append((weights[start:stop], masters, torch.optim.AdamW(masters, **how)))
 

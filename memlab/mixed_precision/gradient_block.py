@@ -1,0 +1,87 @@
+"""Where the FP32 gradients of one chunk of parameters after another are: in the same memory, while a step lasts.
+
+Memory of its own for each chunk might go back to the system each time, and come again page by page; and none of it
+would be in a cache. Of two threads one writes and reads the first half of each large gradient, the other the second.
+So the largest gradients of a chunk come first: chunks then look alike, and a core finds in its own caches what it had
+of the chunk before. Else it fetches from another core's what it is about to overwrite; where caches are far apart, that
+is slower than from memory.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from torch import Tensor
+
+
+class GradientBlock:
+    """One storage, and the views of it that each chunk of a step has.
+
+    The views stay from step to step, while the storage has no bytes between: for a small parameter, making a view takes
+    longer than filling it. An optimizer that keeps a gradient past its chunk keeps that storage, and a new one begins.
+    """
+
+    def __init__(self, device: torch.device):
+        self._device, self._chunk, self._expected = device, 0, 0
+        self._begin()
+
+    def _begin(self) -> None:
+        self._flat = torch.empty(0, dtype=torch.float32, device=self._device)
+        self._views: dict[int, tuple[list[torch.Size], list[tuple[int, ...]], list[Tensor]]] = {}  # by chunk
+
+    def expect(self, numel: int) -> None:
+        """Some chunk of the coming step has so many elements. Growing within a step would leave what caches have."""
+        self._expected = max(self._expected, numel)
+
+    def views(self, masters: list[Tensor]) -> list[Tensor]:
+        """Where the gradients of the step's next chunk go, in the shapes and strides of these. Values are undefined.
+
+        masters: dense, in any order of dimensions. The chunk before is overwritten.
+        """
+        self._let_go()
+        self._chunk += 1
+        shapes, strides = list(map(Tensor.size, masters)), list(map(Tensor.stride, masters))
+        self._hold(4 * max(self._expected, sum(map(Tensor.numel, masters))))
+        known = self._views.get(self._chunk)
+        if known is None or known[:2] != (shapes, strides):
+            self._views[self._chunk] = known = shapes, strides, self._made(masters)
+        return known[2]
+
+    def _made(self, masters: list[Tensor]) -> list[Tensor]:
+        made, start = [self._flat] * len(masters), 0
+        for i in sorted(range(len(masters)), key=lambda i: -masters[i].numel()):
+            made[i] = self._flat.as_strided(masters[i].shape, masters[i].stride(), start)
+            start += masters[i].numel()
+        return made
+
+    def _hold(self, nbytes: int) -> None:
+        storage = self._flat.untyped_storage()
+        if storage.nbytes() < nbytes:
+            self.free()  # else what is in it would be copied
+            storage.resize_(nbytes)
+        elif self._chunk == 1:
+            self._flat.detach()  # an op, from which a Meter learns of bytes that are here from before
+
+    def _let_go(self) -> None:
+        """Leave the storage to whoever holds it, or a view of the last chunk."""
+        if self._chunk in self._views:
+            owners = torch._C._storage_Use_Count(self._flat.untyped_storage()._cdata)
+            ours = 2 + sum(len(views) for *_, views in self._views.values())  # the block, and this question
+            if owners > ours or max(map(sys.getrefcount, self._views[self._chunk][2])) > 2:  # its list's, and this one
+                self._begin()
+
+    def free(self) -> None:
+        """Give the bytes back, until the next chunk."""
+        self._let_go()
+        storage = self._flat.untyped_storage()
+        if storage.nbytes():
+            storage.resize_(0)
+
+    def end(self, *, keep: bool = False) -> None:
+        """The step is over. keep: its bytes stay."""
+        if keep:
+            self._let_go()
+        else:
+            self.free()
+        self._chunk, self._expected = 0, 0
