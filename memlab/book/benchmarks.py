@@ -40,8 +40,7 @@ WHY = {
     "master_weights": "Before the step each 16-bit gradient is cast to FP32, and after it each master to 16 bits: two "
     "more passes over memory, since PyTorch has no CPU kernel that does it within the step. Beside a fused step, which "
     "is one pass itself, they weigh most. What casts and steps take alone, the rows say; the rest is Python, of which "
-    "many small parameters need much. The rows are of chunks of 3 MiB: with the default, which is made for a GPU, "
-    "chunks leave a CPU's caches, and a step of large parameters takes longer by far.",
+    "many small parameters need much.",
     "accumulation_time": "accumulate checks what it is given, and looks in autograd's graph for the wrong reduction: "
     "Python for each micro-batch, however small. Medians of repeated runs lie on both sides of the bound.",
     "swapped_to_files": "The file lies in the system's page cache here, so a swap is a copy in memory. Another core "

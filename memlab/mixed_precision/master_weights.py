@@ -199,7 +199,7 @@ class MasterWeights(Optimizer):
             else:
                 m.grad = gradient.to(m.device, m.dtype)
         if wide:
-            places = self._block(wide[0].device).views(wide)
+            places = self._block(wide[0].device).views(wide)  # of the memory that the chunk before had
             for m, place in zip(wide, places, strict=True):
                 m.grad = place
             torch._foreach_copy_(places, narrow)
