@@ -6,7 +6,7 @@ import torch
 from torch import nn, optim
 
 from memlab.memory_timeline import Meter
-from memlab.mixed_precision import MasterWeights, StochasticRounding
+from memlab.mixed_precision import MasterWeights, StochasticRounding, gradient_block
 from memlab.mixed_precision.gradient_block import GradientBlock
 
 BF16, CPU = torch.bfloat16, torch.device("cpu")
@@ -125,7 +125,9 @@ def test_chunks_are_of_4_mib_on_a_cpu_unless_told_otherwise():
             assert [len(chunk) for chunk in kind(params, optim.SGD, **words)._chunks()] == expected
 
 
-def test_a_step_holds_the_gradients_it_has_however_many_the_last_step_had():
+@pytest.mark.parametrize("resizable", [("cpu",), ()])
+def test_a_step_holds_the_gradients_it_has_however_many_the_last_step_had(resizable, monkeypatch):
+    monkeypatch.setattr(gradient_block, "RESIZABLE", resizable)
     model = nn.ParameterList([nn.Parameter(torch.ones(50, dtype=BF16)), nn.Parameter(torch.ones(30, dtype=BF16))])
     ours, found = MasterWeights(model.parameters(), optim.SGD), []
     for with_gradient in ([0, 1], [0, 1], [1], [0, 1]):

@@ -15,6 +15,10 @@ import torch
 from torch import Tensor
 
 
+RESIZABLE = ("cpu", "cuda")
+"""Types of devices whose storages give their bytes back and take them again; on others each step has a new one."""
+
+
 class GradientBlock:
     """One storage, and the views of it that each chunk of a step has.
 
@@ -56,10 +60,12 @@ class GradientBlock:
         return made
 
     def _hold(self, nbytes: int) -> None:
-        storage = self._flat.untyped_storage()
-        if storage.nbytes() < nbytes:
+        if self._flat.untyped_storage().nbytes() < nbytes:
             self.free()  # else what is in it would be copied
-            storage.resize_(nbytes)
+            if self._device.type in RESIZABLE:
+                self._flat.untyped_storage().resize_(nbytes)
+            else:
+                self._flat = torch.empty(nbytes // 4, dtype=torch.float32, device=self._device)
         elif self._chunk == 1:
             self._flat.detach()  # an op, from which a Meter learns of bytes that are here from before
 
@@ -75,8 +81,10 @@ class GradientBlock:
         """Give the bytes back, until the next chunk."""
         self._let_go()
         storage = self._flat.untyped_storage()
-        if storage.nbytes():
+        if storage.nbytes() and self._device.type in RESIZABLE:
             storage.resize_(0)
+        elif storage.nbytes():
+            self._begin()
 
     def end(self, *, keep: bool = False) -> None:
         """The step is over. keep: its bytes stay."""
