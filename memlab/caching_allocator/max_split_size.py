@@ -29,7 +29,7 @@ class MaxSplitAllocator(CachingAllocator):
 
     Of a new segment, which a request below that had rounded up past it, the rest is split off.
 
-    Raises ValueError for 20 MiB or less, as PyTorch does: segments of 20 MiB are there to be cut.
+    Raises ValueError for less than 20 MiB, as PyTorch does: segments of 20 MiB are there to be cut.
     """
 
     def __init__(
@@ -37,9 +37,9 @@ class MaxSplitAllocator(CachingAllocator):
     ):
         super().__init__(capacity_bytes, device=device)
         self.max_split_bytes = parse_bytes(max_split_bytes)
-        if self.max_split_bytes <= LARGE_SEGMENT_BYTES:
+        if self.max_split_bytes < LARGE_SEGMENT_BYTES:
             raise ValueError(
-                f"expected max_split_bytes of more than {format_bytes(LARGE_SEGMENT_BYTES)}, the segment that smaller "
+                f"expected max_split_bytes of at least {format_bytes(LARGE_SEGMENT_BYTES)}, the segment that smaller "
                 f"requests share; found {format_bytes(self.max_split_bytes)}"
             )
 

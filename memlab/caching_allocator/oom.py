@@ -47,6 +47,8 @@ REJECTED = (
     "empty_cache(), which PyTorch did not do; then hold fewer bytes. Its line 'Preemptively rejecting allocation', on "
     "stderr, says what was reserved, and the limit",
 )
+ROUNDED = 0.005
+"""Of the card: how far sums of rounded figures may be off."""
 PAGE_BYTES = 2 * MiB
 SHARED_SEGMENTS = {2 * MiB: 512, 20 * MiB: 1 * MiB + 512}
 """Segments that several requests share, each with the smallest block for which one is asked for."""
@@ -67,9 +69,10 @@ class OomMessage:
     """The figures of an out-of-memory message, in bytes; None for those that it does not tell.
 
     asked: for a new segment; of a rejected request the tensor's own, and nothing else is told. process: all that this
-    process holds, by the driver's count; others: other processes, the same. allowed: the limit of
-    `set_per_process_memory_fraction`. private: free in the pools of CUDA graphs and MemPools; a part of `allocated`.
-    words: those of each figure.
+    process holds, by the driver's count; others: other processes, the same. In a container the driver may list this
+    process under the host's number, as if it were another: so is taken, as `process`, the one of at least what PyTorch
+    reserved, where all together would not fit the card. allowed: the limit of `set_per_process_memory_fraction`.
+    private: free in the pools of CUDA graphs and MemPools; a part of `allocated`. words: those of each figure.
     """
 
     asked: int
@@ -146,7 +149,7 @@ def read_oom(message: str | BaseException) -> OomMessage:
     told = ("asked",) if starts and starts[0][1] else PHRASES
     found = {name: match for name in told if (match := re.search(PHRASES[name], text))}
     lacking = [name for name in ("asked", "total", "allocated", "unallocated") if name in told and name not in found]
-    if starts and "already allocated" in text:
+    if starts and lacking and "already allocated" in text:
         raise ValueError(
             "expected the message of PyTorch 2.1 or newer, found an older one, '(GPU 0; … already allocated; …)': "
             "there, what is unallocated is 'reserved in total by PyTorch' less 'already allocated'"
@@ -159,12 +162,25 @@ def read_oom(message: str | BaseException) -> OomMessage:
             + "; pass the whole text of torch.OutOfMemoryError"
         )
     figures = {name: _bytes(match[1]) for name, match in found.items()}
-    if figures.get("process", 0) > figures.get("total", 0):
+    total = figures.get("total", 0)
+    if figures.get("process", 0) > total:
         del figures["process"], found["process"]  # where the driver does not know, it says 2**64
     words = {name: match[0] for name, match in found.items()}
-    if others := list(re.finditer(OTHERS, text)):
-        figures["others"], words["others"] = sum(_bytes(one[1]) for one in others), " ".join(one[0] for one in others)
+    others = [(_bytes(one[1]), one[0]) for one in re.finditer(OTHERS, text)]
+    others = [other for other in others if other[0] <= total]
+    if "process" not in figures and (own := _own(others, figures)) is not None:
+        figures["process"], words["process"] = others.pop(own)
+    if others:
+        figures["others"], words["others"] = sum(nbytes for nbytes, _ in others), " ".join(said for _, said in others)
     return OomMessage(**figures, words=words)
+
+
+def _own(others: list[tuple[int, str]], figures: dict[str, int]) -> int | None:
+    """Which of the processes that are listed as others is this one, under its number outside of its container."""
+    reserved = figures.get("allocated", 0) + figures.get("unallocated", 0)
+    together = sum(nbytes for nbytes, _ in others) + reserved + figures.get("free", 0)
+    large = [i for i, (nbytes, _) in enumerate(others) if nbytes >= reserved - ROUNDED * figures.get("total", 0)]
+    return large[0] if len(large) == 1 and together > (1 + ROUNDED) * figures.get("total", 0) else None
 
 
 def _bytes(size: str) -> int:
@@ -193,7 +209,7 @@ def explain_oom(message: str | BaseException) -> list[OomRow]:
         "asked": ("reserved", _asked(oom), "ask for less at a time, or hold less by then; the rows below say which"),
         "total": ("driver", "the card", "a larger card, or several"),
         "free": ("driver", "no process has it, as the driver counts", _on_free(oom)),
-        "process": ("driver", "all that this process holds, PyTorch or not", ""),
+        "process": ("driver", _process(oom), ""),
         "besides": ("driver", "that, less what PyTorch reserved: CUDA's context, kernels, other libraries", ""),
         "others": ("driver", "other processes on this card", "end them, or take another card; nvidia-smi lists them"),
         "elsewhere": ("driver", _elsewhere(oom), _on_elsewhere(oom)),
@@ -224,6 +240,12 @@ def _asked(oom: OomMessage) -> str:
     if oom.shared:
         return "a segment of the large pool, for a request of 1 to 10 MiB (or of 18 to 20)"
     return "a segment for this request, in whole pages of 2 MiB"
+
+
+def _process(oom: OomMessage) -> str:
+    if oom.words.get("process", "").startswith("Process"):
+        return "most likely all that this process holds: in a container it has another number than for the driver"
+    return "all that this process holds, PyTorch or not"
 
 
 def _on_free(oom: OomMessage) -> str:

@@ -42,6 +42,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--children", action="store_true", help="with all the processes that it started")
     parser.add_argument("--log", metavar="FILE", help="append every look to this file, a JSON document a line")
     given = parser.parse_args(arguments)
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # a terminal that cannot write a letter of some line gets its number
+            stream.reconfigure(errors="backslashreplace")
     try:
         for line in _lines(given):
             print(line, flush=True)

@@ -5,6 +5,7 @@
 The interval (90 %) takes the highest peak and the fastest growth for its early end, the lowest peak and the slowest
 growth for its late end, as a whole step; later still, if growth may be slowing down: what rose as steps ** p fills the
 room after steps · ((1 + room / rise) ** (1 / p) − 1) more. What grows in jumps may be full some jumps sooner or later.
+Growth that speeds up, as of a list of ever longer lists, is full sooner than the interval says: each call is nearer.
 
 Whether to *call* a run is a question of patience. A cache or a replay buffer that is still filling grows as a leak
 does; no figures tell them apart until it stops, only time. So a run is called late enough to be sure and early enough

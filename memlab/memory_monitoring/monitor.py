@@ -44,10 +44,11 @@ class Monitor:
     every: seconds between two looks of the thread; it looks less often where looking is slow. log: a file to append
     JSON lines to. warn_at: the part of the budget from which to warn, or several. sources: what to look at; by default
     this process, PyTorch's allocator where a GPU is, and the driver where it tells. watch: the level that is held
-    against the budget; by default the first of *allocated*, *storages*, *heap*, *resident* that there is.
+    against the budget; by default the first of *allocated*, *storages*, *heap*, *resident* that there is. The heap has
+    neither shared memory nor Python's small objects (see `ProcessMemory`): where those may grow, watch "resident".
     on_alarm: called with each Alarm about memory ("threshold", "growth") by `step()`; it returns True if it changed
-    the run, so that what was before no longer counts. What it raises is an alarm, too, and ends nothing: to end the
-    training, let it set a flag that the loop looks at.
+    the run, so that what was before no longer counts. An Exception that it raises is an alarm, too, and ends nothing: to
+    end the training, let it set a flag that the loop looks at.
     name_lines: when growth is called, meter the steps that follow and name the lines whose bytes grow, once: an Alarm
     "lines", and `lines`. Those steps are slower, and where main memory is watched, not measured: in the history they
     lie on a line between their neighbours.
@@ -132,7 +133,10 @@ class Monitor:
             raise
 
     def step(self) -> None:
-        """Mark the end of a training step, and hear what there is to say. Raises RuntimeError outside the block."""
+        """Mark the end of a training step, and hear what there is to say: in one thread, that of the training.
+
+        Raises RuntimeError outside the block.
+        """
         if os.getpid() != self._pid:
             if self._pid is None:
                 raise RuntimeError("expected step() inside the monitor's with block, found it outside; move it inside")
@@ -183,17 +187,19 @@ class Monitor:
 
     def _step(self) -> None:
         end, peak = self._end(), None
-        self.peaks = self._readings.peaks(self.watch) if self.exact_peaks else {}
         lines = self._line_watch
-        if end is None or (lines is not None and lines.running and self.watch in IN_MAIN_MEMORY):
-            self._outlook.skip()
-        else:
-            of_step, sampled = self._sampled
-            peak = max(end, self.peaks.get(self.watch, sampled if of_step == self.steps else 0))
-            self._outlook.history.append(end, peak)
-            if peak >= self._thresholds.quiet_below:
-                self._check(peak)
-        self.steps += 1
+        try:
+            self.peaks = self._readings.peaks(self.watch) if self.exact_peaks else {}
+            if end is None or (lines is not None and lines.running and self.watch in IN_MAIN_MEMORY):
+                self._outlook.skip()
+            else:
+                of_step, sampled = self._sampled
+                peak = max(end, self.peaks.get(self.watch, sampled if of_step == self.steps else 0))
+                self._outlook.history.append(end, peak)
+                if peak >= self._thresholds.quiet_below:
+                    self._check(peak)
+        finally:
+            self.steps += 1
         if self._log is not None:
             self._log.step(self.steps, time.perf_counter() - self._start, end, peak)
         said = self._outlook.call()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -79,10 +80,10 @@ class Readings:
                 continue
             told = self._try(source, functools.partial(_figures, getattr(source, what))) or {}
             for level, nbytes in told.items():
-                if self._owner.setdefault(level, source) is not source:
-                    level = f"{level} of {source.name}"
-                    self._owner.setdefault(level, source)
-                figures[level] = nbytes
+                others = (f"{level} of {source.name} {number}".removesuffix(" 1") for number in itertools.count(1))
+                names = itertools.chain([level], others)
+                own = next(name for name in names if self._owner.setdefault(name, source) is source)
+                figures[own] = nbytes
         return figures
 
     def _try(self, source: Source, ask: Callable):
@@ -105,7 +106,10 @@ class Readings:
 
 def _figures(ask: Callable[[], Mapping[str, int] | None]) -> dict[str, int]:
     """What a source says, as ints: a figure that is none is its source's trouble, and no other's."""
-    return {level: int(nbytes) for level, nbytes in (ask() or {}).items()}
+    figures = {level: int(nbytes) for level, nbytes in (ask() or {}).items()}
+    if wrong := {level: nbytes for level, nbytes in figures.items() if nbytes < 0}:
+        raise ValueError(f"expected bytes of at least 0, found {wrong}")
+    return figures
 
 
 def found_sources() -> list[Source]:

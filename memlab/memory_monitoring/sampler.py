@@ -74,8 +74,8 @@ class Sampler:
     def stop(self, timeout: float) -> bool:
         """End the thread after what it is doing. Returns whether it ended within `timeout` seconds."""
         self._stop.set()
-        if self._thread.ident is None:
-            return True
+        if self._thread.ident is None or threading.current_thread() is self._thread:
+            return True  # in the thread itself, when it collects an abandoned loop: it ends after this look
         if not self._ended.wait(timeout):  # a join that is interrupted takes the thread for ended (CPython, to 3.12)
             return False
         self._thread.join()

@@ -20,7 +20,7 @@ from typing import Protocol
 from memlab.memory_monitoring.high_water import HighWater, Reader, join_mark
 from memlab.memory_monitoring.sampler import Pace
 from memlab.memory_timeline import Meter
-from memlab.units import KiB
+from memlab.units import KiB, MiB
 
 
 class Gone(Exception):
@@ -49,6 +49,9 @@ class Source(Protocol):
 
 class ProcessMemory:
     """A process's main memory: *resident* pages (RSS), and *heap*, what malloc has handed out, where glibc tells.
+
+    What a program has the system map is in no heap: shared memory, as data loaders' workers send it, mapped files, and
+    the arenas in which Python keeps objects of up to 512 bytes. `resident` has all of them.
 
     pid: the process; None for this one. The heap's figure and peaks are for this process only. On Linux the system
     keeps a high-water mark of the resident pages (VmHWM), which a process may set back for itself through
@@ -165,6 +168,9 @@ def _resident_peak(status: int) -> dict[str, int]:
     return {"resident": int(rest.split(None, 1)[0]) * KiB} if found else {}
 
 
+PROBE_BYTES = 64 * MiB  # asked for and not written to; far more than other threads free meanwhile
+
+
 class _MallInfo2(ctypes.Structure):
     _fields_ = [
         (name, ctypes.c_size_t)
@@ -174,18 +180,26 @@ class _MallInfo2(ctypes.Structure):
 
 @functools.cache
 def _heap():
-    """A function that returns the bytes malloc has handed out (mallinfo2(3)), or None where there is none."""
+    """A function that returns the bytes malloc has handed out (mallinfo2(3)), or None where nobody tells.
+
+    With another malloc in its place (jemalloc, preloaded) glibc's is still there to be asked, and knows of nothing.
+    """
     try:
-        mallinfo2 = ctypes.PyDLL(None).mallinfo2  # it keeps the lock of the interpreter: giving it away may take longer
+        libc = ctypes.PyDLL(None)  # it keeps the lock of the interpreter: giving it away may take longer
+        malloc, free, mallinfo2 = libc.malloc, libc.free, libc.mallinfo2
     except (AttributeError, OSError, TypeError):
         return None
-    mallinfo2.restype = _MallInfo2
+    malloc.restype, free.argtypes, mallinfo2.restype = ctypes.c_void_p, (ctypes.c_void_p,), _MallInfo2
+    malloc.argtypes = (ctypes.c_size_t,)
 
     def heap_bytes() -> int:
         info = mallinfo2()
         return info.uordblks + info.hblkhd
 
-    return heap_bytes
+    before, block = heap_bytes(), malloc(PROBE_BYTES)
+    after = heap_bytes()
+    free(block)
+    return heap_bytes if block is None or after - before > PROBE_BYTES // 2 else None
 
 
 class MeteredMemory:

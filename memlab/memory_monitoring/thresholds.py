@@ -61,7 +61,7 @@ class Thresholds:
                     found = part if below is None else found
                     self._below[part] = 0
                 elif below is not None:
-                    below = below + 1 if nbytes < (part - CLEARLY_BELOW) * self.budget_bytes else 0
+                    below = below + 1 if nbytes < (part - min(CLEARLY_BELOW, part / 2)) * self.budget_bytes else 0
                     if below == self._needed[part]:
                         self._needed[part] *= 2
                         below = None
