@@ -520,9 +520,9 @@ def test_parameters_on_the_device_are_the_rest_and_as_many_layers_as_are_needed(
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
 def test_the_peak_of_inference_is_the_layers_needed_and_two_activations(tmp_path, prefetch, given):
     model, x = Stack(layers=5, width=64), torch.randn(3, 64)
-    with stream_weights(model, model.layers, tmp_path, prefetch=prefetch), torch.no_grad():
-        with Meter(model if given else None) as meter:
-            model(x)
+    streamed = stream_weights(model, model.layers, tmp_path, prefetch=prefetch)
+    with streamed, torch.no_grad(), Meter(model if given else None) as meter:
+        model(x)
     w, a = 64 * 64 * 4, 3 * 64 * 4
     # beside x, a layer's input and output; from the second layer on the input is not x
     assert meter.timeline.peak_bytes == (1 + prefetch) * w + 3 * a

@@ -47,8 +47,8 @@ class Monitor:
     against the budget; by default the first of *allocated*, *storages*, *heap*, *resident* that there is. The heap has
     neither shared memory nor Python's small objects (see `ProcessMemory`): where those may grow, watch "resident".
     on_alarm: called with each Alarm about memory ("threshold", "growth") by `step()`; it returns True if it changed
-    the run, so that what was before no longer counts. An Exception that it raises is an alarm, too, and ends nothing: to
-    end the training, let it set a flag that the loop looks at.
+    the run, so that what was before no longer counts. An Exception that it raises is an alarm, too, and ends nothing:
+    to end the training, let it set a flag that the loop looks at.
     name_lines: when growth is called, meter the steps that follow and name the lines whose bytes grow, once: an Alarm
     "lines", and `lines`. Those steps are slower, and where main memory is watched, not measured: in the history they
     lie on a line between their neighbours.

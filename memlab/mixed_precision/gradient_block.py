@@ -14,7 +14,6 @@ import sys
 import torch
 from torch import Tensor
 
-
 RESIZABLE = ("cpu", "cuda")
 """Types of devices whose storages give their bytes back and take them again; on others each step has a new one."""
 
@@ -23,11 +22,12 @@ class GradientBlock:
     """One storage, and the views of it that each chunk of a step has.
 
     The views stay from step to step, while the storage has no bytes between: for a small parameter, making a view takes
-    longer than filling it. An optimizer that keeps a gradient past its chunk keeps that storage, and a new one begins.
+    longer than filling it. (Who finds them by `gc.get_objects` must not read them then: FSDP's are no different.) An
+    optimizer that keeps a gradient past its chunk keeps that storage; from then on each chunk has one of its own size.
     """
 
     def __init__(self, device: torch.device):
-        self._device, self._chunk, self._expected = device, 0, 0
+        self._device, self._chunk, self._expected, self._left = device, 0, 0, False
         self._begin()
 
     def _begin(self) -> None:
@@ -36,7 +36,7 @@ class GradientBlock:
 
     def expect(self, numel: int) -> None:
         """Some chunk of the coming step has so many elements. Growing within a step would leave what caches have."""
-        self._expected = max(self._expected, numel)
+        self._expected = 0 if self._left else max(self._expected, numel)
 
     def views(self, masters: list[Tensor]) -> list[Tensor]:
         """Where the gradients of the step's next chunk go, in the shapes and strides of these. Values are undefined.
@@ -75,6 +75,7 @@ class GradientBlock:
             owners = torch._C._storage_Use_Count(self._flat.untyped_storage()._cdata)
             ours = 2 + sum(len(views) for *_, views in self._views.values())  # the block, and this question
             if owners > ours or max(map(sys.getrefcount, self._views[self._chunk][2])) > 2:  # its list's, and this one
+                self._left, self._expected = True, 0
                 self._begin()
 
     def free(self) -> None:

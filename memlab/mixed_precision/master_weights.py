@@ -14,12 +14,13 @@ from __future__ import annotations
 import functools
 import inspect
 import operator
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import closing
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from memlab.memory_arithmetic.optimizers import CHUNK_BYTES
@@ -37,7 +38,8 @@ class MasterWeights(Optimizer):
 
     params: parameters of any shape, or groups of them. FP16 and BF16 parameters get a master, all others are their own.
     optimizer_class, **defaults: whose `step` it is, and what it is made with. It must update each parameter from its
-      own gradient, as nearly all do; one that looks at all of them together needs chunk_bytes=None.
+      own gradient and keep what it counts in a parameter's state or a group's option, as nearly all do; one that looks
+      at all of them together, or at their places in the groups, needs chunk_bytes=None.
     chunk_bytes: how many bytes of FP32 gradients may exist at once (one parameter's, if they are more), as an int or
       such as "16 MiB"; None: no limit. "auto": 64 MiB on a GPU, where each chunk costs launches; 4 MiB on a CPU, whose
       caches keep them until they are used.
@@ -46,13 +48,14 @@ class MasterWeights(Optimizer):
     expect. `state[p]` holds the master, under "master", with the optimizer's states: both are made at a parameter's
     first step, and a parameter that never has a gradient costs nothing.
 
-    A weight that somebody writes to between steps, such as `model.load_state_dict`, is taken over (see `refresh`).
+    A weight that somebody writes to between steps, such as `model.load_state_dict`, is taken over, if torch counts it
+    (`torch.distributed.broadcast` it does not: see `refresh`).
     A scale that a scaler leaves to the optimizer (torch.amp.GradScaler does) is divided out here, in FP32: 16-bit
     gradients stay scaled, those in FP32 are divided in place. Before the scaler's `unscale_`, call `widen_gradients`.
     For plain tensors: FSDP2's DTensor is refused by torch ("mixed torch.Tensor and DTensor").
 
     Raises TypeError or ValueError for an optimizer instead of its class, one whose step needs a closure (LBFGS) or is
-    to be differentiable, a chunk_bytes below 1, and parameters of which none has 16 bits.
+    to be differentiable, a chunk_bytes below 1, and parameters of which none has 16 bits, or two lie in one memory.
     """
 
     _step_supports_amp_scaling = True  # to GradScaler: hand over `grad_scale` and `found_inf`, and do not unscale
@@ -74,6 +77,7 @@ class MasterWeights(Optimizer):
         self._inner.state.clear()
         self._versions = Versions()  # of the weights, when their step ended
         self._blocks: dict[torch.device, GradientBlock] = {}
+        self._counted: list[set[object]] | None = []  # by each chunk of the first step of several; None: it was seen
         super().__init__(self._inner.param_groups, self._inner.defaults)
         if any(group.get("differentiable") for group in self.param_groups):
             raise ValueError(
@@ -81,6 +85,7 @@ class MasterWeights(Optimizer):
                 "of a master to its weight; use it on FP32 weights"
             )
         params = [p for group in self.param_groups for p in group["params"]]
+        refuse_shared(params)
         if self._refuses_wide and not any(map(self._needs_master, params)):
             dtypes = sorted({str(p.dtype) for p in params})
             raise ValueError(
@@ -101,13 +106,16 @@ class MasterWeights(Optimizer):
         if not getattr(self, "found_inf", False):
             with closing(self._brought()) as chunks:
                 self._keep_options([pair for chunk in chunks for pair in self._step_chunk(chunk)])
+            if self._counted is not None:
+                self._refuse_counters()
         return loss
 
     def _brought(self) -> Iterator[list[tuple[dict, Tensor]]]:
         """The chunks of `_chunks`, each when all that its step needs is where the masters are. Ends with the step."""
         chunks = list(self._chunks())
         for chunk in chunks:
-            self._block(chunk[0][1].device).expect(sum(p.numel() for _, p in chunk if p.dtype in HALVES))
+            narrow = (p for _, p in chunk if p.dtype in HALVES and p.grad.dtype in HALVES and not p.grad.is_sparse)
+            self._block(chunk[0][1].device).expect(sum(map(Tensor.numel, narrow)))
         try:
             yield from chunks
         finally:
@@ -159,8 +167,9 @@ class MasterWeights(Optimizer):
         try:
             inner.param_groups = [options for _, options in groups]
             self._widen(weights, masters)
-            type(inner).step.__wrapped__(inner)  # without the hooks: they are for the whole step, and run there
+            self._step_inner([m for p, m in zip(weights, masters, strict=True) if m is p])
         finally:  # if it raises halfway, some masters have moved: their states and weights go along
+            strange = [key for key in inner.state if not isinstance(key, Tensor)]
             if len(inner.state) != len(states) or not all(map(operator.is_, inner.state.values(), states)):
                 self.state.update((p, self._kept(p, m) | inner.state[m]) for p, m in zip(weights, masters, strict=True))
             inner.state, inner.param_groups = defaultdict(dict), self.param_groups
@@ -169,7 +178,46 @@ class MasterWeights(Optimizer):
                 m.grad = None
             if halves:
                 self._round(*map(list, zip(*halves, strict=True)))
+        if strange:
+            raise ValueError(
+                f"expected {type(inner).__name__} to keep its states by parameter, found one under {strange[0]!r}, "
+                "which would be lost; let it keep that in its groups"
+            )
         return [(group, options | {"params": group["params"]}) for group, options in groups]
+
+    def _step_inner(self, own: list[Tensor]) -> None:
+        """The optimizer's own step. own: the parameters that are their own masters; if it raises, their gradients are
+        scaled again, for another try.
+        """
+        inner, before = self._inner, None if self._counted is None else self._counters()
+        try:
+            type(inner).step.__wrapped__(inner)  # without the hooks: they are for the whole step, and run there
+        except BaseException:
+            if (scale := getattr(self, "grad_scale", None)) is not None:
+                multiply_gradients(own, scale.float())
+            raise
+        if before is not None:
+            now = self._counters()
+            self._counted.append({name for name, value in now.items() if before.get(name, 0) != value})
+
+    def _counters(self) -> dict[object, int | float]:
+        """The optimizer's numbers that are no parameter's: attributes, and how often tensors among options changed."""
+        found = {name: value for name, value in vars(self._inner).items() if isinstance(value, int | float)}
+        options = [option for group in self._inner.param_groups for option in group.items()]
+        tensors = [(name, value) for name, value in [*vars(self._inner).items(), *options] if isinstance(value, Tensor)]
+        return found | {(name, value): value._version for name, value in tensors}  # held, so that each is told apart
+
+    def _refuse_counters(self) -> None:
+        """Of the first step in several chunks: raise ValueError if each of them counted as a step."""
+        counted, self._counted = self._counted, []
+        if len(counted) > 1:
+            self._counted = None
+            times = Counter(name for names in counted for name in names)
+            if twice := [name if isinstance(name, str) else name[0] for name, count in times.items() if count > 1]:
+                raise ValueError(
+                    f"expected {type(self._inner).__name__} to count in a parameter's state or a group's option, found "
+                    f"{' and '.join(map(repr, twice))} counted once a chunk; use chunk_bytes=None"
+                )
 
     def _keep_options(self, after: list[tuple[dict, dict]]) -> None:
         """What the optimizer wrote to its groups, such as a counter: every chunk began with the same and ends so."""
@@ -205,9 +253,8 @@ class MasterWeights(Optimizer):
             torch._foreach_copy_(places, narrow)
         scale = getattr(self, "grad_scale", None)
         if scale is not None:
-            gradients = [m.grad._values() if m.grad.is_sparse else m.grad for m in masters]
             precise = torch.float32 if scale.device.type == "mps" else torch.float64
-            torch._foreach_mul_(gradients, scale.to(precise).reciprocal().float().to(gradients[0].device))
+            multiply_gradients(masters, scale.to(precise).reciprocal().float())
 
     # ---- masters
 
@@ -231,18 +278,22 @@ class MasterWeights(Optimizer):
 
     def _masters(self, chunk: list[tuple[dict, Tensor]], weights: list[Tensor]) -> tuple[list[Tensor], list[dict]]:
         """Their FP32 weights, up to date with what others wrote to them, and their states; made, where missing."""
-        states = [self.state.get(p) for p in weights]
-        masters = [state.get("master") if state else None for state in states]
-        for i, unchanged in enumerate(self._versions.unchanged(weights)):
-            if masters[i] is None:
-                masters[i] = self._wide(weights[i]) if self._needs_master(weights[i]) else weights[i]
+        masters, states = [], []
+        for (group, p), unchanged in zip(chunk, self._versions.unchanged(weights), strict=True):
+            state = self.state.get(p)
+            m = state.get("master") if state else None
+            if m is None:
+                m = self._wide(p) if self._needs_master(p) else p
+                kept = self._kept(p, m)
+                if state is None or (kept and not state):  # {}: somebody has looked for it
+                    # most optimizers begin with none; torch 2.11's Adagrad needs what its __init__ makes
+                    self.state[p] = state = kept | self._make([group | {"params": [m]}]).state[m]
+                else:
+                    state.update(kept)  # its weight was its own master until it came to have 16 bits
             elif not unchanged:
-                take_over(weights[i], masters[i])
-            if (
-                states[i] is None
-            ):  # most optimizers begin without one; torch 2.11's Adagrad needs what its __init__ makes
-                (group, p), m = chunk[i], masters[i]
-                self.state[p] = states[i] = self._kept(p, m) | self._make([group | {"params": [m]}]).state[m]
+                take_over(p, m)
+            masters.append(m)
+            states.append(state)
         return masters, states
 
     def _kept(self, p: Tensor, m: Tensor) -> dict[str, Tensor]:
@@ -259,8 +310,8 @@ class MasterWeights(Optimizer):
         """Take over what was written to the weights: where a weight is not its master rounded, the master becomes it.
 
         All other elements keep their low bits. `step` does this by itself for a write that torch counts in
-        `p._version`, and for other `data`; only a write into `p.data` (`p.data.clamp_(...)`) passes unseen, and needs
-        this call.
+        `p._version`, and for other `data`. Unseen, and in need of this call, are writes into `p.data`
+        (`p.data.clamp_(...)`) and its NumPy array, and those of torch.distributed's broadcast, all_reduce and recv.
         """
         for p, state in self.state.items():
             if "master" in state:
@@ -338,7 +389,7 @@ class MasterWeights(Optimizer):
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
-        self._versions, self._blocks = Versions(), {}
+        self._versions, self._blocks, self._counted = Versions(), {}, []
 
 
 def same(a: object, b: object) -> bool:
@@ -348,6 +399,26 @@ def same(a: object, b: object) -> bool:
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return a.shape == b.shape and bool(((a == b) | (a != a) & (b != b)).all())
     return bool(a == b or (a != a and b != b))
+
+
+def multiply_gradients(params: list[Tensor], factor: Tensor) -> None:
+    """Multiply the gradients of these parameters, which have some, in place."""
+    gradients = [p.grad._values() if p.grad.is_sparse else p.grad for p in params]
+    if gradients:
+        torch._foreach_mul_(gradients, factor.to(gradients[0].device))
+
+
+def refuse_shared(params: list[Tensor]) -> None:
+    """Raise ValueError for two 16-bit parameters in the same memory: each would have a master, and one win."""
+    found: dict[tuple[int, int], Tensor] = {}
+    for p in params:
+        if p.dtype in HALVES and p.layout is torch.strided and not is_lazy(p) and p.numel():
+            other = found.setdefault((p.untyped_storage()._cdata, p.storage_offset()), p)
+            if other is not p:
+                raise ValueError(
+                    f"expected a parameter for each memory, found two of {tuple(other.shape)} and {tuple(p.shape)} in "
+                    "the same; tie weights by giving both modules one Parameter"
+                )
 
 
 def take_over(p: Tensor, m: Tensor) -> None:

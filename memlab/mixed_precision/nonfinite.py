@@ -126,7 +126,7 @@ class Followed:
     @property
     def found(self) -> NonFinite | None:
         """The earliest origin of a value that nothing read, or dropped."""
-        alive = list(map(id, self._value_in.values()))
+        alive = [id(value) for storage, value in self._value_in.items() if storage.nbytes()]
         unread = [value for value in self._values if not value.read and (not value.sliced or id(value) in alive)]
         first = min((value.origin for value in unread), default=None)
         return None if first is None else self._origins[first]

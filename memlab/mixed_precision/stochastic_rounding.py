@@ -71,6 +71,11 @@ class StochasticRounding(MasterWeights):
             del self.param_groups[-1]
             raise ValueError("expected parameters in BF16, found FP16, which is not rounded here; use MasterWeights")
 
+    def _wide(self, p: Tensor) -> Tensor:
+        if p.dtype is torch.float16:
+            raise ValueError("expected parameters in BF16, found one that has become FP16; use MasterWeights")
+        return super()._wide(p)
+
     def _round(self, weights: list[Tensor], wide: list[Tensor]) -> None:
         self._block(wide[0].device).free()  # the gradients are used, and rounding is the fullest moment
         for p, m in zip(weights, wide, strict=True):

@@ -96,6 +96,7 @@ class OffloadedOptimizer(MasterWeights):
     def close(self) -> None:
         """Take the hooks off and give the file's room back. The model can train, this cannot step: save it before."""
         self._closed, self._stepped = True, []
+        self._end_blocks()
         self._host.close()
         if self._file is not None:
             self._file.close()

@@ -1,0 +1,214 @@
+"""Masters are made once and kept, whatever others do to weights and states; what cannot be kept is refused."""
+
+import pytest
+import torch
+from torch import nn, optim
+
+from memlab.memory_timeline import Meter
+from memlab.mixed_precision import LossScaler, MasterWeights, StochasticRounding, first_nonfinite
+from memlab.offloading import OffloadedOptimizer
+
+BF16, FP16 = torch.bfloat16, torch.float16
+
+
+def ones(*shapes, dtype=BF16):
+    return [nn.Parameter(torch.ones(shape, dtype=dtype)) for shape in shapes]
+
+
+def stepped(optimizer, params, steps=1, gradient=1.0):
+    for _ in range(steps):
+        for p in params:
+            p.grad = torch.full_like(p, gradient)
+        optimizer.step()
+    return [p.flatten()[0].item() for p in params]
+
+
+# ---- weights and states that others touch
+
+
+@pytest.mark.parametrize("kind", [MasterWeights, OffloadedOptimizer])
+def test_who_looks_for_a_state_before_the_first_step_changes_nothing(kind):
+    params, others = ones((4,), (3,)), ones((4,), (3,))
+    looked, left = kind(params, optim.AdamW, lr=1e-3), kind(others, optim.AdamW, lr=1e-3)
+    assert all(looked.state[p].get("exp_avg") is None for p in params)
+    assert stepped(looked, params, 20) == stepped(left, others, 20) != [1.0, 1.0]
+    looked.load_state_dict(looked.state_dict())
+
+
+def test_a_parameter_that_comes_to_have_16_bits_gets_a_master_then():
+    always, later = ones((4,)) + ones((4,), dtype=torch.float32)
+    masters = MasterWeights([always, later], optim.SGD, lr=1e-3, momentum=0.5)
+    stepped(masters, [always, later])
+    later.data, later.grad = later.data.bfloat16(), None
+    first, second = stepped(masters, [always, later], 40)
+    assert first == second
+    masters.load_state_dict(masters.state_dict())
+
+
+def test_another_view_of_the_same_memory_is_taken_over():
+    flat = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=BF16)
+    square, part = nn.Parameter(flat.clone().view(2, 2)), nn.Parameter(flat[:2])
+    masters = MasterWeights([square, part], optim.SGD, lr=0.0)
+    stepped(masters, [square, part])
+    square.data, part.data = square.data.T, flat[2:]
+    stepped(masters, [square, part])
+    assert square.tolist() == [[1, 3], [2, 4]] and part.tolist() == [3, 4]
+
+
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")
+def test_a_parameter_given_twice_is_stepped_twice_as_in_fp32():
+    (p,), (q,) = ones((4,)), ones((4,), dtype=torch.float32)
+    masters, reference = MasterWeights([p, p], optim.SGD, lr=0.25), optim.SGD([q, q], lr=0.25)
+    for _ in range(3):
+        assert stepped(masters, [p]) == stepped(reference, [q])
+
+
+def test_two_16_bit_parameters_in_one_memory_are_refused():
+    weight = torch.ones(4, dtype=BF16)
+    with pytest.raises(ValueError, match=r"found two of \(4,\) and \(4,\) in the same; tie weights by giving both"):
+        MasterWeights([nn.Parameter(weight), nn.Parameter(weight)], optim.SGD)
+
+
+def test_a_parameter_that_becomes_fp16_is_not_rounded_stochastically():
+    (p,) = ones((4,))
+    optimizer = StochasticRounding([p], optim.SGD)
+    p.data = p.data.half()
+    with pytest.raises(ValueError, match="found one that has become FP16; use MasterWeights"):
+        stepped(optimizer, [p])
+
+
+class FailsOnce(optim.SGD):
+    failed = False
+
+    def step(self, closure=None):
+        if not self.failed:
+            type(self).failed = True
+            raise RuntimeError("once")
+        return super().step(closure)
+
+
+def test_a_step_that_raised_divides_no_gradient_twice_when_it_is_tried_again():
+    params, scaler = ones((1,)) + ones((1,), dtype=torch.float32), LossScaler(4.0)
+    masters = MasterWeights(params, type("Once", (FailsOnce,), {}), lr=1.0)
+    scaler.scale(sum(params).sum().float()).backward()
+    with pytest.raises(RuntimeError, match="once"):
+        scaler.step(masters)
+    scaler.step(masters)
+    assert [p.item() for p in params] == [0.0, 0.0]
+
+
+# ---- optimizers that count
+
+
+class CountsInItself(optim.Optimizer):
+    def __init__(self, params):
+        super().__init__(params, {"t": torch.zeros(())})
+        self.t = 0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.t += 1
+        self.apply(lambda group: self.t)
+
+    def apply(self, count):
+        for group in self.param_groups:
+            t = count(group)
+            for p in group["params"]:
+                p.sub_(p.grad / t)
+
+
+class CountsInATensor(CountsInItself):
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.apply(lambda group: group["t"].add_(1))
+
+
+class CountsBesideParameters(CountsInItself):
+    @torch.no_grad()
+    def step(self, closure=None):
+        t = self.state["t"] = (self.state["t"] or 0) + 1 if "t" in self.state else 1
+        self.apply(lambda group: t)
+
+
+@pytest.mark.parametrize("kind", [CountsInItself, CountsInATensor])
+def test_who_counts_steps_beyond_a_parameter_is_right_in_one_chunk_and_refused_in_several(kind):
+    params, wide = ones((4,), (3,)), ones((4,), (3,), dtype=torch.float32)
+    masters, reference = MasterWeights(params, kind, chunk_bytes=None), kind(wide)
+    for _ in range(3):
+        stepped(masters, params)
+        stepped(reference, wide)
+        assert all(torch.equal(masters.state[p]["master"], q) for p, q in zip(params, wide, strict=True))
+    for together in ([params], [[params[0]], [params[1]]]):  # in one group, whose chunks count one after the other
+        several = MasterWeights([{"params": group} for group in together], kind, chunk_bytes=1)
+        if kind is CountsInATensor and len(together) > 1:  # each group counts its own
+            several.param_groups[1]["t"] = torch.zeros(())
+            stepped(several, params)
+            continue
+        with pytest.raises(ValueError, match="found 't' counted once a chunk; use chunk_bytes=None"):
+            stepped(several, params)
+
+
+def test_a_count_kept_beside_the_parameters_states_is_refused():
+    params = ones((4,))
+    with pytest.raises(ValueError, match="keep its states by parameter, found one under 't', which would be lost"):
+        stepped(MasterWeights(params, CountsBesideParameters), params)
+
+
+# ---- bytes
+
+
+def test_a_sparse_gradient_needs_no_room_as_if_it_were_dense():
+    table, layer = nn.Embedding(1000, 8, sparse=True).to(BF16), nn.Linear(8, 8).to(BF16)
+    masters = MasterWeights([*table.parameters(), *layer.parameters()], optim.SGD)
+    for _ in range(2):
+        layer(table(torch.tensor([1, 2]))).sum().backward()
+        with Meter(nn.ModuleList([table, layer]), masters) as meter:
+            masters.step()
+        masters.zero_grad()
+    assert max(event.delta for event in meter.timeline.events) == 4 * (64 + 8)
+
+
+def test_an_optimizer_that_keeps_gradients_keeps_each_chunks_bytes_and_no_more():
+    class Keeps(optim.SGD):
+        def step(self, closure=None):
+            for p in self.param_groups[0]["params"]:
+                self.state[p]["last"] = p.grad
+
+    params = ones((10_000,), *[(100,)] * 5)
+    masters = MasterWeights(params, Keeps, chunk_bytes=1)
+    stepped(masters, params)
+    stepped(masters, params)
+    kept = {s._cdata: s.nbytes() for s in (masters.state[p]["last"].untyped_storage() for p in params)}
+    assert sum(kept.values()) == 4 * 10_500
+
+
+def test_a_closed_offloaded_optimizer_keeps_no_gradients():
+    params = ones((1000,))
+    offloaded = OffloadedOptimizer(params, optim.SGD)
+    stepped(offloaded, params)
+    (block,) = offloaded._blocks.values()
+    assert block._flat.untyped_storage().nbytes() == 4000
+    offloaded.close()
+    assert block._flat.untyped_storage().nbytes() == 0
+
+
+@pytest.mark.parametrize("make", [lambda params, kind: kind(params), MasterWeights])
+def test_an_inf_that_the_step_leaves_out_is_forgiven_as_in_fp32(make):
+    class LeavesOut(optim.SGD):
+        @torch.no_grad()
+        def step(self, closure=None):
+            for p in self.param_groups[0]["params"]:
+                p.sub_(p.grad[1:].mean())
+
+    def step():
+        for p in params:
+            x = torch.ones_like(p)
+            x[0] = torch.finfo(p.dtype).max
+            p.grad = x * 2
+        optimizer.step()
+        optimizer.zero_grad()
+
+    params = ones((5,), (6,), dtype=torch.float32 if make is not MasterWeights else FP16)
+    optimizer = make(params, LeavesOut)
+    optimizer.chunk_bytes = 1
+    assert first_nonfinite(step) is None
