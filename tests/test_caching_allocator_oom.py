@@ -96,7 +96,7 @@ def test_a_message_that_does_not_tell_what_is_free_is_read():
 @given(st.lists(st.integers(0, 200 * GiB), min_size=9, max_size=9), st.booleans(), st.booleans(), st.booleans())
 def test_figures_are_read_to_the_two_decimals_they_have(sizes, has_process, has_limit, has_others):
     asked, free, allocated, unallocated, process, private, allowed, other, more = sizes
-    total = 201 * GiB + more
+    total = 801 * GiB + more  # so that all the processes fit together
     options = {"process": process} if has_process else {}
     options |= {"allowed": allowed} if has_limit else {}
     options |= {"others": [(5, other)]} if has_others else {}
@@ -129,6 +129,10 @@ def test_of_two_messages_the_first_is_read():
     second = message(4 * GiB, 16 * GiB, GiB, 2 * GiB, GiB, allowed=3 * GiB)
     short = message(2 * GiB, 80 * GiB, GiB, 60 * GiB, GiB)
     assert explain_oom(short + "\n" + second) == explain_oom(short)
+
+
+def test_what_a_log_says_after_the_message_in_an_older_ones_words_is_no_older_message():
+    assert explain_oom(f"{FULL}\nstep 7: 60.00 GiB already allocated") == explain_oom(FULL)
 
 
 def test_with_as_much_free_and_unallocated_as_was_asked_for_it_can_be_fragmentation():
@@ -187,6 +191,57 @@ def test_other_processes_are_named_where_they_hold_what_is_missing():
 def test_a_driver_that_does_not_know_is_not_believed():
     text = FULL.replace("this process has 65.00 GiB", "this process has 17179869184.00 GiB")
     assert read_oom(text).process is None and read_oom(text).besides is None
+
+
+def test_a_driver_that_does_not_know_of_another_process_leaves_it_out():
+    text = FULL.replace("Process 7 has 9.00 GiB", "Process 7 has 17179869184.00 GiB")
+    assert read_oom(text).others == 5 * GiB
+    assert read_oom(text).words["others"] == "Process 8 has 5.00 GiB memory in use."
+    unknown = re.sub(r"has [\d.]+ GiB memory", "has 17179869184.00 GiB memory", FULL)
+    assert read_oom(unknown).process is read_oom(unknown).others is None
+    assert not any("17179869184" in row.words for row in explain_oom(unknown))
+
+
+COLAB = (
+    "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 14.75 GiB of which 13.06 MiB is "
+    "free. Process 2365 has 14.73 GiB memory in use. Of the allocated memory 14.11 GiB is allocated by PyTorch, and "
+    "476.97 MiB is reserved by PyTorch but unallocated."
+)
+CONTAINER = (2 * GiB, 48 * GiB, 1.5 * GiB, 24 * GiB, GiB)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (COLAB + TAIL, "Process 2365 has 14.73 GiB memory in use."),
+        (message(*CONTAINER[:3], 45 * GiB, 0, others=[(9, 46 * GiB)]), "Process 9 has 46.00 GiB memory in use."),
+    ],
+    ids=["Colab", "round figures"],
+)
+def test_in_a_container_the_process_that_holds_what_pytorch_reserved_is_this_one(text, words):
+    oom, rows = read_oom(text), explain_oom(text)
+    assert oom.others is None and oom.words["process"] == words and 0 < oom.besides <= GiB
+    row = by_meaning(rows, "most likely all that this process holds")
+    assert (row.words, row.nbytes, row.remedy) == (words, oom.process, "")
+    assert not any("end them" in row.remedy for row in rows)
+
+
+@pytest.mark.parametrize("others", [[(7, 20 * GiB), (8, 26 * GiB)], [(8, 26 * GiB), (7, 20 * GiB)]])
+def test_in_a_container_other_processes_are_told_from_this_one(others):
+    oom = read_oom(message(*CONTAINER, others=others))
+    assert (oom.process, oom.others, oom.besides) == (26 * GiB, 20 * GiB, GiB)
+    assert oom.words["others"] == "Process 7 has 20.00 GiB memory in use."
+    unknown = read_oom(message(*CONTAINER, others=[(6, 2**34 * GiB), *others]))
+    assert (unknown.process, unknown.others) == (26 * GiB, 20 * GiB)
+
+
+@pytest.mark.parametrize(
+    "others", [[(7, 21 * GiB)], [(7, 25.5 * GiB), (8, 26 * GiB)], [(7, 12 * GiB), (8, 12 * GiB)]], ids=repr
+)
+def test_processes_that_fit_beside_this_one_or_of_which_none_is_singled_out_are_others(others):
+    text = message(*CONTAINER, others=others)
+    assert read_oom(text).process is None and read_oom(text).others == sum(nbytes for _, nbytes in others)
+    assert by_meaning(explain_oom(text), "other processes on this card").words.startswith("Process 7 has")
 
 
 def test_the_models_error_is_read_like_cudas():
