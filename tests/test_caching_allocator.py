@@ -24,7 +24,7 @@ OVERSIZE = [20 * MiB, 21 * MiB - 1, 21 * MiB, 23 * MiB + 1, 32 * MiB, 41 * MiB, 
 BESIDE = [0, 1, 511, 512, 1024, MiB - 512, MiB, MiB + 512, 2 * MiB, 20 * MiB - 512, 20 * MiB, 20 * MiB + 512]
 KINDS = {
     "caching": lambda capacity, rng: (CachingAllocator(capacity), Naive(capacity)),
-    "max split": lambda capacity, rng: with_max_split(capacity, rng.choice([20 * MiB + 512, 21 * MiB, 32 * MiB])),
+    "max split": lambda capacity, rng: with_max_split(capacity, rng.choice([20 * MiB, 21 * MiB, 32 * MiB])),
     "expandable": lambda capacity, rng: (ExpandableAllocator(capacity), Naive(capacity, expandable=True)),
 }
 
@@ -379,9 +379,15 @@ def test_when_together_they_are_not_the_whole_cache_goes_though_what_is_free_alr
     assert held.in_use and allocator.num_alloc_retries == 1
 
 
-@pytest.mark.parametrize("size", [20 * MiB, "20 MiB", 0])
-def test_max_split_size_must_be_more_than_the_segments_that_are_there_to_be_cut(size):
-    with pytest.raises(ValueError, match=r"more than 20.0 MiB, .* found"):
+def test_max_split_size_is_at_least_the_segments_that_are_there_to_be_cut():
+    allocator = MaxSplitAllocator("20 MiB")
+    assert [allocator.malloc(size * MiB).size for size in (9, 9)] == [9 * MiB] * 2
+    assert allocator.max_split_bytes == allocator.reserved_bytes == 20 * MiB
+
+
+@pytest.mark.parametrize("size", [20 * MiB - 1, "19 MiB", 0])
+def test_max_split_size_of_less_than_the_segments_that_are_there_to_be_cut_is_refused(size):
+    with pytest.raises(ValueError, match=r"at least 20.0 MiB, .* found"):
         MaxSplitAllocator(size)
 
 
