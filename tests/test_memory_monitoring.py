@@ -7,6 +7,7 @@ import os
 import resource
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -81,6 +82,28 @@ def test_the_heap_grows_by_what_malloc_is_asked_for_and_falls_when_it_is_given_b
     libc.free(pointer)
     assert asked <= during < asked + 64 * KiB
     assert abs(memory.read()["heap"] - before) < 64 * KiB
+
+
+@linux
+@pytest.mark.parametrize(("known", "watch"), [(True, "heap"), (False, "resident")])
+def test_the_heap_is_watched_only_where_mallinfo2_knows_what_malloc_handed_out(monkeypatch, known, watch):
+    info, held = sources._MallInfo2(uordblks=7 * MiB), []
+
+    def malloc(nbytes):
+        held.append(nbytes)
+        info.hblkhd = sum(held) * known
+        return len(held)
+
+    def free(pointer):
+        del held[pointer - 1]
+        info.hblkhd = sum(held) * known
+
+    libc = SimpleNamespace(malloc=malloc, free=free, mallinfo2=lambda: info)
+    monkeypatch.setattr(ctypes, "PyDLL", lambda name: libc)
+    monkeypatch.setattr(sources, "_heap", sources._heap.__wrapped__)
+    with Monitor(every=1000, sources=[ProcessMemory()]) as monitor:
+        assert monitor.watch == watch and monitor.samples[-1].figures.get("heap") == (7 * MiB if known else None)
+    assert held == []
 
 
 @linux
@@ -284,6 +307,13 @@ def test_the_second_source_of_a_level_has_its_name_behind_it():
     assert readings.end_of("allocated of cuda:1")() == 3
 
 
+def test_sources_of_one_level_and_one_name_are_numbered():
+    readings = Readings([Figures("gpu", driver=n) for n in (5, 6, 7, 8)], print)
+    for _ in range(2):
+        assert readings.read() == {"driver": 5, "driver of gpu": 6, "driver of gpu 2": 7, "driver of gpu 3": 8}
+    assert readings.end_of("driver of gpu 2")() == 7
+
+
 def test_a_steps_end_is_asked_for_quickly_where_that_is_possible_and_read_where_it_fails():
     source = Figures(heap=5)
     answers = {"heap": 7}
@@ -337,6 +367,14 @@ def test_each_of_several_thresholds_is_told_once_and_the_highest_of_those_crosse
 def test_a_threshold_is_told_again_only_after_use_stayed_clearly_below_it():
     thresholds = Thresholds(1000, 0.9)
     looks = [900] + [860] * 100 + [900] + [840] * 15 + [900] + [840] * 16 + [900]
+    told = [number for number, use in enumerate(looks) if thresholds.see(use)]
+    assert told == [0, len(looks) - 1]
+
+
+@pytest.mark.parametrize(("part", "near", "clear"), [(0.05, 25, 24), (0.04, 20, 19), (0.002, 1, 0), (0.2, 151, 149)])
+def test_clearly_below_a_low_threshold_is_below_the_half_of_it(part, near, clear):
+    thresholds, at = Thresholds(1000, part), int(1000 * part)
+    looks = [at] + [near] * 100 + [at] + [clear] * 16 + [at]
     told = [number for number, use in enumerate(looks) if thresholds.see(use)]
     assert told == [0, len(looks) - 1]
 

@@ -21,6 +21,8 @@ import torch
 
 from memlab.memory_monitoring import Gone, MemoryWarning, Monitor, ProcessMemory, high_water, read_log, sources
 from memlab.memory_monitoring import monitor as monitor_page
+from memlab.memory_monitoring.sampler import Sampler
+from memlab.memory_monitoring.steps import StepHistory
 from memlab.memory_monitoring.thresholds import Outlook
 from tests.test_memory_monitoring import Figures, monitors_threads, run
 
@@ -102,6 +104,16 @@ def test_a_figure_that_is_no_number_is_its_sources_trouble_and_the_others_are_sa
         seen = len(monitor.samples)
         wait_until(lambda: len(monitor.samples) > seen + 5)
     assert monitor.samples[-1].figures == {"allocated": 1} and kinds(monitor) == ["source"]
+
+
+def test_a_figure_below_zero_is_its_sources_trouble_and_every_step_is_counted():
+    source = Figures(allocated=5)
+    with (
+        pytest.warns(MemoryWarning, match="figures failed: ValueError.*expected bytes of at least 0, found.*-1"),
+        Monitor(1000, every=1000, sources=[source]) as monitor,
+    ):
+        run(monitor, source, [5, 5, -1, -1, 5])
+    assert monitor.steps == 5 and kinds(monitor) == ["source"]
 
 
 def test_a_driver_that_stumbles_is_left_alone_for_a_while_and_asked_again(monkeypatch):
@@ -229,11 +241,12 @@ def test_a_listener_that_raises_is_called_no_more_and_the_thread_looks_on(error)
     assert kinds(monitor) == ["listener"] and monitor.listeners == [heard.append]
 
 
-def test_a_fault_of_the_monitors_own_is_told_once_and_the_loop_goes_on(monkeypatch):
+@pytest.mark.parametrize(("owner", "name"), [(Outlook, "call"), (StepHistory, "append")])
+def test_a_fault_of_the_monitors_own_is_told_once_and_the_loop_goes_on(monkeypatch, owner, name):
     def broken(*arguments):
         raise AssertionError("a bug")
 
-    monkeypatch.setattr(Outlook, "call", broken)
+    monkeypatch.setattr(owner, name, broken)
     with (
         pytest.warns(MemoryWarning, match=r"the monitor failed: AssertionError\('a bug'\); the run goes on"),
         Monitor(1000, every=1000, sources=[Figures(allocated=1)]) as monitor,
@@ -551,6 +564,44 @@ def test_a_source_that_hangs_does_not_hang_the_exit(monkeypatch):
     assert kinds(monitor) == ["monitor"]
     release.set()
     wait_until(lambda: not monitors_threads())
+
+
+def test_a_sampler_that_is_stopped_in_its_own_thread_does_not_wait_for_itself():
+    owner, stopped = Figures(), []
+
+    def look(owner):
+        began = time.monotonic()
+        stopped.append((sampler.stop(2), time.monotonic() - began))
+        return 0.0
+
+    sampler = Sampler(owner, look, 0.001)
+    sampler.start()
+    wait_until(lambda: not monitors_threads())
+    ((ended, seconds),) = stopped
+    assert ended is True and seconds < 1
+
+
+def test_an_abandoned_loop_that_the_monitors_own_thread_collects_ends_with_its_log(tmp_path):
+    def loop():
+        with Monitor(every=0.002, sources=[Figures(allocated=1)], log=tmp_path / "log") as monitor:
+            monitor.step()
+            yield monitor
+
+    class Cycle:
+        pass
+
+    abandoned = Cycle()
+    abandoned.itself, abandoned.loop = abandoned, loop()
+    monitor = next(abandoned.loop)
+    gc.disable()  # in whichever thread it happens to run: here, in the monitor's
+    try:
+        del abandoned
+        monitor.listeners.append(lambda sample: gc.collect())
+        wait_until(lambda: not monitors_threads())
+    finally:
+        gc.enable()
+    assert kinds(monitor) == [] and not monitor.running
+    assert [line["kind"] for line in read_log(tmp_path / "log")][-2:] == ["step", "end"]
 
 
 # ---- misuse

@@ -426,13 +426,14 @@ def test_without_a_gpu_the_command_says_what_was_tried(capsys, monkeypatch):
         GPUMemory(0, ways=["nvml"])
 
 
-def command(*arguments: str) -> subprocess.Popen:
+def command(*arguments: str, **environment: str) -> subprocess.Popen:
     return subprocess.Popen(
         [sys.executable, "-m", "memlab.memory_monitoring", *arguments],
         cwd=ROOT,
+        env=os.environ | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        text=True,
+        encoding="utf-8",
     )
 
 
@@ -500,6 +501,18 @@ def test_runs_that_share_a_log_are_told_apart(tmp_path):
     log = written(tmp_path / "log", start(), start("b", pid=6), step(1, 10), step(1, 500, "b"), step(2, 20))
     out = "\n".join(summary(log))
     assert "process 5, heap: 2 steps" in out and "process 6, heap: 1 step," in out
+    assert "held     10 B after the first step, 20 B after the last" in out
+
+
+@pytest.mark.parametrize(
+    ("encoding", "shown"), [("ascii", r"gr\xf6\xdfe.append(\u03b1)"), ("utf-8", "größe.append(α)")]
+)
+def test_a_terminal_without_the_letters_of_an_alarm_gets_their_numbers_and_the_rest(tmp_path, encoding, shown):
+    alarm = {"kind": "alarm", "run": "a", "step": 1, "about": "lines", "message": "größe.append(α)"}
+    log = written(tmp_path / "log", start(), step(1, 10), alarm, step(2, 20))
+    with command(str(log), PYTHONIOENCODING=encoding) as reading:
+        out, err = reading.communicate(timeout=60)
+    assert (reading.returncode, err) == (0, "") and f"alarm at step 1, lines: {shown}" in out
     assert "held     10 B after the first step, 20 B after the last" in out
 
 

@@ -21,8 +21,8 @@ QUIET_LOOKS = 16
 class Thresholds:
     """Parts of a budget, each of which is told once when use reaches it.
 
-    It is told again only after use has stayed below it, by 5 % of the budget, for 16 looks in a row; the next time for
-    32, and so on: so use that goes up and down all the time is not told all the time.
+    It is told again only after use has stayed below it, by 5 % of the budget or the half of a lower part, for 16 looks
+    in a row; the next time for 32, and so on: so use that goes up and down all the time is not told all the time.
 
     budget_bytes: math.inf for none. warn_at: a number in (0, 1], or several. Raises ValueError for others.
 
