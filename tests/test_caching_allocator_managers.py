@@ -443,6 +443,26 @@ def test_another_program_than_the_planned_one_is_refused_where_it_differs():
         arena.malloc(1000)
 
 
+def test_the_last_planned_free_is_that_of_its_block_and_of_nothing_else():
+    arena = PlannedArena(plan([(0, 100), (1, 200), (1, FREE), (0, FREE)]))
+    first, second = arena.malloc(100), arena.malloc(200)
+    arena.free(second)
+    with pytest.raises(ValueError, match="event 3: expected the free of 100 B.*found the free of None"):
+        arena.free(None)
+    arena.free(first)
+    arena.free(None)
+    assert arena.allocated_bytes == 0
+
+
+@pytest.mark.parametrize("freed", [0, 1, 2])
+def test_after_the_planned_program_another_request_is_told_that_nothing_more_is_planned(freed):
+    trace = [(0, 100), (1, 200), *((name, FREE) for name in range(freed))]
+    arena = PlannedArena(plan(trace))
+    replay(arena, trace)
+    with pytest.raises(ValueError, match=f"event {len(trace)}: expected nothing more, .*found a request of 5 B"):
+        arena.malloc(5)
+
+
 def test_after_the_planned_program_what_is_left_may_be_freed_once():
     arena = PlannedArena(plan([(0, 1000), (1, 2000)]))
     blocks = [arena.malloc(1000), arena.malloc(2000)]

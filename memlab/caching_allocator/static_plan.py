@@ -68,12 +68,14 @@ class Plan:
 
     `peak_bytes` is the arena's size. `lower_bound_bytes` is the most that the program had requested at one moment,
     `aligned_bound_bytes` the same with every request rounded up to 512 B: what this plan could reach at best. `order`
-    names the order of placing that won.
+    names the order of placing that won. `events` is how many the trace has: a request whose lifetime stops there is
+    never freed.
     """
 
     requests: tuple[Lifetime, ...]
     offsets: tuple[int, ...]
     order: str
+    events: int
 
     @property
     def peak_bytes(self) -> int:
@@ -113,9 +115,8 @@ def plan(trace: Trace, orders: dict[str, Callable[[Lifetime], tuple]] = ORDERS) 
     requests = tuple(lifetimes(trace))
     best = None
     for name, key in orders.items():
-        found = Plan(
-            requests, tuple(place(requests, sorted(range(len(requests)), key=lambda i: key(requests[i])))), name
-        )
+        order = sorted(range(len(requests)), key=lambda i: key(requests[i]))
+        found = Plan(requests, tuple(place(requests, order)), name, len(trace))
         if best is None or found.peak_bytes < best.peak_bytes:
             best = found
         if best.peak_bytes == best.aligned_bound_bytes:
@@ -183,8 +184,9 @@ class PlannedArena(Manager):
         if plan.peak_bytes:
             self._holes.add(0, plan.peak_bytes)
         self._blocks: list[Block | None] = []  # in the order of the mallocs
-        self._event, self._end = 0, max((r.stop for r in plan.requests), default=0)
-        self._due = {event: i for i, r in enumerate(plan.requests) for event in (r.start, r.stop)}  # event → request
+        self._event = 0
+        events = ((event, i) for i, r in enumerate(plan.requests) for event in (r.start, r.stop))
+        self._due = {event: i for event, i in events if event < plan.events}  # event → request
 
     def malloc(self, nbytes: int) -> Block | None:
         """The block at the planned address. Raises ValueError for another request than the planned one."""
@@ -198,10 +200,9 @@ class PlannedArena(Manager):
 
     def free(self, block: Block | None) -> None:
         """Give the planned block back. Raises ValueError for another one."""
-        if self._event < self._end:
-            i = self._due[self._event]
-            if i == len(self._blocks) or self._blocks[i] is not block:
-                raise ValueError(self._other(f"the free of {block!r}"))
+        i = self._due.get(self._event)
+        if i is not None and (i == len(self._blocks) or self._blocks[i] is not block):
+            raise ValueError(self._other(f"the free of {block!r}"))
         super().free(block)
         self._event += 1
 
