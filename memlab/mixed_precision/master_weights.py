@@ -12,23 +12,20 @@ make it 20: so the step goes chunk by chunk, and the FP32 gradients of one chunk
 from __future__ import annotations
 
 import functools
-import inspect
 import operator
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import closing
 
 import torch
 from torch import Tensor
-from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from memlab.memory_arithmetic.optimizers import CHUNK_BYTES
+from memlab.mixed_precision.fitting import HALVES, Counters, refuse_class, refuse_shared, same
 from memlab.mixed_precision.gradient_block import GradientBlock
 from memlab.mixed_precision.versions import Versions
 from memlab.units import parse_bytes
-
-HALVES = (torch.float16, torch.bfloat16)
 
 
 class MasterWeights(Optimizer):
@@ -77,7 +74,7 @@ class MasterWeights(Optimizer):
         self._inner.state.clear()
         self._versions = Versions()  # of the weights, when their step ended
         self._blocks: dict[torch.device, GradientBlock] = {}
-        self._counted: list[set[object]] | None = []  # by each chunk of the first step of several; None: it was seen
+        self._counters = Counters()
         super().__init__(self._inner.param_groups, self._inner.defaults)
         if any(group.get("differentiable") for group in self.param_groups):
             raise ValueError(
@@ -104,10 +101,10 @@ class MasterWeights(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         if not getattr(self, "found_inf", False):
+            self._counters.begin()
             with closing(self._brought()) as chunks:
                 self._keep_options([pair for chunk in chunks for pair in self._step_chunk(chunk)])
-            if self._counted is not None:
-                self._refuse_counters()
+            self._counters.refuse(self._inner)
         return loss
 
     def _brought(self) -> Iterator[list[tuple[dict, Tensor]]]:
@@ -169,7 +166,9 @@ class MasterWeights(Optimizer):
             self._widen(weights, masters)
             self._step_inner([m for p, m in zip(weights, masters, strict=True) if m is p])
         finally:  # if it raises halfway, some masters have moved: their states and weights go along
-            strange = [key for key in inner.state if not isinstance(key, Tensor)]
+            strange = []
+            if len(inner.state) > len(states):
+                strange = [key for key in inner.state if not isinstance(key, Tensor)]
             if len(inner.state) != len(states) or not all(map(operator.is_, inner.state.values(), states)):
                 self.state.update((p, self._kept(p, m) | inner.state[m]) for p, m in zip(weights, masters, strict=True))
             inner.state, inner.param_groups = defaultdict(dict), self.param_groups
@@ -189,35 +188,14 @@ class MasterWeights(Optimizer):
         """The optimizer's own step. own: the parameters that are their own masters; if it raises, their gradients are
         scaled again, for another try.
         """
-        inner, before = self._inner, None if self._counted is None else self._counters()
+        inner = self._inner
         try:
-            type(inner).step.__wrapped__(inner)  # without the hooks: they are for the whole step, and run there
+            with self._counters.watch(inner):
+                type(inner).step.__wrapped__(inner)  # without the hooks: they are for the whole step, and run there
         except BaseException:
             if (scale := getattr(self, "grad_scale", None)) is not None:
                 multiply_gradients(own, scale.float())
             raise
-        if before is not None:
-            now = self._counters()
-            self._counted.append({name for name, value in now.items() if before.get(name, 0) != value})
-
-    def _counters(self) -> dict[object, int | float]:
-        """The optimizer's numbers that are no parameter's: attributes, and how often tensors among options changed."""
-        found = {name: value for name, value in vars(self._inner).items() if isinstance(value, int | float)}
-        options = [option for group in self._inner.param_groups for option in group.items()]
-        tensors = [(name, value) for name, value in [*vars(self._inner).items(), *options] if isinstance(value, Tensor)]
-        return found | {(name, value): value._version for name, value in tensors}  # held, so that each is told apart
-
-    def _refuse_counters(self) -> None:
-        """Of the first step in several chunks: raise ValueError if each of them counted as a step."""
-        counted, self._counted = self._counted, []
-        if len(counted) > 1:
-            self._counted = None
-            times = Counter(name for names in counted for name in names)
-            if twice := [name if isinstance(name, str) else name[0] for name, count in times.items() if count > 1]:
-                raise ValueError(
-                    f"expected {type(self._inner).__name__} to count in a parameter's state or a group's option, found "
-                    f"{' and '.join(map(repr, twice))} counted once a chunk; use chunk_bytes=None"
-                )
 
     def _keep_options(self, after: list[tuple[dict, dict]]) -> None:
         """What the optimizer wrote to its groups, such as a counter: every chunk began with the same and ends so."""
@@ -389,16 +367,7 @@ class MasterWeights(Optimizer):
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
-        self._versions, self._blocks, self._counted = Versions(), {}, []
-
-
-def same(a: object, b: object) -> bool:
-    """Whether two options are equal: also tensors, of any shape, and nan."""
-    if a is b:
-        return True
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return a.shape == b.shape and bool(((a == b) | (a != a) & (b != b)).all())
-    return bool(a == b or (a != a and b != b))
+        self._versions, self._blocks, self._counters = Versions(), {}, Counters()
 
 
 def multiply_gradients(params: list[Tensor], factor: Tensor) -> None:
@@ -408,36 +377,7 @@ def multiply_gradients(params: list[Tensor], factor: Tensor) -> None:
         torch._foreach_mul_(gradients, factor.to(gradients[0].device))
 
 
-def refuse_shared(params: list[Tensor]) -> None:
-    """Raise ValueError for two 16-bit parameters in the same memory: each would have a master, and one win."""
-    found: dict[tuple[int, int], Tensor] = {}
-    for p in params:
-        if p.dtype in HALVES and p.layout is torch.strided and not is_lazy(p) and p.numel():
-            other = found.setdefault((p.untyped_storage()._cdata, p.storage_offset()), p)
-            if other is not p:
-                raise ValueError(
-                    f"expected a parameter for each memory, found two of {tuple(other.shape)} and {tuple(p.shape)} in "
-                    "the same; tie weights by giving both modules one Parameter"
-                )
-
-
 def take_over(p: Tensor, m: Tensor) -> None:
     """Where a weight is not its master rounded, somebody wrote to it: the master becomes that weight, in place."""
     p = p.detach().to(m.device)
     m.copy_(torch.where(p == m.to(p.dtype), m, p))
-
-
-def refuse_class(optimizer_class: object) -> None:
-    """Raise TypeError or ValueError for what is no optimizer's class, or one that MasterWeights cannot step."""
-    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
-        found = f"an {type(optimizer_class).__name__}" if isinstance(optimizer_class, Optimizer) else optimizer_class
-        raise TypeError(
-            f"expected an optimizer's class, found {found}; write MasterWeights(model.parameters(), torch.optim.AdamW, "
-            "lr=3e-4), with the class first and what it is made with after it"
-        )
-    closure = inspect.signature(optimizer_class.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise ValueError(
-            "expected an optimizer that updates each parameter from its own gradient, found "
-            f"{optimizer_class.__name__}, whose step calls a closure several times; use it on FP32 weights"
-        )

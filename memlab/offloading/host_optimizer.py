@@ -24,7 +24,8 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from memlab.memory_timeline import in_main_memory, main_memory
-from memlab.mixed_precision.master_weights import HALVES, MasterWeights
+from memlab.mixed_precision.fitting import HALVES
+from memlab.mixed_precision.master_weights import MasterWeights
 from memlab.mixed_precision.versions import Versions
 from memlab.offloading.host_gradients import HostGradients
 from memlab.offloading.host_link import HostLinks
