@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import math
 import threading
 import traceback
 import weakref
@@ -17,6 +18,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from memlab.book.workloads import GPT
 from memlab.gradient_checkpointing.hooks import _Handle, _Region, checkpoint, checkpoint_within
+from memlab.gradient_checkpointing.selective import selective_checkpoint
 from memlab.gradient_checkpointing.state import State
 from memlab.memory_timeline import Meter, imagine
 
@@ -677,6 +679,59 @@ def test_looking_at_a_saved_tensor_is_right_keeps_nothing_and_spoils_nothing():
     assert storages[1]() is None
     y.sum().backward()
     assert counted.calls == 3 and torch.equal(x.grad, x.exp().cos() * x.exp())
+
+
+# ---- vmap
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        checkpoint,
+        functools.partial(selective_checkpoint, keep=0),
+        functools.partial(selective_checkpoint, keep=math.inf),
+    ],
+    ids=["all", "every result kept", "none kept"],
+)
+def test_backward_outside_of_a_vmap_is_refused_and_around_the_vmap_it_is_right(way):
+    x, other = values(5, 4), values(5, 4, seed=1).detach()
+    function = lambda row: row.softmax(0).square().exp()  # noqa: E731
+    (expected,) = torch.autograd.grad((torch.vmap(function)(x) * other).sum(), x)
+    y = torch.vmap(lambda row: way(function, row))(x)
+    assert torch.equal(y, torch.vmap(function)(x))
+    with pytest.raises(RuntimeError, match=r"inside the torch.vmap .*<lambda>.*checkpoint\(torch.vmap\(func"):
+        (y * other).sum().backward()
+    with pytest.raises(RuntimeError, match="expected backward inside the torch.vmap"):  # another one
+        torch.vmap(lambda v: torch.autograd.grad(y, x, v)[0])(torch.ones(2, 5, 4))
+    with pytest.raises(RuntimeError, match="expected backward inside the torch.vmap"):  # nested, also in the second run
+        way(lambda x: torch.vmap(lambda row: way(function, row))(x.sin()).exp(), x).sum().backward()
+    (found,) = torch.autograd.grad((way(torch.vmap(function), x) * other).sum(), x)
+    assert torch.equal(found, expected)
+
+
+def test_backward_outside_of_a_jvp_is_refused_too():
+    x = values(4)
+    for part in torch.func.jvp(lambda x: checkpoint(mlp, x), (x,), (torch.ones(4),)):
+        with pytest.raises(RuntimeError, match="or torch.func.jvp"):
+            part.sum().backward(retain_graph=True)
+
+
+def test_vmap_of_a_backward_and_a_backward_inside_of_vmap_are_right():
+    w, ways = values(4), []
+    for way in (plain, checkpoint):
+        y = way(mlp, w)
+        of_each = torch.vmap(lambda v: torch.autograd.grad(y, w, v, retain_graph=True)[0])(torch.eye(4))  # noqa: B023
+        inside = torch.vmap(lambda v: v * torch.autograd.grad(way(mlp, w).sum(), w)[0])(torch.eye(4))  # noqa: B023
+        jacobian = torch.autograd.functional.jacobian(lambda w: way(mlp, w), w, vectorize=True)  # noqa: B023
+        ways.append((of_each, inside, jacobian))
+    assert alike(*ways)
+
+
+@pytest.mark.parametrize("needs", [False, True])
+def test_vmap_without_gradients_gives_the_same_values(needs):
+    x = values(3, 4).detach().requires_grad_(needs)
+    with torch.set_grad_enabled(not needs):
+        assert torch.equal(torch.vmap(lambda row: checkpoint(mlp, row))(x), mlp(x))
 
 
 # ---- what must be the same the second time

@@ -30,6 +30,8 @@ Contexts = Callable[[], tuple[AbstractContextManager, AbstractContextManager]]
 """Makes two context managers for one call: one is entered around the forward, the other around each recomputation."""
 
 _current_task = torch._C._current_graph_task_id  # -1 outside backward
+_functorch = torch._C._functorch
+_outside = torch.empty(0, device="cpu")  # made outside any vmap
 RECOMPUTING.add(__file__)  # for the meter: what this page has run in backward is forward, once more
 
 
@@ -67,7 +69,8 @@ def checkpoint(function: Callable, /, *args, preserve_rng_state: bool = True, **
     end.
 
     Not inside torch.func.grad and its kin, which forbid hooks, nor inside torch.compile. A compiled function may be
-    checkpointed, but its BatchNorms are counted twice.
+    checkpointed, but its BatchNorms are counted twice. Inside torch.vmap or torch.func.jvp only if backward is inside,
+    too: outside, the second run would find whole batches, so it is a RuntimeError. Write checkpoint(torch.vmap(f), x).
     """
     return checkpoint_within(no_contexts, function, args, kwargs, preserve_rng_state=preserve_rng_state)
 
@@ -136,7 +139,7 @@ class _Region:
     def __init__(
         self, function: Callable, args: tuple, kwargs: dict, again: AbstractContextManager, preserve_rng_state: bool
     ):
-        self.function, self.again = function, again
+        self.function, self.again, self.transform = function, again, transform_around()
         leaves, self.structure = tree_flatten((args, kwargs))
         tensors = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and not leaf.is_inference()}
         self.places = list(tensors)
@@ -166,6 +169,12 @@ class _Region:
 
     def recompute(self, wanted: _Handle) -> tuple[Tensor, int]:
         """Run the function again, until all that is waited for is saved; return one handle's part, fill the others."""
+        if self.transform is not None and _functorch.is_dead_tensor_wrapper(self.transform):
+            raise RuntimeError(
+                f"expected backward inside the torch.vmap (or torch.func.jvp) in which {name_of(self.function)} was "
+                "checkpointed, found it when that was over, and the function would be given whole batches; checkpoint "
+                "the mapped function instead: checkpoint(torch.vmap(function), x)"
+            )
         handles = [handle() for handle in self.handles]  # None: backward has passed there
         if _current_task() == -1:  # outside backward nobody would empty the others again
             handles = [handle if handle is wanted else None for handle in handles]
@@ -214,6 +223,12 @@ class _Region:
             f"of {len(self.saved)}: {describe(self.saved[number])} in the forward, {instead} in the recomputation; "
             "let what it depends on be the same in backward (its arguments, flags, weights), or don't checkpoint it"
         )
+
+
+def transform_around() -> Tensor | None:
+    """A tensor that dies when the innermost vmap or jvp around ends: its level alone may be another's by then."""
+    level = _functorch.maybe_current_level()
+    return None if level is None else _functorch._wrap_for_grad(_outside, level)
 
 
 def description(tensor: Tensor) -> tuple:

@@ -63,8 +63,8 @@ def selective_checkpoint(
     Kept tensors are saved as autograd saves any tensor: an outer checkpoint drops them, hooks that offload move them,
     and writing to one after the call is an error in backward, even to a result: don't keep its op, or clone it.
 
-    Raises TypeError for a `keep` that is none of the three; in backward RuntimeError if a kept op is called with other
-    shapes than in the forward, or more often.
+    Raises TypeError for a `keep` that is none of the three; in backward RuntimeError where `checkpoint` does (inside
+    torch.vmap, too), and if a kept op is called with other shapes than in the forward, or more often.
     """
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
