@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
@@ -21,6 +22,7 @@ from memlab.gradient_checkpointing.hooks import _Handle, _Region, checkpoint, ch
 from memlab.gradient_checkpointing.selective import selective_checkpoint
 from memlab.gradient_checkpointing.state import State
 from memlab.memory_timeline import Meter, imagine
+from memlab.offloading import swap_activations
 
 torchs = functools.partial(torch_checkpoint, use_reentrant=False)
 BF16 = torch.bfloat16
@@ -793,6 +795,31 @@ def test_a_parameter_written_to_before_backward_is_an_error_as_in_autograd():
         layer.weight.add_(1)
     with pytest.raises(RuntimeError, match=r"cpu, at version 1 in the forward, .* at version 2 in the rec"):
         y.backward()
+
+
+VIEWS = {
+    "a leaf": lambda way, x, w: way(torch.sin, x.view(-1)),
+    "a weight, transposed": lambda way, x, w: way(lambda x, w: (x @ w).tanh(), x, w.t()),
+    "a slice of a weight": lambda way, x, w: way(lambda x, w: (x + w).tanh() * w, x, w[:2]),
+}
+
+
+@pytest.mark.parametrize("writes", [0, 3])
+@pytest.mark.parametrize("outer", ["a checkpoint", "torch's", "save_on_cpu", "swap_activations"])
+@pytest.mark.parametrize("case", VIEWS)
+def test_views_of_leaves_come_back_from_outer_hooks_and_are_the_same(case, outer, writes):
+    x, w, found = values(2, 3), values(3, 3, seed=1), []
+    for _ in range(writes):
+        w.detach().mul_(1.1)
+    for way in (plain, checkpoint):
+        function = functools.partial(VIEWS[case], way)
+        if outer in ("a checkpoint", "torch's") and way is checkpoint:
+            y = {"a checkpoint": checkpoint, "torch's": torchs}[outer](function, x, w)
+        else:
+            with save_on_cpu() if outer == "save_on_cpu" else swap_activations(min_bytes=0):
+                y = function(x, w)
+        found.append(torch.autograd.grad(y.square().sum(), [x, w], allow_unused=True))
+    assert alike(*found)
 
 
 def test_writing_to_what_an_op_saved_is_an_error_as_in_autograd():

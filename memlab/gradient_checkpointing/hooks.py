@@ -189,7 +189,7 @@ class _Region:
             if number == len(handles):
                 raise StopRecomputation  # once more, for a function that caught the first
             tensor = own_buffer(tensor)
-            if description(tensor) != self.saved[number]:
+            if differ(description(tensor), self.saved[number]):
                 raise self.difference(number, describe(description(tensor)))
             tensor = tensor.detach()
             found.append(handles[number] and (tensor, tensor._version))
@@ -236,6 +236,11 @@ def description(tensor: Tensor) -> tuple:
     base = tensor if tensor._base is None else tensor._base
     writes = tensor._version if base.is_leaf and base.requires_grad else None
     return tensor.shape, tensor.dtype, tensor.device, writes
+
+
+def differ(one: tuple, other: tuple) -> bool:
+    """Whether two descriptions do. A view that comes back from outer hooks is none any more, and has no writes."""
+    return one[:3] != other[:3] or (one[3] != other[3] and None not in (one[3], other[3]))
 
 
 def describe(description: tuple) -> str:
