@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from memlab.gradient_accumulation.batch_norm import deferred_batch_norm
 from memlab.gradient_checkpointing.hooks import checkpoint
+from memlab.gradient_checkpointing.modules import checkpointed
 from memlab.memory_timeline import Meter
 
 torchs = functools.partial(torch_checkpoint, use_reentrant=False)
@@ -120,6 +121,40 @@ def test_the_layers_are_found_wherever_they_are_called(case):
     function, model = FUNCTIONS[case], network()
     found = after(checkpoint, model, lambda model: function(model, checkpoint))
     assert equal(found, after(plain, model, lambda model: function(model, plain)))
+
+
+class NormalisedReLU(nn.BatchNorm1d):
+    """A block that is a BatchNorm itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).relu()
+
+
+@pytest.mark.parametrize("keep", [None, 0])
+@pytest.mark.parametrize("which", [nn.BatchNorm1d, NormalisedReLU])
+def test_a_layer_that_is_chosen_itself_moves_once(which, keep):
+    torch.manual_seed(0)
+    layers = nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Sequential(nn.Linear(5, 5), NormalisedReLU(5)), nn.Linear(5, 2)
+    model = nn.Sequential(*layers)
+
+    def way(run, x):
+        with checkpointed(run, which, keep=keep):
+            return run(x)
+
+    assert equal(after(way, model), after(plain, model)) and untouched(model)
+
+
+@pytest.mark.parametrize(
+    "function", [lambda f: f, functools.partial, lambda f: functools.partial(functools.partial(f))]
+)
+def test_a_layer_whose_forward_is_the_function_moves_once_and_its_buffers_are_never_written_to(function):
+    layer, x = nn.BatchNorm1d(4), values(6, 4).requires_grad_()
+    assert equal(after(checkpoint, layer, lambda layer: function(layer.forward)), after(plain, layer))
+    y, own = checkpoint(function(layer.forward), x), dict(layer.named_buffers())
+    z = layer.eval()(x)  # saves the running statistics
+    layer.train()
+    (y.square().sum() + z.square().sum()).backward()
+    assert untouched(layer) and all(buffer is own[name] for name, buffer in layer.named_buffers())
 
 
 def test_a_resnet_like_step_is_bitwise_that_without():

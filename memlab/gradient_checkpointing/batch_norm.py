@@ -8,6 +8,8 @@ every write to a tensor that it saved, and would refuse to go on.
 
 Which layers a function calls cannot be seen from outside, as they may be inside a lambda. So they are met where they
 are called: by a hook before every module's forward, there while a recomputation runs, and heeding its thread only.
+Where the function is such a layer's own forward, as for a layer chosen in `checkpointed`, no module is called: then the
+layer is met at once.
 """
 
 from __future__ import annotations
@@ -25,15 +27,18 @@ BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 @contextmanager
-def statistics_stand_still() -> Iterator[Callable[[Tensor], Tensor]]:
+def statistics_stand_still(function: Callable | None = None) -> Iterator[Callable[[Tensor], Tensor]]:
     """In the block and in this thread, BatchNorm and InstanceNorm in training mode don't move running statistics.
+
+    function: what the block calls; it may be the bound forward of such a layer.
 
     Yields a function from a tensor that is being saved for backward to the one to keep: for a buffer lent to a layer it
     is the layer's own, which training's backward doesn't read either, so that the lent one dies with the layer's
     forward; every other tensor stands for itself.
 
     Layers in evaluation mode read their own buffers, as ever. Still counted twice, or wrongly:
-    - layers that aren't called as modules: `layer.forward(x)`, `F.batch_norm` given buffers, compiled or scripted code;
+    - layers that aren't called as modules inside of it: `layer.forward(x)`, `F.batch_norm` given buffers, compiled or
+      scripted code;
     - a layer that another thread runs at that moment, whose update is lost: buffers belong to all threads;
     - other state that a forward moves: counters of your own, observers for quantisation that average, and spectral
       norm, whose power iteration goes on, so that the second run has other weights and gradients are not exact either.
@@ -41,6 +46,7 @@ def statistics_stand_still() -> Iterator[Callable[[Tensor], Tensor]]:
     lender = _Lender()
     hook = register_module_forward_pre_hook(lender.lend)
     try:
+        lender.lend(getattr(function, "__self__", None), ())
         yield lender.own
     finally:
         hook.remove()
@@ -55,7 +61,7 @@ class _Lender:
         self.aside: dict[Module, dict[str, Tensor | None]] = {}  # the layers with lent buffers, and their own
         self.hooks = {}
 
-    def lend(self, module: Module, args: tuple) -> None:
+    def lend(self, module: Module | None, args: tuple) -> None:
         """Called before every module's forward."""
         if not isinstance(module, _NormBase) or threading.get_ident() != self.thread:
             return

@@ -205,7 +205,7 @@ class _Region:
             self.state.restore(stack)
             stack.enter_context(torch.enable_grad())
             stack.enter_context(self.again)
-            own_buffer = stack.enter_context(statistics_stand_still())
+            own_buffer = stack.enter_context(statistics_stand_still(innermost(self.function)))
             stack.enter_context(saved_tensors_hooks(pack, lambda tensor: tensor))
             with suppress(StopRecomputation):
                 self.function(*args, **kwargs)
@@ -251,10 +251,16 @@ def describe(description: tuple) -> str:
 
 def name_of(function: Callable) -> str:
     """A function's qualified name, a module's class."""
-    while isinstance(function, functools.partial):
-        function = function.func
+    function = innermost(function)
     named = function if hasattr(function, "__qualname__") else type(function)
     return f"{named.__module__}.{named.__qualname__}"
+
+
+def innermost(function: Callable) -> Callable:
+    """What partials are made of."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return function
 
 
 def empty(handles: list[weakref.ref[_Handle]]) -> None:
