@@ -100,6 +100,67 @@ def test_every_byte_is_read_once_and_written_once(run, flops, nbytes):
         assert sum(op.flops for op in ops) == 2 * (32 * 64 * 32) + 2 * (64 * 32 * 32)
 
 
+cube, square = torch.randn(5, 32, 64), torch.randn(64, 64)
+
+
+@pytest.mark.parametrize(
+    ("run", "flops"),
+    [
+        (lambda: x @ square[0][:32], 2 * 64 * 32),
+        (lambda: torch.addmv(y[:, 0], x, square[0][:32]), 2 * 64 * 32),
+        (lambda: torch.zeros(64).addmv_(x, square[0][:32]), 2 * 64 * 32),
+        (lambda: square[0] @ square[1], 2 * 64),
+        (lambda: torch.vdot(square[0], square[1]), 2 * 64),
+        (lambda: torch.addbmm(square, cube.mT, cube), 5 * 2 * 64 * 32 * 64),
+        (lambda: torch.zeros(64, 64).addbmm_(cube.mT, cube), 5 * 2 * 64 * 32 * 64),
+        (lambda: F.bilinear(x, square, cube), 2 * 64 * 5 * 32 * 64),
+    ],
+)
+def test_products_for_which_torch_has_no_formula_have_one_here(run, flops):
+    assert sum(op.flops for op in counted(run)) == flops
+
+
+def test_a_bilinear_layer_s_backward_makes_two_products_of_as_many_flops():
+    layer, a, b = torch.nn.Bilinear(6, 7, 5, bias=False), torch.randn(4, 6), torch.randn(4, 7, requires_grad=True)
+    z = layer(a, b).sum()
+    products = [op.flops for op in counted(z.backward) if op.name == "_trilinear"]
+    assert products == [2 * 4 * 5 * 6 * 7] * 2
+
+
+image = torch.randn(1, 4, 8, 8)
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda: torch.slice_scatter(x, x[:3], 0, 0, 3),
+        lambda: F.pixel_shuffle(image, 2),
+        lambda: F.pad(image, (1, 1, 1, 1), mode="reflect"),
+        lambda: F.pad(image, (1, 1, 1, 1), mode="replicate"),
+        lambda: x.rot90(),
+        lambda: torch.masked_select(x, whole[:32] > 3),
+        lambda: torch.diag_embed(x),
+    ],
+)
+def test_what_only_moves_data_has_no_flops(run):
+    assert sum(op.flops for op in counted(run)) == 0
+
+
+def test_sparse_tensors_are_left_out():
+    embedding = torch.nn.Embedding(100, 8, sparse=True)
+    optimizer = torch.optim.SparseAdam(embedding.parameters())
+
+    def step():
+        embedding(whole[:4]).sum().backward()
+        optimizer.step()
+        sparse = torch.eye(8).to_sparse()
+        return sparse @ torch.ones(8, 3), torch.index_select(sparse, 0, whole[:2]), sparse + sparse
+
+    ops = counted(step)
+    assert ("embedding", ((100, 8), (4,)), 4 * (8 + 2 * 8 * 4)) in [(op.name, op.shapes, op.nbytes) for op in ops]
+    assert {op.phase for op in ops} == {"forward", "backward", "optimizer"}
+
+
 def test_an_op_in_place_reads_what_it_changes_and_a_copy_does_not():
     a, b = torch.randn(100), torch.randn(100)
     assert only(lambda: a.add_(b)).nbytes == 3 * 400

@@ -23,14 +23,16 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from memlab.memory_hierarchy.counting import FLOPS, flops
+from memlab.memory_hierarchy.counting import FLOPS, VECTORS, flops
 
 aten = torch.ops.aten
 
-MATMULS = frozenset(op for op in FLOPS if isinstance(op, torch._ops.OpOverloadPacket))
-"""Every op whose FLOPs grow faster than its bytes: products of matrices, convolutions, fused attention."""
+MATMULS = frozenset(op for op in FLOPS if isinstance(op, torch._ops.OpOverloadPacket) and op not in VECTORS)
+"""The ops whose FLOPs grow faster than their bytes: products of matrices, convolutions, fused attention. Not those that
+`memlab.memory_hierarchy.counting` has no formula for, such as fused recurrent layers."""
 
-LINEARS = MATMULS - {op for op in MATMULS if "attention" in str(op)} - {aten.bmm, aten.baddbmm, aten.baddbmm_}
+BATCHED = {aten.bmm, aten.baddbmm, aten.baddbmm_, aten.addbmm, aten.addbmm_}
+LINEARS = MATMULS - {op for op in MATMULS if "attention" in str(op)} - BATCHED
 """Products with weights: linear layers and convolutions. Batched products, and so attention by hand, are not in it."""
 
 VIEW = aten._unsafe_view.default  # one that does not say that it is

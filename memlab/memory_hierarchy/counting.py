@@ -3,7 +3,11 @@
 FLOPs are PyTorch's own formulas (torch.utils.flop_counter) for products of matrices, convolutions and attention, where
 a multiply and an add are two, and a causal mask saves none. Any other op that computes is given one for each element
 of what it reads or of what it writes, whichever are more: a lower bound, exp and division being more than one. Ops
-that only move data, and those on whole numbers, have none.
+that only move data (those listed here), and those on whole numbers, have none.
+
+Too low by far is that bound for products inside of other ops: fused recurrent layers (LSTM and GRU on a CPU or by
+cuDNN), distances (cdist), factorisations and solvers, FFTs. Of sparse tensors neither bytes nor elements are counted; a
+product of one has the FLOPs of a dense one.
 
 Bytes are what an op must read and write once, if all that it reads twice comes from a cache, and nothing stays in the
 cache from one op to the next. Views move nothing. A kernel that reads its input twice moves more.
@@ -27,8 +31,34 @@ from torch.utils.flop_counter import flop_registry
 
 aten = torch.ops.aten
 
+
+def _matrix_by_vector(self, matrix, *_, **__) -> int:
+    return 2 * matrix.numel()
+
+
+def _sum_of_products(self, batch1, batch2, **_) -> int:
+    return 2 * batch1.numel() * batch2.shape[-1]
+
+
+def _trilinear(i1, i2, i3, expand1, expand2, expand3, *_, **__) -> int:
+    """Of F.bilinear: a multiply and an add for each element of all three, broadcast."""
+    shapes = [list(tensor.shape) for tensor in (i1, i2, i3)]
+    for shape, places in zip(shapes, (expand1, expand2, expand3), strict=True):
+        for place in places:
+            shape.insert(place, 1)
+    return 2 * math.prod(torch.broadcast_shapes(*shapes))
+
+
+# With vectors: two FLOPs an element, so no more than bytes.
+VECTORS = {
+    **dict.fromkeys([aten.mv, aten.dot, aten.vdot], lambda self, *_, **__: 2 * self.numel()),
+    **dict.fromkeys([aten.addmv, aten.addmv_], _matrix_by_vector),
+}
 FLOPS = {
     **flop_registry,
+    **VECTORS,
+    **dict.fromkeys([aten.addbmm, aten.addbmm_], _sum_of_products),
+    aten._trilinear: _trilinear,
     # The same ops in place, and attention's CPU kernel, for which the registry has no entry of their own.
     aten.addmm_: flop_registry[aten.addmm],
     aten.baddbmm_: flop_registry[aten.baddbmm],
@@ -44,7 +74,9 @@ MOVES = """
     clone copy_. copy. _to_copy cat. stack repeat flip roll constant_pad masked_fill where index_select index. gather
     embedding. select_backward slice_backward tril triu zero ones full fill new_zeros new_ones new_full arange
     scalar_tensor lift_fresh _local_scalar take. index_copy scatter.src scatter.value scatter_.src scatter_.value
-    nll_loss
+    nll_loss slice_scatter. select_scatter. diagonal_scatter. as_strided_scatter. pixel_shuffle pixel_unshuffle rot90
+    masked_select. masked_scatter diag_embed reflection_pad1d. reflection_pad2d. reflection_pad3d. replication_pad1d.
+    replication_pad2d. replication_pad3d.
 """
 MOVES = tuple(MOVES.split())
 # ... ops that overwrite their first argument without reading it, ...
@@ -187,7 +219,7 @@ def traffic(func, args: tuple, kwargs: dict, result) -> tuple[list[Tensor], list
     unread |= set(arguments[1:2]) if name.startswith(("nll_loss_backward", "nll_loss2d_backward")) else set()
     unread |= set(arguments) if name.startswith("new_") or "_like." in name else set()
     read = _distinct(t for argument, tensors in given.items() if argument not in unread for t in tensors)
-    if name.startswith(GATHER):
+    if name.startswith(GATHER) and made:
         read[0] = min(read[0], *made, key=touched_bytes)
     written = _distinct([*written, *made])
     if (few := _few(func, args)) is not None:
@@ -238,7 +270,8 @@ def _name(func) -> str:
 
 
 def _tensors(value) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+    """Those in it whose elements lie in a storage: no sparse ones."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.layout == torch.strided]
 
 
 def _writes(argument, kwargs: dict) -> bool:
