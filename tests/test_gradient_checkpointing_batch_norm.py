@@ -131,7 +131,7 @@ class NormalisedReLU(nn.BatchNorm1d):
 
 
 @pytest.mark.parametrize("keep", [None, 0])
-@pytest.mark.parametrize("which", [nn.BatchNorm1d, NormalisedReLU])
+@pytest.mark.parametrize("which", [nn.BatchNorm1d, NormalisedReLU, nn.Module])
 def test_a_layer_that_is_chosen_itself_moves_once(which, keep):
     torch.manual_seed(0)
     layers = nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Sequential(nn.Linear(5, 5), NormalisedReLU(5)), nn.Linear(5, 2)

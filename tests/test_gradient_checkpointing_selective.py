@@ -735,19 +735,56 @@ def test_a_module_is_not_checkpointed_twice_and_the_first_block_goes_on():
     assert all("forward" not in vars(module) for module in model.modules())
 
 
-def test_backward_may_come_after_the_block_and_evaluation_runs_plainly():
+@pytest.mark.parametrize("choose", CHOICES.values(), ids=CHOICES)
+@pytest.mark.parametrize("keep", [None, LINEARS], ids=["", "selective"])
+def test_backward_may_come_after_the_block_and_evaluation_runs_plainly(choose, keep):
     model = lively_model()
     plain = model_step(model, *BATCH)
     model.zero_grad(set_to_none=True)
     torch.manual_seed(3)
-    with checkpointed(model, Block):
+    with checkpointed(model, choose(model), keep=keep):
         loss = model(*BATCH)
     loss.backward()
     same_bits([loss.detach(), *(p.grad for p in model.parameters()), torch.rand(2)], plain)
+    assert all("forward" not in vars(module) for module in model.modules())
     model.eval()
-    with torch.no_grad(), checkpointed(model, Block):
+    with torch.no_grad(), checkpointed(model, choose(model), keep=keep):
         found = model(*BATCH)
     assert torch.equal(found, model(*BATCH))
+
+
+def test_after_the_block_chosen_modules_inside_one_another_are_run_as_often_as_in_it_and_nothing_holds_the_model():
+    calls, gradients = [], []
+
+    class Counts(nn.Tanh):
+        def forward(self, x):
+            calls.append(1)
+            return super().forward(x).sin()
+
+    x = torch.randn(2, 4, requires_grad=True)
+    for after in (False, True):
+        model = nn.Sequential(nn.Sequential(Counts(), nn.Sequential(Counts(), Counts()), nn.Sigmoid()), nn.Tanh())
+        with checkpointed(model, nn.Module):
+            y = model(x).sum()
+            if not after:
+                gradients += torch.autograd.grad(y, x)
+        if after:
+            gradients += torch.autograd.grad(y, x)
+        gradients.append(len(calls))
+        calls.clear()
+    assert torch.equal(gradients[0], torch.autograd.grad(model(x).sum(), x)[0])
+    assert torch.equal(gradients[2], gradients[0]) and gradients[1] == gradients[3]
+    gc.collect()
+    gc.disable()
+    try:
+        alive = weakref.ref(model)
+        with checkpointed(model, nn.Module):
+            y = model(x).sum()
+        y.backward()
+        del model, y
+        assert alive() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize(

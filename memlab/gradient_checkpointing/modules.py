@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 from torch.nn import Module
 
@@ -51,8 +51,9 @@ def checkpointed(model: Module, which: Which, *, preserve_rng_state: bool = True
       function (name, module) → bool, which is given `model.named_modules()`.
     preserve_rng_state, keep: as of `checkpoint` and, where `keep` is not None, of `selective_checkpoint`.
 
-    Backward may run after the block. A chosen module inside another is checkpointed twice: recomputed once more, when
-    the outer one has been. Hooks on a chosen module run once, around the checkpoint; those on modules inside it run
+    Backward may run after the block, though not inside another one; and it must run inside where a `checkpoint` of your
+    own is around. A chosen module inside another is checkpointed twice: recomputed once more, when the outer one has
+    been. Hooks on a chosen module run once, around the checkpoint; those on modules inside it run
     again in the recomputation. Outside grad mode (evaluation under `no_grad`) a module runs as it always does.
 
     Gives the list of the chosen. Don't copy or pickle the model in the block.
@@ -64,21 +65,45 @@ def checkpointed(model: Module, which: Which, *, preserve_rng_state: bool = True
         raise TypeError(f"expected a model (torch.nn.Module), found {type(model).__name__}")
     run = checkpoint if keep is None else functools.partial(selective_checkpoint, keep=keep)
     chosen = _choose(model, which)
-    with ExitStack() as undo:
-        for module in chosen:
-            own = vars(module).get("forward")
-            if isinstance(own, _Checkpointed):
-                raise RuntimeError(
-                    f"expected modules that are not checkpointed, found a {type(module).__name__} that is; leave the "
-                    "block that it is in first"
-                )
-            undo.callback(_put_back, module, own)
-            module.forward = _Checkpointed(run, module.forward, preserve_rng_state=preserve_rng_state)
+    for module in chosen:
+        if isinstance(vars(module).get("forward"), _Checkpointed):
+            raise RuntimeError(
+                f"expected modules that are not checkpointed, found a {type(module).__name__} that is; leave the block "
+                "that it is in first"
+            )
+    stand_in = functools.partial(_Checkpointed, run, preserve_rng_state=preserve_rng_state)
+    with _standing_in(stand_in, {module: module.forward for module in chosen}):
         yield chosen
 
 
 class _Checkpointed(functools.partial):
     """Stands in for a module's forward."""
+
+
+class _Around(functools.partial):
+    """The forward of a module with chosen ones inside. Run again after the block, it finds them checkpointed, too."""
+
+    inside: Callable[[], AbstractContextManager]
+
+    def __call__(self, *args, **kwargs):
+        with self.inside():
+            return super().__call__(*args, **kwargs)
+
+
+@contextmanager
+def _standing_in(stand_in: Callable, forwards: dict[Module, Callable]) -> Iterator[None]:
+    """In the block, the modules with these forwards are checkpointed, where they are not so already."""
+    with ExitStack() as undo:
+        for module, forward in forwards.items():
+            own = vars(module).get("forward")
+            if isinstance(own, _Checkpointed):
+                continue
+            if inside := {m: forwards[m] for m in module.modules() if m is not module and m in forwards}:
+                forward = _Around(forward)
+                forward.inside = functools.partial(_standing_in, stand_in, inside)
+            undo.callback(_put_back, module, own)
+            module.forward = stand_in(forward)
+        yield
 
 
 def _put_back(module: Module, own: Callable | None) -> None:
