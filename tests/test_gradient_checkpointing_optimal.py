@@ -173,6 +173,44 @@ def test_plans_of_any_layers_stay_within_what_they_say_and_hardly_below(seed):
     assert metered(layers, x, y, keep_all(chain)) == keep_all(chain).peak_bytes
 
 
+class Tied(nn.Module):
+    """Any use of a weight (vocabulary, width) that other stages use as well."""
+
+    def __init__(self, use, *weights: nn.Parameter):
+        super().__init__()
+        self.use, self.weights = use, nn.ParameterList(weights)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.use(x, *self.weights)
+
+
+TIES = {
+    "head": lambda x, w: F.linear(x, w).logsumexp(-1).mean(),
+    "embedding": lambda x, w: F.embedding(x, w),
+    "two layers": lambda x, w, v: (F.linear(torch.tanh(F.linear(x, v)), v) + w[0]).relu(),
+    "a factor": lambda x, w, v: x * w[:16] * v.sum(),
+    "added": lambda x, w, v: x + v[0],
+}
+
+
+@pytest.mark.parametrize(
+    "between", [[], ["two layers"], ["two layers"] * 4, ["a factor", "added", "two layers"]], ids=str
+)
+@pytest.mark.parametrize("vocabulary", [64, 1024])
+def test_where_stages_share_parameters_there_is_room_for_the_sum_of_their_gradients(between, vocabulary):
+    torch.manual_seed(0)
+    w, v = nn.Parameter(torch.randn(vocabulary, 32)), nn.Parameter(torch.randn(32, 32))
+    middle = [Tied(TIES[name], w, v) for name in between]
+    layers = [Tied(TIES["embedding"], w), nn.GELU(), *middle, Tied(TIES["head"], w)]
+    x = torch.randint(vocabulary, (16,))
+    chain, rng = measure_chain(layers, x), random.Random(0)
+    for plan in (*tradeoff(chain), *(Plan(chain, random_steps(rng, 0, len(chain))) for _ in range(4))):
+        found = metered(layers, x, x, plan)
+        assert found <= plan.peak_bytes
+        if not between:  # the gradient that arrives is gone when the two are added
+            assert plan.peak_bytes == found + 16 * 32 * 4
+
+
 def test_each_stage_runs_as_often_as_the_plan_says():
     runs = Counter()
 

@@ -169,7 +169,7 @@ class _Bench:
         with OpCounter() as counter, statistics_stand_still() as lasting, saving(saved, looks, self.mark, lasting):
             out = layer(stage_input(x, sent, place, own) if i else x)
         forward, out_place = self.mark(), storage_id(out)
-        new = self._set_aside(out)
+        new, summed = self._set_aside(out)
         if not last:
             out = Sink.apply(out, gradient) if out.requires_grad else None
         backward = self.mark()
@@ -193,6 +193,7 @@ class _Bench:
             done=done,
             gradient_bytes=gradient_bytes,
             grads=sum(grads.values()),
+            summed=summed,
             view=out_place == place[0],
             saves_input=place[0] in saved,
             saves_output=out_place in saved,
@@ -200,9 +201,12 @@ class _Bench:
             flops=flops_of(counter),
         )
 
-    def _set_aside(self, out: Tensor) -> list[Tensor]:
-        """Parameters that out's gradient will reach for the first time; gradients they have come back in the end."""
-        new, seen, nodes = [], set(), [out.grad_fn]
+    def _set_aside(self, out: Tensor) -> tuple[list[Tensor], int]:
+        """Parameters that out's gradient will reach for the first time, and bytes of those that a later stage reached.
+
+        Gradients that they have come back in the end.
+        """
+        new, summed, seen, nodes = [], 0, set(), [out.grad_fn]
         while nodes:
             node = nodes.pop()
             if node is None or node in seen:
@@ -210,12 +214,16 @@ class _Bench:
             seen.add(node)
             nodes += [following for following, _ in node.next_functions]
             leaf = getattr(node, "variable", None)
-            if leaf is not None and leaf.numel() and leaf not in self.parameters:
+            if leaf is None or not leaf.numel():
+                continue
+            if leaf in self.parameters:
+                summed += leaf.nbytes
+            else:
                 self.parameters.add(leaf)
                 self.undo.callback(setattr, leaf, "grad", leaf.grad)
                 leaf.grad = None
                 new.append(leaf)
-        return new
+        return new, summed
 
 
 def _timed(layers: list[Callable], stages: list[Stage], x: Tensor) -> list[Stage]:

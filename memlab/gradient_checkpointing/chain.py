@@ -72,7 +72,8 @@ class Stage:
       with the last tensor saved. All include the output, as far as it is made.
     backward_bytes: peak of backward: tape, saved output, gradients. Up to the first look at the tape, but without it:
       waiting_bytes at the peak, arriving_bytes at that look (0 if there is no tape); from there on: working_bytes.
-      The last stage's output and its gradient, which the caller holds, are not in here but in result_bytes.
+      The last stage's output and its gradient, which the caller holds, are not in here but in result_bytes. Where a
+      stage after it uses a parameter too, these have room for the sum of both gradients, besides the two.
     own_backward_bytes, own_working_bytes: the same with its input, which nobody else holds, until that is let go.
     cost, again_cost: of a forward, and of one that ends with the last tensor saved: FLOPs or seconds.
     """

@@ -132,6 +132,7 @@ class Step(NamedTuple):
     done: int
     gradient_bytes: int
     grads: int
+    summed: int
     view: bool
     saves_input: bool
     saves_output: bool
@@ -162,6 +163,7 @@ class Notes(NamedTuple):
         # The caller holds the last output and its gradient from beginning to end; the others die on the way.
         base, own_base = (levels[s.begin] + (output if self.last else -s.gradient_bytes) for s in (self.held, self.own))
         kept = levels[step.backward] - levels[step.begin] - (output if self.last else 0)
+        summed = self.own.summed  # alone on the bench it adds its gradients to none
         look, own_look = (s.look if s.saves else s.done for s in (self.held, self.own))
         return Stage(
             output_bytes=output,
@@ -173,12 +175,12 @@ class Notes(NamedTuple):
             forward_bytes=peak(self.begin, self.ran) - levels[self.begin],
             taped_bytes=peak(step.begin, step.forward) - levels[step.begin],
             again_bytes=peak(self.again, self.stopped) - levels[self.again],
-            backward_bytes=peak(step.backward, step.done) - base,
-            waiting_bytes=peak(step.backward, look) - base - kept,
+            backward_bytes=peak(step.backward, step.done) - base + summed,
+            waiting_bytes=peak(step.backward, look) - base - kept + summed,
             arriving_bytes=levels[look] - base - kept if step.saves else 0,
-            working_bytes=peak(look, step.done) - base,
-            own_backward_bytes=peak(self.own.backward, self.own.done) - own_base,
-            own_working_bytes=peak(own_look, self.own.done) - own_base,
+            working_bytes=peak(look, step.done) - base + summed,
+            own_backward_bytes=peak(self.own.backward, self.own.done) - own_base + summed,
+            own_working_bytes=peak(own_look, self.own.done) - own_base + summed,
             cost=step.flops,
             again_cost=self.again_flops if step.saves else 0,
             saves=step.saves,

@@ -38,7 +38,7 @@ def plan_segments(chain: Chain, budget_bytes: int | str) -> Plan:
 
     chain: of `measure_chain`. budget_bytes: an int, or text such as "16 MiB", for all that the Meter counts, so also
       parameters, buffers, input and gradients. Held to it is the prediction, `Plan.peak_bytes`, which is never below
-      what the Meter sees.
+      what the Meter sees, unless backward runs inside autocast.
 
     A smaller budget never gives a plan with a higher predicted peak. A front of more than `FRONT` plans is thinned:
     then the plan is the one that recomputes least of those left.

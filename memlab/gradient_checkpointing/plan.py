@@ -66,9 +66,10 @@ class Plan:
     def peak_bytes(self) -> int:
         """Of forward and backward, as the Meter counts: storages, with parameters, input and gradients.
 
-        Never too little. A checkpoint inside another, around a stage that does not save its input, lets go of that
-        input earlier than is counted here; so does a saved input before the gradient of the bias next to it; and
-        parameters that stages share are counted as if each had made its gradient alone.
+        Never too little where backward runs after autocast, as it should: inside, the copies of weights that autocast
+        caches stay on top. A checkpoint inside another, around a stage that does not save its input, lets go of that
+        input earlier than is counted here; so does a saved input before the gradient of the bias next to it; and where
+        stages share a parameter, each but the last has room for two gradients and their sum through all its backward.
         """
         return self.chain.resident_bytes + Model(self.chain).peak(
             self.steps, 0, len(self.chain), held=True, again=False
