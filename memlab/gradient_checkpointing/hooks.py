@@ -53,6 +53,7 @@ def checkpoint(function: Callable, /, *args, preserve_rng_state: bool = True, **
     preserve_rng_state: give the second run the random numbers of the first, so that dropout is the same, and leave no
       trace in the streams (those of the CPU, of the arguments' devices and of the current accelerator). False spares
       this where nothing is random. Only torch's own streams: not Python's or NumPy's, nor a torch.Generator of yours.
+      All threads share the CPU's: if random functions are run again in several at once, gradients may be wrong.
 
     The second run also finds autocast and the default device as they were, and BatchNorm's running statistics move once
     (`batch_norm` says what else is counted twice). Everything else that the function reads must not change before
@@ -63,14 +64,21 @@ def checkpoint(function: Callable, /, *args, preserve_rng_state: bool = True, **
     again where a Function of your own reads ctx.saved_tensors twice. To look at a saved tensor
     (`y.grad_fn._saved_self`) runs it too, and keeps nothing.
 
+    What the function does outside of itself each run does, as with torch.utils.checkpoint: a hook that it registers on
+    a parameter, or another tensor from outside, takes effect twice, and so does a `.backward()` inside that adds to
+    leaves (torch.autograd.grad adds to none).
+
     Raises RuntimeError in backward, naming function and tensor, if the second run saves fewer tensors or others (by
     shape, dtype, device; of a parameter that was saved, by whether it was written to in between), or if the function
     writes to a tensor after an op saved it. Other values under the same shape are not noticed, nor more tensors at the
     end.
 
-    Not inside torch.func.grad and its kin, which forbid hooks, nor inside torch.compile. A compiled function may be
-    checkpointed, but its BatchNorms are counted twice. Inside torch.vmap or torch.func.jvp only if backward is inside,
-    too: outside, the second run would find whole batches, so it is a RuntimeError. Write checkpoint(torch.vmap(f), x).
+    Not inside torch.func.grad and its kin, which forbid hooks, nor inside torch.compile. Inside torch.vmap or
+    torch.func.jvp only if backward is inside, too: outside, the second run would find whole batches, so it is a
+    RuntimeError. Write checkpoint(torch.vmap(f), x). Around a model that checkpoints inside, functional_call takes its
+    parameters away at its end: backward must be inside of it, or gradients are wrong. A compiled function may be
+    checkpointed, but its BatchNorms are counted twice; a TorchScript function may not, as it does not let the exception
+    pass by which the second run is stopped.
     """
     return checkpoint_within(no_contexts, function, args, kwargs, preserve_rng_state=preserve_rng_state)
 

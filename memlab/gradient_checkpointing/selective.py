@@ -55,7 +55,9 @@ def selective_checkpoint(
       keep(op, *args, **kwargs) → bool, which is asked once for every op of the forward, and never in backward.
     preserve_rng_state, and what function may be, take and return: as of `checkpoint`.
 
-    Gradients are bitwise those of `checkpoint`, whatever is kept. Whole results are kept, of ops that make something:
+    Gradients are bitwise those of `checkpoint`, whatever is kept, but for ops that go another way where a dispatch mode
+    is active, as it is here: nn.Bilinear under autocast rounds differently, and F.ctc_loss saves other tensors, so that
+    a `checkpoint` of it inside is an error in backward. Whole results are kept, of ops that make something:
     no views, copies or casts; nothing that is made after the last tensor that backward needs; and nothing that the
     function writes to later. A kept result is handed back once, so with `retain_graph` a second backward makes all of
     them again. Random numbers that follow a kept random op are what they were.

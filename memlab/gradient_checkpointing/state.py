@@ -5,6 +5,10 @@ None of them is an argument, and by the time of backward all may have moved on. 
 to a thread, too, and backward may run in another. So the first run notes them, and each later one gets them back for
 its time, and then leaves the streams of random numbers where it found them.
 
+A stream of random numbers belongs to no thread: while one has it set, others draw from it, or set it themselves. So
+of two recomputations at once, in backwards of different threads, neither need find the CPU's numbers as they were, and
+the stream may end elsewhere.
+
 A device's stream is noted if a tensor among the arguments lies there, or if it is the accelerator in use.
 """
 
