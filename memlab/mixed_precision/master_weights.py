@@ -111,8 +111,9 @@ class MasterWeights(Optimizer):
         """The chunks of `_chunks`, each when all that its step needs is where the masters are. Ends with the step."""
         chunks = list(self._chunks())
         for chunk in chunks:
-            narrow = (p for _, p in chunk if p.dtype in HALVES and p.grad.dtype in HALVES and not p.grad.is_sparse)
-            self._block(chunk[0][1].device).expect(sum(map(Tensor.numel, narrow)))
+            gradients = [p.grad for _, p in chunk if p.dtype in HALVES]
+            dense = [g.numel() for g in gradients if g.dtype in HALVES and not g.is_sparse]
+            self._block(chunk[0][1].device).expect(sum(dense))
         try:
             yield from chunks
         finally:
@@ -164,7 +165,7 @@ class MasterWeights(Optimizer):
         try:
             inner.param_groups = [options for _, options in groups]
             self._widen(weights, masters)
-            self._step_inner([m for p, m in zip(weights, masters, strict=True) if m is p])
+            self._step_inner(weights, masters)
         finally:  # if it raises halfway, some masters have moved: their states and weights go along
             strange = []
             if len(inner.state) > len(states):
@@ -184,17 +185,15 @@ class MasterWeights(Optimizer):
             )
         return [(group, options | {"params": group["params"]}) for group, options in groups]
 
-    def _step_inner(self, own: list[Tensor]) -> None:
-        """The optimizer's own step. own: the parameters that are their own masters; if it raises, their gradients are
-        scaled again, for another try.
-        """
+    def _step_inner(self, weights: list[Tensor], masters: list[Tensor]) -> None:
+        """The optimizer's own step. If it raises, gradients that were divided in place are as before, to try again."""
         inner = self._inner
         try:
             with self._counters.watch(inner):
                 type(inner).step.__wrapped__(inner)  # without the hooks: they are for the whole step, and run there
         except BaseException:
             if (scale := getattr(self, "grad_scale", None)) is not None:
-                multiply_gradients(own, scale.float())
+                multiply_gradients([m for p, m in zip(weights, masters, strict=True) if m is p], scale.float())
             raise
 
     def _keep_options(self, after: list[tuple[dict, dict]]) -> None:
@@ -268,8 +267,11 @@ class MasterWeights(Optimizer):
                     self.state[p] = state = kept | self._make([group | {"params": [m]}]).state[m]
                 else:
                     state.update(kept)  # its weight was its own master until it came to have 16 bits
+                if kept:
+                    self._versions.note(p)
             elif not unchanged:
                 take_over(p, m)
+                self._versions.note(p)
             masters.append(m)
             states.append(state)
         return masters, states
@@ -281,7 +283,7 @@ class MasterWeights(Optimizer):
     def _round(self, weights: list[Tensor], masters: list[Tensor]) -> None:
         """Masters → weights, to the nearest."""
         torch._foreach_copy_(weights, masters)
-        self._versions.note(weights)
+        self._versions.wrote(weights)
 
     @torch.no_grad()
     def refresh(self) -> None:

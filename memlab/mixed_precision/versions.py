@@ -17,13 +17,17 @@ class Versions:
     """
 
     def __init__(self):
-        self._of: dict[int, tuple] = {}  # by id: a tensor's own hash is a function in Python
+        self._of: dict[int, list] = {}  # by id: a tensor's own hash is a function in Python
 
-    def note(self, tensors: Iterable[Tensor]) -> None:
-        """From now on they are unchanged."""
+    def note(self, tensor: Tensor) -> None:
+        """From now on it is unchanged."""
+        place = tensor.storage_offset(), tensor.stride()
+        self._of[id(tensor)] = [tensor._version, *place, ref(tensor.untyped_storage())]
+
+    def wrote(self, tensors: Iterable[Tensor]) -> None:
+        """What was just written to these, which were unchanged or have been noted, is no change."""
         for tensor in tensors:
-            place = tensor.storage_offset(), tensor.stride()
-            self._of[id(tensor)] = tensor._version, place, ref(tensor.untyped_storage())
+            self._of[id(tensor)][0] = tensor._version
 
     def unchanged(self, tensors: Iterable[Tensor]) -> list[bool]:
         """Of each, whether nothing that torch counts has written to it since it was noted; False if it never was."""
@@ -31,7 +35,8 @@ class Versions:
         return [
             (its := noted(id(tensor))) is not None
             and its[0] == tensor._version
-            and its[1] == (tensor.storage_offset(), tensor.stride())
-            and its[2]() is tensor.untyped_storage()
+            and its[1] == tensor.storage_offset()
+            and its[2] == tensor.stride()
+            and its[3]() is tensor.untyped_storage()
             for tensor in tensors
         ]

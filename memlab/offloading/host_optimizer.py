@@ -233,7 +233,7 @@ class OffloadedOptimizer(MasterWeights):
         if (link := self._links.to(weights[0])) is None:
             return super()._round(weights, masters)
         link.send(masters, weights)
-        self._versions.note(weights)
+        self._versions.wrote(weights)
 
     # ---- states in the file
 
