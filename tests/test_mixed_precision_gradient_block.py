@@ -126,6 +126,19 @@ def test_chunks_are_of_4_mib_on_a_cpu_unless_told_otherwise():
 
 
 @pytest.mark.parametrize("resizable", [("cpu",), ()])
+def test_the_views_of_every_step_are_in_the_memory_that_is_there(resizable, monkeypatch):
+    monkeypatch.setattr(gradient_block, "RESIZABLE", resizable)
+    block, chunks = GradientBlock(CPU), (masters((3,), (2, 2)), masters((40,)))
+    for _ in range(3):
+        for chunk in chunks:
+            for view in block.views(chunk):
+                assert storage(view).nbytes() >= 4 * (view.storage_offset() + view.numel())
+                assert storage(view) is storage(block._flat)
+                view.fill_(1.0)
+        block.end()
+
+
+@pytest.mark.parametrize("resizable", [("cpu",), ()])
 def test_a_step_holds_the_gradients_it_has_however_many_the_last_step_had(resizable, monkeypatch):
     monkeypatch.setattr(gradient_block, "RESIZABLE", resizable)
     model = nn.ParameterList([nn.Parameter(torch.ones(50, dtype=BF16)), nn.Parameter(torch.ones(30, dtype=BF16))])

@@ -32,7 +32,7 @@ class GradientBlock:
 
     def _begin(self) -> None:
         self._flat = torch.empty(0, dtype=torch.float32, device=self._device)
-        self._views: dict[int, tuple[list[torch.Size], list[tuple[int, ...]], list[Tensor]]] = {}  # by chunk
+        self._views: dict[int, tuple[tuple, int, list[Tensor]]] = {}  # by chunk: their layout, elements, themselves
 
     def expect(self, numel: int) -> None:
         """Some chunk of the coming step has so many elements. Growing within a step would leave what caches have."""
@@ -45,12 +45,15 @@ class GradientBlock:
         """
         self._let_go()
         self._chunk += 1
-        shapes, strides = list(map(Tensor.size, masters)), list(map(Tensor.stride, masters))
-        self._hold(4 * max(self._expected, sum(map(Tensor.numel, masters))))
-        known = self._views.get(self._chunk)
-        if known is None or known[:2] != (shapes, strides):
-            self._views[self._chunk] = known = shapes, strides, self._made(masters)
-        return known[2]
+        layout = list(map(Tensor.size, masters)), list(map(Tensor.stride, masters))
+        its_layout, numel, views = self._views.get(self._chunk, (None, 0, []))
+        if its_layout != layout:
+            numel, views = sum(map(Tensor.numel, masters)), []
+        self._hold(4 * max(self._expected, numel))
+        if not views or self._chunk not in self._views:  # or the block began anew
+            views = self._made(masters)
+            self._views[self._chunk] = layout, numel, views
+        return views
 
     def _made(self, masters: list[Tensor]) -> list[Tensor]:
         made, start = [self._flat] * len(masters), 0

@@ -111,7 +111,7 @@ class MasterWeights(Optimizer):
         """The chunks of `_chunks`, each when all that its step needs is where the masters are. Ends with the step."""
         chunks = list(self._chunks())
         for chunk in chunks:
-            gradients = [p.grad for _, p in chunk if p.dtype in HALVES]
+            gradients = [p.grad for _, p in chunk]
             dense = [g.numel() for g in gradients if g.dtype in HALVES and not g.is_sparse]
             self._block(chunk[0][1].device).expect(sum(dense))
         try:
@@ -173,11 +173,13 @@ class MasterWeights(Optimizer):
             if len(inner.state) != len(states) or not all(map(operator.is_, inner.state.values(), states)):
                 self.state.update((p, self._kept(p, m) | inner.state[m]) for p, m in zip(weights, masters, strict=True))
             inner.state, inner.param_groups = defaultdict(dict), self.param_groups
-            halves = [(p, m) for p, m in zip(weights, masters, strict=True) if m is not p]
-            for _, m in halves:
+            if any(map(operator.is_, weights, masters)):
+                halves = [(p, m) for p, m in zip(weights, masters, strict=True) if m is not p]
+                weights, masters = [p for p, _ in halves], [m for _, m in halves]
+            for m in masters:
                 m.grad = None
-            if halves:
-                self._round(*map(list, zip(*halves, strict=True)))
+            if masters:
+                self._round(weights, masters)
         if strange:
             raise ValueError(
                 f"expected {type(inner).__name__} to keep its states by parameter, found one under {strange[0]!r}, "
