@@ -40,7 +40,10 @@ WHY = {
     "master_weights": "Before the step each 16-bit gradient is cast to FP32, and after it each master to 16 bits: two "
     "more passes over memory, since PyTorch has no CPU kernel that does it within the step. Beside a fused step, which "
     "is one pass itself, they weigh most. What casts and steps take alone, the rows say; the rest is Python, of which "
-    "many small parameters need much.",
+    "many small parameters need much: of the GPT's for-loop medians of repeated runs lie on both sides of the bound, "
+    "above it where the two cores share no cache.",
+    "split_beside_dtensor": "Of two ranks that wait for each other many times a pass, single times spread widely here, "
+    "and the medians of repeated runs lie on both sides of the bound.",
     "accumulation_time": "accumulate checks what it is given, and looks in autograd's graph for the wrong reduction: "
     "Python for each micro-batch, however small. Medians of repeated runs lie on both sides of the bound.",
     "swapped_to_files": "The file lies in the system's page cache here, so a swap is a copy in memory. Another core "
