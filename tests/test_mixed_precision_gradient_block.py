@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn, optim
 
-from memlab.memory_timeline import Meter
+from memlab.memory_timeline import Meter, imagine
 from memlab.mixed_precision import MasterWeights, StochasticRounding, gradient_block
 from memlab.mixed_precision.gradient_block import GradientBlock
 
@@ -123,6 +123,14 @@ def test_chunks_are_of_4_mib_on_a_cpu_unless_told_otherwise():
     for words, expected in [({}, [4, 4, 2]), ({"chunk_bytes": "2 MiB"}, [2] * 5), ({"chunk_bytes": None}, [10])]:
         for kind in (MasterWeights, StochasticRounding):
             assert [len(chunk) for chunk in kind(params, optim.SGD, **words)._chunks()] == expected
+
+
+def test_chunks_are_of_64_mib_on_an_imagined_card():
+    with imagine("H100-80GB"):
+        params = [nn.Parameter(torch.zeros(2**22, dtype=BF16)) for _ in range(10)]  # each 16 MiB of FP32
+        for p in params:
+            p.grad = torch.zeros_like(p)
+        assert [len(chunk) for chunk in MasterWeights(params, optim.SGD)._chunks()] == [4, 4, 2]
 
 
 @pytest.mark.parametrize("resizable", [("cpu",), ()])

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from memlab.memory_arithmetic.optimizers import CHUNK_BYTES
+from memlab.memory_timeline import in_main_memory
 from memlab.mixed_precision.fitting import HALVES, Counters, refuse_class, refuse_shared, same
 from memlab.mixed_precision.gradient_block import GradientBlock
 from memlab.mixed_precision.versions import Versions
@@ -141,15 +142,15 @@ class MasterWeights(Optimizer):
                     if chunk:
                         yield chunk
                     chunk, nbytes, device = [], size, p.device
-                    most = self._most_bytes(device)
+                    most = self._most_bytes(p)
                 chunk.append((group, p))
         if chunk:
             yield chunk
 
-    def _most_bytes(self, device: torch.device) -> float:
-        """Of a chunk on this device."""
+    def _most_bytes(self, p: Tensor) -> float:
+        """Of a chunk where this parameter is; the imagined card's are on a GPU."""
         if self.chunk_bytes == "auto":
-            return CHUNK_BYTES["cpu" if device.type == "cpu" else "gpu"]
+            return CHUNK_BYTES["cpu" if in_main_memory(p) else "gpu"]
         return torch.inf if self.chunk_bytes is None else self.chunk_bytes
 
     def _step_chunk(self, chunk: list[tuple[dict, Tensor]]) -> list[tuple[dict, dict]]:
