@@ -570,15 +570,13 @@ def test_a_sampler_that_is_stopped_in_its_own_thread_does_not_wait_for_itself():
     owner, stopped = Figures(), []
 
     def look(owner):
-        began = time.monotonic()
-        stopped.append((sampler.stop(2), time.monotonic() - began))
+        stopped.append(sampler.stop(2))  # False, if it waits for itself in vain
         return 0.0
 
     sampler = Sampler(owner, look, 0.001)
     sampler.start()
     wait_until(lambda: not monitors_threads())
-    ((ended, seconds),) = stopped
-    assert ended is True and seconds < 1
+    assert stopped == [True]
 
 
 def test_an_abandoned_loop_that_the_monitors_own_thread_collects_ends_with_its_log(tmp_path):

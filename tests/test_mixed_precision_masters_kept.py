@@ -138,14 +138,19 @@ def test_who_counts_steps_beyond_a_parameter_is_right_in_one_chunk_and_refused_i
         stepped(masters, params)
         stepped(reference, wide)
         assert all(torch.equal(masters.state[p]["master"], q) for p, q in zip(params, wide, strict=True))
-    for together in ([params], [[params[0]], [params[1]]]):  # in one group, whose chunks count one after the other
-        several = MasterWeights([{"params": group} for group in together], kind, chunk_bytes=1)
-        if kind is CountsInATensor and len(together) > 1:  # each group counts its own
-            several.param_groups[1]["t"] = torch.zeros(())
-            stepped(several, params)
-            continue
-        with pytest.raises(ValueError, match="found 't' counted once a chunk; use chunk_bytes=None"):
-            stepped(several, params)
+    with pytest.raises(ValueError, match="found 't' counted once a chunk; use chunk_bytes=None"):
+        stepped(MasterWeights(params, kind, chunk_bytes=1), params)
+
+
+def test_groups_that_each_count_in_a_tensor_of_their_own_are_stepped_in_chunks():
+    params, wide = ones((4,), (3,)), ones((4,), (3,), dtype=torch.float32)
+    groups, others = ([{"params": [p], "t": torch.zeros(())} for p in its] for its in (params, wide))
+    masters, reference = MasterWeights(groups, CountsInATensor, chunk_bytes=1), CountsInATensor(others)
+    for _ in range(3):
+        stepped(masters, params)
+        stepped(reference, wide)
+        assert all(torch.equal(masters.state[p]["master"], q) for p, q in zip(params, wide, strict=True))
+    assert [group["t"].item() for group in masters.param_groups] == [3, 3]
 
 
 def test_a_count_kept_beside_the_parameters_states_is_refused():
