@@ -86,7 +86,25 @@ def _numbers(inner: Optimizer) -> dict[object, int | float]:
     return found | {(name, value): value._version for name, value in tensors}  # held, so that each is told apart
 
 
-def same(a: object, b: object) -> bool:
+def keep_options(inner: Optimizer, after: list[tuple[dict, dict]]) -> None:
+    """What an optimizer wrote to its groups, such as a counter: every chunk began with the same and ends so.
+
+    after: of each chunk, its groups, each with the options that the chunk's step left. Raises ValueError if a group's
+    differ from chunk to chunk.
+    """
+    last = {id(group): options for group, options in after}
+    for group, options in after:
+        its = last[id(group)]
+        if others := [name for name in options | its if not _same(options.get(name), its.get(name))]:
+            raise ValueError(
+                f"expected {type(inner).__name__} to write a group the same options in each chunk, found another "
+                f"{' and '.join(map(repr, others))}: it looks at all parameters together; use chunk_bytes=None"
+            )
+    for group, options in after:
+        group.update(options)
+
+
+def _same(a: object, b: object) -> bool:
     """Whether two options are equal: also tensors, of any shape, and nan."""
     if a is b:
         return True

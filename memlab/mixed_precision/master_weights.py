@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from memlab.memory_arithmetic.optimizers import CHUNK_BYTES
 from memlab.memory_timeline import in_main_memory
-from memlab.mixed_precision.fitting import HALVES, Counters, refuse_class, refuse_shared, same
+from memlab.mixed_precision.fitting import HALVES, Counters, keep_options, refuse_class, refuse_shared
 from memlab.mixed_precision.gradient_block import GradientBlock
 from memlab.mixed_precision.versions import Versions
 from memlab.units import parse_bytes
@@ -104,7 +104,7 @@ class MasterWeights(Optimizer):
         if not getattr(self, "found_inf", False):
             self._counters.begin()
             with closing(self._brought()) as chunks:
-                self._keep_options([pair for chunk in chunks for pair in self._step_chunk(chunk)])
+                keep_options(self._inner, [pair for chunk in chunks for pair in self._step_chunk(chunk)])
             self._counters.refuse(self._inner)
         return loss
 
@@ -198,20 +198,6 @@ class MasterWeights(Optimizer):
             if (scale := getattr(self, "grad_scale", None)) is not None:
                 multiply_gradients([m for p, m in zip(weights, masters, strict=True) if m is p], scale.float())
             raise
-
-    def _keep_options(self, after: list[tuple[dict, dict]]) -> None:
-        """What the optimizer wrote to its groups, such as a counter: every chunk began with the same and ends so."""
-        last = {id(group): options for group, options in after}
-        for group, options in after:
-            its = last[id(group)]
-            if others := [name for name in options | its if not same(options.get(name), its.get(name))]:
-                raise ValueError(
-                    f"expected {type(self._inner).__name__} to write a group the same options in each chunk, found "
-                    f"another {' and '.join(map(repr, others))}: it looks at all parameters together; use "
-                    "chunk_bytes=None"
-                )
-        for group, options in after:
-            group.update(options)
 
     def _widen(self, weights: list[Tensor], masters: list[Tensor]) -> None:
         """Give each master its weight's gradient in FP32, divided by the loss scale if a scaler left that to us."""
