@@ -160,15 +160,15 @@ def test_without_its_numbers_a_token_a_block_keeps_what_korthikanti_and_others_c
     model, b, s, h, a = SHAPE, 3, 48, 64, 8
     model = replace(model, hidden=256)
     for t in (1, 2, 4, 8):
-        flash, norms = 4 * a * s * b // t + 24, 16 * s * b
+        fused, norms = 4 * a * s * b // t + 16, 16 * s * b
         of = functools.partial(block_activations, model, b, s, t, precision="bf16")
         sequence = {"sequence_parallel": True}
-        assert of(dropout=0.1).nbytes == s * b * h * 10 + s * b * h * 24 // t + flash + norms
-        assert of(dropout=0.1, **sequence).nbytes == s * b * h * 34 // t + flash + norms // t
-        assert of().nbytes == s * b * h * 8 + s * b * h * 24 // t + flash + norms
-        assert of(**sequence).nbytes == s * b * h * 32 // t + flash + norms // t
+        assert of(dropout=0.1).nbytes == s * b * h * 10 + s * b * h * 24 // t + fused + norms
+        assert of(dropout=0.1, **sequence).nbytes == s * b * h * 34 // t + fused + norms // t
+        assert of().nbytes == s * b * h * 8 + s * b * h * 24 // t + fused + norms
+        assert of(**sequence).nbytes == s * b * h * 32 // t + fused + norms // t
         if t > 1:
-            assert of(**sequence, keep_gathered=True).nbytes == s * b * h * 4 + s * b * h * 28 // t + flash + norms // t
+            assert of(**sequence, keep_gathered=True).nbytes == s * b * h * 4 + s * b * h * 28 // t + fused + norms // t
 
 
 def test_on_one_rank_a_block_keeps_what_the_book_s_whole_one_does():

@@ -63,7 +63,7 @@ def kept_by_a_rank(model: Transformer, ranks: int, way: str, batch: int = TEXTS)
 def draw_kept(width: int = 2048, heads: int = 16, most_ranks: int = 8) -> Picture:
     """Bars of what a block's forward keeps on a rank, divided and whole, by the number of ranks and the way to split.
 
-    BF16, flash attention, no dropout, 8 texts of 1,024 tokens. Raises ValueError for heads that ranks do not divide.
+    BF16, fused attention, no dropout, 8 texts of 1,024 tokens. Raises ValueError for heads that ranks do not divide.
     """
     model = of_width(width, heads)
     powers = [2**power for power in range(most_ranks.bit_length()) if 2**power <= most_ranks]

@@ -37,32 +37,49 @@ def embedded(c: Setting, tied: bool, dy: str) -> list[Row]:
 
 
 def head(c: Setting, tied: bool) -> list[Op]:
-    """Logits and cross-entropy: log_softmax saves its output, (tokens × vocabulary), in FP32 under autocast.
+    """Logits and cross-entropy: log_softmax saves its output, (tokens × vocabulary).
 
     Its backward is a moment of its own: log-probabilities, their gradient and that of the logits, 3·b·s·v at once.
+    Autocast computes a part in FP32: on a CPU all of cross-entropy, whose input it casts; on a GPU only its second
+    half, nll_loss, so log-probabilities are there in 16 bit and, for nll_loss, which saves them too, in 32.
     """
-    size, wide = "b·s·v", 4 if c.autocast else c.compute
+    size, wide, late = "b·s·v", 4 if c.autocast else c.compute, c.autocast and c.gpu
     logits = passing("logits", size, c.compute, "a variable holds them until the model returns")
-    copy = passing("FP32 logits", size, 4, "autocast computes the loss in FP32")
-    log = kept("log-probabilities", size, wide, "log_softmax saves its output")
+    log = kept("log-probabilities", size, c.compute if late else wide, "log_softmax saves its output")
+    if late:
+        cast = kept(f"FP32 {log.name}", size, 4, "autocast computes nll_loss in FP32, which saves its input")
+    else:
+        cast = passing("FP32 logits", size, 4, "autocast computes the loss in FP32")
     loss = (passing if c.accumulating else kept)("loss", "1", wide, "a variable holds it")
     total = kept("weight of the targets", "1", wide, "nll_loss saves the number of targets")
     one = passing(of(loss.name), "1", wide, "backward begins with 1")
-    d_log = passing(of(log.name), size, wide, "the loss's gradient, zero but at the targets")
-    d_logits = passing(of(copy.name if c.autocast else logits.name), size, wide, "softmax minus the targets")
-    backward = (one, d_log, total.name)  # it waits until backward ends, for backward() holds what it begins with
+    d_log = passing(of((cast if late else log).name), size, wide, "the loss's gradient, zero but at the targets")
+    read = [cast.name, total.name] if late else [total.name]
+    backward = (one, d_log, *read)  # it waits until backward ends, for backward() holds what it begins with
     if c.accumulating:
-        backward = (d_log, one.name, total.name)
-    cast = [
-        leave("output of norm"),
-        Op("cast of the logits", (copy,), (passing(of(logits.name), size, 2, "cast back"), of(copy.name))),
-    ]
+        backward = (d_log, one.name, *read)
+    d_logits = passing(of(logits.name), size, c.compute, "softmax minus the targets")
     waits = grad(c, "token_embedding.weight", "v·h") if c.autocast else by_the_head(c)
     name, made = ("token_embedding", waits) if tied else ("head", None)
+    if late:
+        back = passing(of(log.name), size, c.compute, "cast back")
+        between = [
+            Op("log_softmax", (log,), (d_logits, back.name, log.name)),
+            Op(f"cast of the {log.name}", (cast,), (back, d_log.name)),
+        ]
+    elif c.autocast:
+        d_cast = passing(of(cast.name), size, 4, "softmax minus the targets")
+        between = [
+            leave("output of norm"),
+            Op("cast of the logits", (cast,), (passing(of(logits.name), size, 2, "cast back"), d_cast.name)),
+            Op("log_softmax", (log,), (d_cast, d_log.name, log.name)),
+        ]
+    else:
+        between = [Op("log_softmax", (log,), (d_logits, d_log.name, log.name))]
     return [
         linear(c, name, "v·h", "output of norm", logits, casts_x=True, d_weight=made),
-        *(cast if c.autocast else []),
-        Op("log_softmax", (log,), (d_logits, d_log.name, log.name)),
+        *([leave("output of norm")] if late else []),
+        *between,
         Op("nll_loss", (loss, total), backward),
     ]
 

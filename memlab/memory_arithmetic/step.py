@@ -230,8 +230,8 @@ def refuse_attention(model: Transformer, precision: str, attention: str, dropout
     """Raise ValueError for attention that a family does not have, or whose bytes on a GPU are others than counted here.
 
     FP32 takes the memory-efficient kernel, for heads of whole 16 bytes and without grouped keys; else PyTorch stores
-    the scores of every block after all, and says nothing. 16 bits take flash attention, which pads other heads than
-    multiples of 8, and leaves those above 256 to the memory-efficient kernel. (PyTorch's sdp_utils.cpp.)
+    the scores of every block after all, and says nothing. 16 bits take cuDNN's attention, for heads of a multiple of 8
+    up to 256; flash would pad others, and those above 256 go to the memory-efficient kernel. (PyTorch's sdp_utils.cpp.)
     Where scores are stored, a head of one feature is refused, too: heads side by side are then a view, and the Linear
     after it makes the copy.
     """

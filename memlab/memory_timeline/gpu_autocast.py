@@ -16,6 +16,7 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor
 from torch.amp.autocast_mode import autocast
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
@@ -24,7 +25,7 @@ HALF = (torch.bfloat16, torch.float16)
 AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 # What CUDA's autocast runs in 32 bit: casting the arguments, or asking for a result of that dtype.
 CAST_TO_FP32 = """
-    acos asin binary_cross_entropy_with_logits cdist cosh cosine_embedding_loss cosine_similarity cross_entropy
+    acos asin binary_cross_entropy_with_logits cdist cosh cosine_embedding_loss cosine_similarity
     dist erfinv exp expm1 group_norm hinge_embedding_loss huber_loss interpolate kl_div l1_loss layer_norm log log10
     log1p log2 logsumexp margin_ranking_loss mse_loss multi_margin_loss multilabel_margin_loss nll_loss
     pdist poisson_nll_loss pow __pow__ __rpow__ reciprocal renorm rsqrt sinh smooth_l1_loss soft_margin_loss
@@ -32,8 +33,13 @@ CAST_TO_FP32 = """
 """
 RESULT_IN_FP32 = "cumprod cumsum linalg_matrix_norm linalg_vector_norm log_softmax norm prod softmax sum"
 CAST_TO_FP32, RESULT_IN_FP32 = frozenset(CAST_TO_FP32.split()), frozenset(RESULT_IN_FP32.split())
-# What a CPU's list has and CUDA's has not, or not in 32 bit; and products of vectors, which a CPU's list lacks.
-AS_IT_IS = frozenset({"adaptive_avg_pool3d", "avg_pool3d", "grid_sample", "grid_sampler", "pad"})
+# What a CPU's list has and CUDA's has not, or not in 32 bit (joining tensors promotes by itself, without copies of
+# them); and products of vectors, which a CPU's list lacks.
+AS_IT_IS = """
+    adaptive_avg_pool3d avg_pool3d cat column_stack concat concatenate dstack grid_sample grid_sampler hstack index_copy
+    pad row_stack stack vstack
+"""
+AS_IT_IS = frozenset(AS_IT_IS.split())
 CAST_TO_HALF = frozenset({"addmv", "addr", "mv"})
 
 FROM_FP16 = {"softmax": aten._softmax, "log_softmax": aten._log_softmax}
@@ -70,6 +76,8 @@ class _FP32Ops(TorchFunctionMode):
         elif name in AS_IT_IS:
             with torch._C._ExcludeDispatchKeyGuard(AUTOCAST):
                 return func(*args, **kwargs)
+        elif name == "cross_entropy":
+            return _cross_entropy(*args, **kwargs)
         elif name == "normalize" and kwargs.get("out") is None:  # it calls a norm inside itself
             return _normalize(*args, **{key: value for key, value in kwargs.items() if key != "out"})
         elif name == "binary_cross_entropy":
@@ -78,6 +86,20 @@ class _FP32Ops(TorchFunctionMode):
                 "autocast, which CUDA's refuses, since its logarithm of a 16-bit probability overflows"
             )
         return func(*args, **kwargs)
+
+
+def _cross_entropy(input: Tensor, target: Tensor, weight: Tensor | None = None, *args, **kwargs) -> Tensor:
+    """CUDA's list has not cross_entropy, but nll_loss, which is the second half of it.
+
+    So log_softmax, which cross_entropy asks for in its input's own dtype, stays in 16 bit, and what it gives is cast.
+    Probabilities as targets, and smoothed labels, which take other ways through it, are cast before, as a CPU does.
+    """
+    given = dict(zip(("size_average", "ignore_index", "reduce", "reduction", "label_smoothing"), args, strict=False))
+    given |= kwargs
+    if input.dtype not in HALF or target.is_floating_point() or given.pop("label_smoothing", 0.0):
+        return F.cross_entropy(input, target, weight, *args, **kwargs)
+    scores = torch.log_softmax(input, 0 if input.dim() == 1 else 1, input.dtype)
+    return F.nll_loss(scores, target, weight, **given)
 
 
 def _normalize(input: Tensor, p: float = 2.0, dim: int = 1, eps: float = 1e-12) -> Tensor:
@@ -99,7 +121,8 @@ def _autocast_enter(enter: Callable) -> Callable:
         before = self.device
         self.device = "cpu" if before == "cuda" else before  # one that was made before the block, as a decorator is
         result = enter(self)
-        self._fp32_ops = [*getattr(self, "_fp32_ops", ()), (before, _FP32Ops())]  # it may be entered inside itself
+        found = self.prev, self.prev_fastdtype, self.prev_cache_enabled  # torch keeps the last entrance's only
+        self._fp32_ops = [*getattr(self, "_fp32_ops", ()), (before, _FP32Ops(), found)]  # it may be inside itself
         self._fp32_ops[-1][1].__enter__()
         return result
 
@@ -110,7 +133,7 @@ def _autocast_exit(leave: Callable) -> Callable:
     def __exit__(self, *error):
         before = self.device
         if getattr(self, "_fp32_ops", None):
-            before, fp32_ops = self._fp32_ops.pop()
+            before, fp32_ops, (self.prev, self.prev_fastdtype, self.prev_cache_enabled) = self._fp32_ops.pop()
             fp32_ops.__exit__(*error)
         try:
             return leave(self, *error)

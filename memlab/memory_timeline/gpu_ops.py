@@ -4,15 +4,17 @@ Imagined tensors have device "cpu", so PyTorch would choose the CPU's way for th
 choices are made as CUDA would make them:
 
 - dropout keeps a mask of one byte an element, not of the input's dtype;
-- fused attention is flash (16 bit) or memory-efficient (32 bit, or a mask), and keeps one float a query;
+- fused attention is flash (16 bit), cuDNN's on Hopper and Blackwell, or memory-efficient (32 bit, or a mask elsewhere),
+  and keeps one float a query;
 - LayerNorm and BatchNorm keep their mean and deviation in 32 bit when their input has 16, and so does RMSNorm, in one
   fused op;
 - optimizers and gradient clipping work on all tensors at once (*foreach*) unless told otherwise;
 - autocast runs softmax, norms and losses in 32 bit (gpu_autocast.py).
 
 Only attributes of Python modules are replaced, for as long as the block lasts and for its own thread; PyTorch's tables
-stay as they are. So names that were imported from torch.nn.functional one by one, before the block, do as on a CPU. On
-Hopper a recent cuDNN may take over from flash attention: it keeps the same two tensors, and is not imitated.
+stay as they are. So names that were imported from torch.nn.functional one by one, before the block, do as on a CPU.
+PyTorch prefers cuDNN's attention from cuDNN 9.15.1 on, which its builds for CUDA 13 bring along; one for CUDA 12 takes
+flash on Hopper too, and keeps 8 bytes more.
 Source: aten/src/ATen/native (Dropout.cpp, transformers/attention.cpp, transformers/cuda/sdp_utils.cpp,
 cuda/layer_norm_kernel.cu, cuda/Normalization.cu), torch/optim/optimizer.py.
 """
@@ -34,6 +36,9 @@ from memlab.memory_timeline.gpu_autocast import AUTOCAST, CHOICES, HALF, autocas
 
 aten = torch.ops.aten
 AMPERE = (8, 0)  # the first architecture with flash attention, and with matrix units for BF16
+CUDNN_FIRST = (9, 10)  # Hopper and Blackwell: where cuDNN's attention is asked before flash
+RMS_NORM_IN_32_BIT = torch._C._dispatch_has_kernel_for_dispatch_key("aten::rms_norm", "AutocastCUDA")
+"""Whether this PyTorch's autocast has RMSNorm on its list for 32 bit, which 2.11's has not."""
 RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell")
 
 # Straight to the dispatch modes, past autograd, which would take a CPU's op apart.
@@ -123,18 +128,20 @@ def _dropout(on_cpu: Callable) -> Callable:
     return dropout
 
 
-def as_cuda_returns(func, result):
-    """An op's result with the dtypes, and in the memory, in which CUDA's kernel returns it."""
+def as_cuda_returns(func, args: tuple, result):
+    """The result of an op on `args`, with the dtypes, and in the memory, in which CUDA's kernel returns it."""
     if func in (aten.native_layer_norm.default, aten.native_batch_norm.default) and result[0].dtype in HALF:
         return result[0], result[1].float(), result[2].float()
     if func is aten._scaled_dot_product_efficient_attention.default:
         for random_state in result[2:]:
             random_state.untyped_storage().in_main_memory = True
+    if func is aten._scaled_dot_product_cudnn_attention.default and not args[4]:
+        return result[0], result[1].new_empty(0), *result[2:]  # without a backward to come it keeps no rows
     return result
 
 
 def _rms_norm(input: Tensor, normalized_shape, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-    if autocasting():
+    if autocasting() and RMS_NORM_IN_32_BIT:
         input, weight = (t.float() if t is not None and t.dtype in HALF else t for t in (input, weight))
     if weight is not None and weight.dtype != input.dtype:  # for mixed dtypes CUDA has no fused kernel either
         return torch.rms_norm(input, normalized_shape, weight, eps)
@@ -199,7 +206,15 @@ def _attention(architecture: tuple[int, int]) -> Callable:
                 "expected query, key and value of one dtype, for a GPU refuses others; found "
                 f"{query.dtype}, {key.dtype}, {value.dtype}"
             )
-        choice = _choose(query, key, value, attn_mask, is_causal, enable_gqa, architecture)
+        choice = _choose(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa, architecture)
+        keep = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
+        if choice == "cudnn":
+            bias = _as_floats(attn_mask, query.dtype)
+            out, rows, *state, _ = aten._scaled_dot_product_cudnn_attention(
+                query, key, value, bias, keep, dropout_p, is_causal, scale=scale
+            )
+            del rows, state[:]  # in this order, as C++ lets go of them where nobody keeps them
+            return out
         if choice == "flash":
             width = query.shape[-1]
             if width % 8:
@@ -209,10 +224,9 @@ def _attention(architecture: tuple[int, int]) -> Callable:
             return out[..., :width] if width % 8 else out
         attn_mask = _as_floats(attn_mask, query.dtype)
         if choice == "efficient":
-            bias = _as_bias(attn_mask, query, key)
-            keep = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
+            attn_mask = _as_bias(attn_mask, query, key)
             return aten._scaled_dot_product_efficient_attention(
-                query, key, value, bias, keep, dropout_p, is_causal, scale=scale
+                query, key, value, attn_mask, keep, dropout_p, is_causal, scale=scale
             )[0]
         if dropout_p > 0:
             return _attention_by_ops(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
@@ -223,8 +237,10 @@ def _attention(architecture: tuple[int, int]) -> Callable:
     return scaled_dot_product_attention
 
 
-def _choose(query, key, value, mask, is_causal: bool, grouped: bool, architecture: tuple[int, int]) -> str:
-    """Flash, else memory-efficient, else by ops: CUDA's order, and its main conditions.
+def _choose(
+    query, key, value, mask, dropout_p: float, is_causal: bool, grouped: bool, architecture: tuple[int, int]
+) -> str:
+    """cuDNN's, else flash, else memory-efficient, else by ops: CUDA's order, and its main conditions.
 
     query: (batch, heads, tokens, width); key, value: (batch, key-value heads, tokens, width). `sdpa_kernel` is obeyed.
     """
@@ -237,6 +253,17 @@ def _choose(query, key, value, mask, is_causal: bool, grouped: bool, architectur
     alike = query.shape[:2] == key.shape[:2] == value.shape[:2]
     groups = grouped and query.shape[0] == key.shape[0] and key.shape[:2] == value.shape[:2]
     trained = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
+    whole_rows = mask is None or mask.stride(-1) == 1
+    if (
+        (half and architecture[0] in CUDNN_FIRST and allowed.cudnn_sdp_enabled())
+        and (alike or groups)
+        and (width % 8 == value.shape[-1] % 8 == 0 and max(width, value.shape[-1]) <= 256)
+        and key.shape[-2] != 1
+        and (not dropout_p or query.shape[-2] != 1)
+        and (mask is None or (whole_rows and not mask.requires_grad))
+        and not torch.are_deterministic_algorithms_enabled()
+    ):
+        return "cudnn"
     widest = 192 if trained and (8, 6) <= architecture <= (8, 9) else 256
     if (
         (half and architecture >= AMPERE and mask is None and allowed.flash_sdp_enabled())
@@ -246,7 +273,7 @@ def _choose(query, key, value, mask, is_causal: bool, grouped: bool, architectur
     ):
         return "flash"
     aligned = 8 if half else 4 if architecture >= AMPERE else 1
-    fits = alike and width % aligned == value.shape[-1] % aligned == 0
+    fits = alike and width % aligned == value.shape[-1] % aligned == 0 and whole_rows
     return "efficient" if fits and allowed.mem_efficient_sdp_enabled() else "math"
 
 

@@ -219,12 +219,33 @@ class _Imagination(FakeTensorMode):
                 f"expected imagined tensors, found a real one in {func}: build the model inside the block, and bring a "
                 "batch in with gpu.imagined(batch)"
             ) from None
+        if func in REDUCED and _reduces(*args[3 if func is BINARY_CROSS_ENTROPY else 2 :][:1], **kwargs):
+            result = _in_place_of_all(result, *args[:2])
+        if func is aten.lift_fresh.default and self.imagines in CARDS and _asked_by_torch():
+            result.untyped_storage().in_main_memory = True  # an optimizer's number, which is on no GPU either
         if self.beside_card:
             before = {id(leaf.untyped_storage()) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
             for leaf in tree_leaves(result):  # a view, or what was written to, stays where it was
                 if isinstance(leaf, Tensor) and id(leaf.untyped_storage()) not in before:
                     leaf.untyped_storage().in_main_memory = True
-        return as_cuda_returns(func, result) if self.imagines in CARDS else result
+        return as_cuda_returns(func, args, result) if self.imagines in CARDS else result
+
+
+BINARY_CROSS_ENTROPY = aten.binary_cross_entropy.default
+REDUCED = frozenset({
+    aten.mse_loss.default, aten.smooth_l1_loss.default, aten.soft_margin_loss.default, BINARY_CROSS_ENTROPY,
+})  # fmt: skip
+"""Losses whose kernels write every element's loss and then the mean, or the sum, over the first of them."""
+
+
+def _reduces(reduction: int = 1, **_: object) -> bool:
+    """Whether a loss is a mean or a sum, and not one for each element (PyTorch's Reduction: 0 none, 1 mean, 2 sum)."""
+    return reduction != 0
+
+
+def _in_place_of_all(result: Tensor, input: Tensor, target: Tensor) -> Tensor:
+    """A reduced loss in the storage of the unreduced: a number that holds as many bytes as its input."""
+    return result.new_empty(torch.broadcast_shapes(input.shape, target.shape)).as_strided((), ())
 
 
 def _asked_by_torch() -> bool:

@@ -360,8 +360,11 @@ class Meter(TorchDispatchMode):
         for storage in storages_of(tensor):
             number = self._live.get(storage._cdata)
             if number is None:
+                fresh = self._ops[op].func is LIFT_FRESH
+                if fresh and self._imagined:
+                    continue  # the real tensor of which an imagined one is made
                 number = self._note_storage(storage, tensor, op, phase, line)
-                if number >= 0 and self._ops[op].func is not LIFT_FRESH:  # torch.tensor(...) makes it, and tells later
+                if number >= 0 and not fresh:  # torch.tensor(...) makes it, and tells later
                     history.owners[number] = OUTSIDE
             else:
                 history.last_read[number] = op

@@ -96,7 +96,7 @@ def block_bytes(
 
     >>> model = Transformer(layers=24, width=4096, heads=32, vocabulary=256, context=2048)
     >>> block_bytes(model, 1, 2048, dropout=0.1) - 2048 * (34 * 4096 + 16 + 4 * 32)  # the state of random numbers
-    24
+    16
     """
 
     def kept(layers: int) -> int:

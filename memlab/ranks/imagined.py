@@ -55,12 +55,13 @@ def one_rank(device: str | None = None) -> Iterator[DeviceMesh]:
         with one_rank() as mesh:
             fully_shard(model, mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
 
-    device: "cuda" or "cpu", whose mesh it is; None: the GPU's where there is one. For imagined hardware, "cpu".
+    device: "cuda" or "cpu", whose mesh it is; None: the GPU's where there is one. For imagined hardware, "cpu". The
+      group with "cuda" takes tensors in main memory, too.
 
     Afterwards there is no process group. Raises RuntimeError where there is one already.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    with _group("nccl" if device == "cuda" else "gloo", distributed.HashStore(), 0, 1, device) as mesh:
+    with _group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", distributed.HashStore(), 0, 1, device) as mesh:
         yield mesh
 
 

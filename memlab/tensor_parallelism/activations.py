@@ -9,7 +9,7 @@ and a heads (what is of a·s·s, which only attention by hand keeps, is left out
 
 The 10 are, of each half of the block, the input of its norm (2), the norm's output, which is the column parallel
 layer's input (2), and the mask of its dropout (1). Three things are different here. Two numbers a token for each norm,
-4·b·s bytes each, one a head and token in attention, 4·b·a·s, and flash's random state are counted too. Without dropout
+4·b·s bytes each, one a head and token in attention, 4·b·a·s, and its random state are counted too. Without dropout
 there are no masks: 32, 8 + 24/t and 32/t. And a column parallel layer that keeps its gathered input (`keep_gathered`)
 keeps 4·s·b·h on every rank: 4 + 28/t; the paper's, and ours by default, gathers it again in backward.
 
@@ -48,7 +48,7 @@ def block_activations(
 ) -> Breakdown:
     """What one block's forward keeps for backward on one of so many ranks, term by term.
 
-    batch, tokens: of the whole batch, which all ranks work on. hardware: "gpu" (flash attention in 16 bits, the
+    batch, tokens: of the whole batch, which all ranks work on. hardware: "gpu" (cuDNN's attention in 16 bits, the
     memory-efficient kernel in FP32) or "cpu". sequence_parallel, keep_gathered, kv_heads: as of `TensorParallelGPT`.
 
     Raises ValueError for sizes that the ranks do not divide, and for attention that no fused kernel computes.
