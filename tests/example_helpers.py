@@ -15,7 +15,8 @@ def printed(*command: str) -> str:
     """What a program prints that is started in the book's folder, by no launcher that started this one."""
     launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     environment = {name: value for name, value in os.environ.items() if name not in launcher}
-    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    environment |= {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", *command]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr

@@ -661,6 +661,7 @@ def test_recorded_snapshots_are_found_and_damaged_ones_named(tmp_path):
 
 
 def test_programs_are_recorded_on_a_card_of_any_name_and_without_one_nothing_is_made(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert snapshots.main([str(tmp_path / "none")]) == 2
     assert "expected a CUDA GPU" in capsys.readouterr().err and not any(tmp_path.iterdir())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

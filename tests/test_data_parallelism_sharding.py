@@ -183,7 +183,8 @@ def like_fsdp2(rank, world, **options):
     found = []
     for ours in (True, False):
         model = gpt(dtype=torch.float32, width=64)
-        theirs = {"mp_policy": MixedPrecisionPolicy(**options)} if options else {}
+        theirs = {"mesh": distributed.init_device_mesh("cpu", (world,))}  # by default the GPUs', if there are any
+        theirs |= {"mp_policy": MixedPrecisionPolicy(**options)} if options else {}
         for layer in (*model.blocks, model):
             fully_shard(layer, **options) if ours else fsdp2(layer, **theirs)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

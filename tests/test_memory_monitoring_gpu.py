@@ -107,6 +107,7 @@ def nothing_around(monkeypatch):
     monkeypatch.setenv("PATH", "")
     for name in ("mem_get_info", "get_device_properties", "device_count", "is_available"):
         monkeypatch.setattr(torch.cuda, name, lambda *_, name=name: pytest.fail(f"torch.cuda.{name} without a GPU"))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
 
 
 @pytest.fixture

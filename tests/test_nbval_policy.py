@@ -151,7 +151,8 @@ def test_each_picture_behind_sliders_is_drawn_in_a_cell_of_its_own_and_one_that_
     write(tmp_path / "fine.ipynb", SLIDING.replace("PLACES", "[1, 2]"), "")
     write(tmp_path / "broken.ipynb", SLIDING.replace("PLACES", "[1, 2, 3]"), "")
     write(tmp_path / "lost.ipynb", SLIDING.replace("PLACES", "[1, 2]") + "del slider", "")
-    printed = run_pytest(tmp_path, "--nbval-lax", PYTHONPATH=str(ROOT))
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    printed = run_pytest(tmp_path, "--nbval-lax", PYTHONPATH=path)
     assert "PASSED fine.ipynb::Pictures behind the sliders" in printed
     assert "FAILED broken.ipynb::Pictures behind the sliders" in printed and "ZeroDivisionError" in printed
     assert (

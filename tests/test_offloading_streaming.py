@@ -939,6 +939,7 @@ def test_a_full_disk_is_named_at_the_start_and_the_model_is_as_it_was(tmp_path, 
     with pytest.raises(OSError, match=f"room for .* in folder '{tmp_path}', found: No space left on device"):
         stream_weights(model, model.blocks, tmp_path).__enter__()
     assert alike(list(model.parameters()), list(plain.parameters()))
+    gc.collect()  # in Python 3.12 the error's frames hold each other, and the map of the file for which there was room
     assert hooks_of(model) == 0 and threads() == [] and open_files() == before
 
 

@@ -54,7 +54,8 @@ def folder():
 
 def environment(folder: Path, **more: str) -> dict[str, str]:
     cleaned = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "MASTER_ADDR")}
-    return {**cleaned, "PYTHONPATH": str(ROOT), "TMPDIR": str(folder / "tmp"), "OMP_NUM_THREADS": "1", **more}
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    return {**cleaned, "PYTHONPATH": path, "TMPDIR": str(folder / "tmp"), "OMP_NUM_THREADS": "1", **more}
 
 
 def staying(folder: Path) -> tuple[subprocess.Popen, list[psutil.Process]]:

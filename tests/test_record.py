@@ -107,7 +107,8 @@ def test_what_a_thread_or_a_warning_prints_while_claims_are_told_loses_none(tmp_
     assert list(record.claims_of(chapter, lambda *_: None)) == ["one"]
 
 
-def test_a_chapter_that_fails_is_marked_and_the_others_go_on(tmp_path, capsys):
+def test_a_chapter_that_fails_is_marked_and_the_others_go_on(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(record, "device", lambda: ("CPU", False))
     write(tmp_path, c01_bad="1 / 0", c02_good="1 + 1")
     output = tmp_path / "out.json"
     assert record.main(command(tmp_path, output=output)[3:]) == 1
@@ -231,6 +232,7 @@ def test_stopped_in_the_middle_of_a_chapter_it_keeps_the_others_and_no_kernel_st
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},  # a dry run on every machine
         # A shell or nohup that runs these tests in the background may have told them and their children to ignore it.
         preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),
     ) as process:
@@ -347,6 +349,7 @@ def test_a_record_that_may_not_be_read_or_written_is_refused_in_a_sentence(tmp_p
     for where, place in ((documents.Kind, "read"), (documents, "expect_writable")):
         (tmp_path / "a.json").touch()
         with monkeypatch.context() as patch:
+            patch.setattr(record, "device", lambda: ("CPU", False))
             patch.setattr(documents.Kind, "read", lambda kind, path: kind.empty("CPU", False))
             patch.setattr(where, place, raising(denied))
             assert record.main(command(tmp_path, output=tmp_path / "a.json")[3:]) == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from memlab.tensor_parallelism.__main__ import main
 from tests.example_helpers import assert_torchrun_says, figures, peaks, printed
@@ -13,11 +14,14 @@ CHOSEN = ("--sequence-parallel", "--steps", "2")
 
 def test_the_example_says_the_same_by_itself_and_under_torchrun():
     alone = printed(MODULE, *CHOSEN, "--ranks", "2")
-    assert "tensor and sequence parallel, 2 ranks" in alone
+    assert "tensor and sequence parallel, 2 ranks on " in alone
     assert_torchrun_says(alone, MODULE, *CHOSEN)
 
 
-def test_losses_do_not_depend_on_ranks_peaks_fall_with_them_and_imagined_ranks_send_what_real_ones_send(capsys):
+def test_losses_do_not_depend_on_ranks_peaks_fall_with_them_and_imagined_ranks_send_what_real_ones_send(
+    capsys, monkeypatch
+):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # a GPU, which one rank would have, draws others
     said = {}
     for arguments in (["--ranks", "1"], ["--ranks", "2"], ["--imagined", "2"]):
         for more in ((), ("--sequence-parallel",)):
@@ -30,7 +34,7 @@ def test_losses_do_not_depend_on_ranks_peaks_fall_with_them_and_imagined_ranks_s
     for more in ("", " --sequence-parallel"):
         imagined, sent = figures(said[f"--imagined 2{more}"])
         assert imagined == [] and sent == figures(said[f"--ranks 2{more}"])[1][:1]
-    assert "no values on imagined hardware" in said["--imagined 2"] and "1 rank\n" in said["--ranks 1"]
+    assert "no values on imagined hardware" in said["--imagined 2"] and "1 rank on the CPU\n" in said["--ranks 1"]
 
 
 def test_the_example_refuses_no_ranks_and_no_steps_and_ranks_that_do_not_divide_its_sizes(capsys):

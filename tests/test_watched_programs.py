@@ -184,10 +184,11 @@ def test_a_program_that_is_over_holds_nothing_and_gives_the_collector_back():
 
 
 def test_a_program_that_fails_gives_the_collector_back():
+    before = gc.get_freeze_count()  # Python 3.12 begins with some
     with pytest.raises(KeyboardInterrupt), leaky("cycles uncollected", SEED):
         raise KeyboardInterrupt
     assert gc.isenabled()
-    assert gc.get_freeze_count() == 0
+    assert gc.get_freeze_count() == before
 
 
 # ---- budgets and verdicts
