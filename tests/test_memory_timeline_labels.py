@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import sys
 import threading
@@ -10,12 +11,14 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.attention.flex_attention import flex_attention
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from memlab.gradient_checkpointing import checkpoint as our_checkpoint
 from memlab.memory_timeline import Meter, Timeline
 from memlab.memory_timeline.nodes import STRETCH
+from tests.memory_timeline_helpers import Run, one_thread  # noqa: F401
 
 ROWS = 20
 
@@ -84,6 +87,25 @@ def test_a_graph_of_gradients_is_no_recomputation(meters):
     timeline = (inner, outer)[meters - 1].timeline
     assert made(timeline, "recompute") == []
     assert len(made(timeline, "backward")) > 5
+
+
+class Passing(TorchDispatchMode):
+    """A reader's mode, which hands every op on."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_readers_own_mode_inside_a_meter_changes_nothing_that_it_says():
+    def said(inside):
+        run = Run("MLP")  # in which the engine adds no gradients up: under a mode it does not add in place
+        with Meter(run.model, run.optimizer, run.inputs) as meter, inside():
+            run.step()
+        timeline = meter.timeline
+        events = [(e.delta, e.op, e.phase, str(e.line)) for e in timeline.events]
+        return events, [(s.category, s.reason, s.module, str(s.line)) for s in timeline.storages.values()]
+
+    assert said(Passing) == said(contextlib.nullcontext)
 
 
 def test_nested_meters_say_the_same():

@@ -54,6 +54,7 @@ from memlab.memory_timeline.workspace import CPULog, CUDACounters, CUDALevels
 META = torch.device("meta")
 DEVICE_OF = torch.ops.prim.device.default
 LIFT_FRESH = torch.ops.aten.lift_fresh.default
+CALL, MODE = torch._ops.OpOverload.__call__.__code__, "__torch_dispatch__"  # how a mode hands an op on
 
 _current_task = torch._C._current_graph_task_id  # -1 outside backward
 _current_node = torch._C._current_autograd_node
@@ -260,7 +261,9 @@ class Meter(TorchDispatchMode):
         number, thread = len(flat) // 6, _this_thread()
         try:
             caller = sys._getframe(1)
-            while caller.f_code is DISPATCH:  # a meter inside this one
+            while (code := caller.f_code) is CALL or code.co_name == MODE:  # a mode inside this one, such as a meter
+                if code is CALL and caller.f_back.f_code.co_name != MODE:
+                    break
                 caller = caller.f_back
         except (ValueError, AttributeError):  # a thread of autograd's own, with no Python on it
             caller = None
@@ -547,6 +550,3 @@ class Meter(TorchDispatchMode):
         phase, line = self._here.place(caller)
         self._ops.flat += (name, phase, line, "", -1, -1)
         return len(self._ops) - 1, (phase, line)
-
-
-DISPATCH = Meter.__torch_dispatch__.__code__
