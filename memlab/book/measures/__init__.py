@@ -21,7 +21,13 @@ from memlab.book.measures.gradient_checkpointing import (
 from memlab.book.measures.memory_arithmetic import imagined_step
 from memlab.book.measures.memory_hierarchy import tiled_attention_digits_and_bytes, tiled_attention_time
 from memlab.book.measures.memory_monitoring import leaks_by_the_meter, leaks_of_processes, monitor_cost
-from memlab.book.measures.memory_timeline import import_time, meter_cost_per_op, meter_exactness, meter_time
+from memlab.book.measures.memory_timeline import (
+    imagined_card,
+    import_time,
+    meter_cost_per_op,
+    meter_exactness,
+    meter_time,
+)
 from memlab.book.measures.mixed_precision import loss_scaling, master_weights
 from memlab.book.measures.offloading import (
     offloaded_step,
@@ -42,6 +48,7 @@ MEASURES = (
     meter_cost_per_op,
     meter_exactness,
     import_time,
+    imagined_card,
     imagined_step,
     tiled_attention_digits_and_bytes,
     tiled_attention_time,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import itertools
 import math
 
 import torch
@@ -9,6 +11,7 @@ from torch.nn import functional as F
 
 from memlab.book.measures.timing import compared, interleaved
 from memlab.memory_hierarchy import live_bytes, tiled_attention
+from memlab.memory_hierarchy.triton_attention import triton_attention
 from memlab.memory_timeline import Meter
 
 
@@ -38,9 +41,10 @@ def tiled_attention_digits_and_bytes(device: str, rounds: int) -> list[tuple]:
 
 
 def tiled_attention_time(device: str, rounds: int) -> list[tuple]:
-    """Forwards in plain PyTorch ops against the fused kernel, turn by turn."""
+    """Forwards in plain PyTorch ops against the fused kernel, turn by turn; on a GPU also in one kernel of Triton's."""
     rows = []
-    for (batch, heads, tokens), causal in (((1, 8, 2048), False), ((1, 8, 2048), True), ((4, 4, 512), False)):
+    shapes = (((1, 8, 2048), False), ((1, 8, 2048), True), ((4, 4, 512), False))
+    for (batch, heads, tokens), causal in shapes:
         q, k, v = (torch.randn(batch, heads, tokens, 64, device=device) for _ in range(3))
         runs = {
             "tiles": lambda q=q, k=k, v=v, causal=causal: tiled_attention(q, k, v, causal=causal),
@@ -48,4 +52,15 @@ def tiled_attention_time(device: str, rounds: int) -> list[tuple]:
         }
         name = f"tiled attention / SDPA, forward, {batch} × {heads} heads × {tokens:,} × 64{', causal' * causal}"
         rows.append((name, compared(interleaved(runs, rounds), "tiles", "fused"), "≤ 3×" if device == "cpu" else ""))
+    if device == "cuda" and importlib.util.find_spec("triton"):
+        for (dtype, name), causal in itertools.product(
+            ((torch.float32, "FP32"), (torch.bfloat16, "BF16")), (False, True)
+        ):
+            q, k, v = (torch.randn(8, 16, 4096, 64, device=device, dtype=dtype) for _ in range(3))
+            runs = {
+                "kernel": lambda q=q, k=k, v=v, causal=causal: triton_attention(q, k, v, causal=causal),
+                "fused": lambda q=q, k=k, v=v, causal=causal: F.scaled_dot_product_attention(q, k, v, is_causal=causal),
+            }
+            row = f"one kernel of Triton / SDPA, {name}, forward, 8 × 16 heads × 4,096 × 64{', causal' * causal}"
+            rows.append((row, compared(interleaved(runs, rounds), "kernel", "fused"), ""))
     return rows

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from collections.abc import Callable
 
 import torch
 
 from memlab.book.allocator import allocated_peak
+from memlab.book.hierarchy import card_at_hand
 from memlab.book.measures.timing import compared, interleaved, printed_by, seconds, spread, trainer
 from memlab.book.workloads import GPT, LSTM, MLP, ConvNet, text_batch
-from memlab.memory_timeline import Meter
+from memlab.memory_timeline import Meter, imagine
 
 
 def metered(model, optimizer, batch, step, **options) -> Callable[[], Meter]:
@@ -26,11 +28,18 @@ def metered(model, optimizer, batch, step, **options) -> Callable[[], Meter]:
 
 
 def meter_time(device: str, rounds: int) -> list[tuple]:
-    """Meter on against off, on a GPT's whole step, one thread."""
-    batch = tuple(tensor.to(device) for tensor in text_batch(8, 128))
-    model, optimizer, step = trainer(GPT(layers=4, width=256, context=128).to(device), batch)
-    times = interleaved({"off": step, "on": metered(model, optimizer, batch, step)}, rounds)
-    return [("meter on / off, GPT 4 × 256, T = 128, B = 8", compared(times, "on", "off"), "≤ 1.10×")]
+    """Meter on against off, on a GPT's whole step, one thread; on a GPU on one of a GPU's size, too, in BF16."""
+    sizes = [("GPT 4 × 256", 256, 4, 128, torch.float32)]
+    if device == "cuda":
+        sizes.append(("GPT 4 × 4,096 in BF16", 4096, 32, 1024, torch.bfloat16))
+    rows = []
+    for name, width, heads, tokens, dtype in sizes:
+        batch = tuple(tensor.to(device) for tensor in text_batch(8, tokens))
+        model = GPT(layers=4, width=width, heads=heads, context=tokens).to(device, dtype)
+        model, optimizer, step = trainer(model, batch)
+        times = interleaved({"off": step, "on": metered(model, optimizer, batch, step)}, rounds)
+        rows.append((f"meter on / off, {name}, T = {tokens:,}, B = 8", compared(times, "on", "off"), "≤ 1.10×"))
+    return rows
 
 
 def meter_cost_per_op(device: str, rounds: int) -> list[tuple]:
@@ -166,6 +175,48 @@ def meter_exactness(device: str, rounds: int) -> list[tuple]:
         apart = timeline.peak_bytes - witness
         rows.append((f"peak − an unmetered run's, {name}", f"{apart:+,} B of {witness:,} B", "within 64 B or 0.1 %"))
     return rows
+
+
+def imagined_card(device: str, rounds: int) -> list[tuple]:
+    """A training step on the imagined card beside the same on the real one: the peaks, and every event's bytes."""
+    if device != "cuda":
+        return [("peak on an imagined card − on the real one (storages)", "needs a GPU", "0 B")]
+    card = card_at_hand()
+    if card is None:
+        return [("peak on an imagined card − on the real one (storages)", "no such card is imagined", "0 B")]
+    rows = []
+    for (name, make), cast in itertools.product(workloads().items(), (None, torch.bfloat16)):
+        if name == "LSTM" or (cast and "checkpointed" in name):  # cuDNN's reserve, and what is cast again: not imagined
+            continue
+
+        def steps(bring, make=make, cast=cast):
+            model, batch = make()
+            batch = bring(batch)
+            model, optimizer, step = trainer(Cast(model.cuda(), cast), batch)
+            step()
+            return metered(model, optimizer, batch, step)().timeline
+
+        real = steps(lambda batch: tuple(tensor.cuda() for tensor in batch))
+        with imagine(card) as gpu:
+            imagined = steps(gpu.imagined)
+        same = sorted(e.delta for e in imagined.events) == sorted(e.delta for e in real.events)
+        apart = f"{imagined.peak_bytes - real.peak_bytes:+,} B of {real.peak_bytes:,} B"
+        events = f"{'the same' if same else 'other'} events ({len(real.events):,})"
+        row = f"peak on an imagined card − on the real one (storages), {name}{', autocast' * bool(cast)}"
+        rows.append((row, f"{apart}; {events}", "0 B, the same events"))
+    return rows
+
+
+class Cast(torch.nn.Module):
+    """A model whose forward runs under a GPU's autocast to a dtype, or for None as it is."""
+
+    def __init__(self, model: torch.nn.Module, dtype: torch.dtype | None):
+        super().__init__()
+        self.model, self.dtype = model, dtype
+
+    def forward(self, *batch):
+        with torch.autocast("cuda", self.dtype) if self.dtype else contextlib.nullcontext():
+            return self.model(*batch)
 
 
 def import_time(device: str, rounds: int) -> list[tuple]:

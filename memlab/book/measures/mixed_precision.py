@@ -68,6 +68,8 @@ def master_weights(device: str, rounds: int) -> list[tuple]:
         "GPT 4 × 256": [p.shape for p in GPT(layers=4, width=256).parameters()],
         "24 of 1,024 × 1,024": [(1024, 1024)] * 24,
     }
+    if device == "cuda":  # which the others leave idle
+        models["24 of 4,096 × 4,096"] = [(4096, 4096)] * 24
     implementations = {"for-loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
     rows = []
     keep_freed_blocks()

@@ -81,21 +81,33 @@ def swapped_to_the_host(device: str, rounds: int) -> list[tuple]:
     """On a GPU: all activations to pinned memory beside PyTorch's `save_on_cpu`, and block inputs of a wide GPT."""
     if device != "cuda":
         return [("swap to the host / save_on_cpu(pin_memory=True), time", "needs a GPU", "≤ 0.67×")]
+    rows = []
+    for texts, make in ((16, lambda: GPT(layers=8, width=1024, heads=8, context=1024)), (4, lambda: wide_gpt(device))):
+        batch = [tensor.to(device) for tensor in text_batch(texts, 1024)]
+        model = make().to(device, torch.bfloat16)
+        ways = {"ours": swap_activations("cpu"), "PyTorch's": save_on_cpu(pin_memory=True), "none": nullcontext()}
+        held = {name: metered(model, batch, context)[0] for name, context in ways.items()}
+        times = interleaved({n: functools.partial(step, model, batch, context) for n, context in ways.items()}, rounds)
+        freed = ", ".join(f"{name} {held['none'] - held[name]:,} B" for name in ("ours", "PyTorch's"))
+        row, none = f"width {model.head.in_features:,}", compared(times, "ours", "none")
+        rows += [
+            (
+                f"swap to the host / save_on_cpu(pin_memory=True), {row}, time",
+                compared(times, "ours", "PyTorch's"),
+                "≤ 0.67×",
+            ),
+            ("… freed after forward", freed, "as much"),
+            ("… ours / none, time", none, ""),
+        ]
+        del model, ways
     batch = [tensor.to(device) for tensor in text_batch(16, 1024)]
-    model = GPT(layers=8, width=1024, heads=8, context=1024).to(device, torch.bfloat16)
-    ways = {"ours": swap_activations("cpu"), "PyTorch's": save_on_cpu(pin_memory=True), "none": nullcontext()}
-    held = {name: metered(model, batch, context)[0] for name, context in ways.items()}
-    times = interleaved({n: functools.partial(step, model, batch, context) for n, context in ways.items()}, rounds)
-    freed = ", ".join(f"{name} {held['none'] - held[name]:,} B" for name in ("ours", "PyTorch's"))
-    del model
     wide = wide_gpt(device)
     for block in wide.blocks:
         block.forward = functools.partial(checkpoint, block.forward)
     inputs = {"inputs swapped": swap_activations("cpu"), "checkpointed": nullcontext()}
     overhead = interleaved({n: functools.partial(step, wide, batch, context) for n, context in inputs.items()}, rounds)
     return [
-        ("swap to the host / save_on_cpu(pin_memory=True), time", compared(times, "ours", "PyTorch's"), "≤ 0.67×"),
-        ("… freed after forward", freed, "as much"),
+        *rows,
         (
             "block inputs swapped / checkpointed, width 8192",
             compared(overhead, "inputs swapped", "checkpointed"),
