@@ -890,10 +890,11 @@ gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_on_a_gpu_gradients_are_the_same_bit_for_bit_and_memory_is_free(to, prefetch, tmp_path):
     model = gpt(layers=6, width=512, context=256).cuda()
     batch = tuple(x.cuda() for x in tokens(8, 256))
-    expected = step(model, batch)
     swap = swap_activations("cpu" if to == "cpu" else tmp_path, prefetch=prefetch)
-    for _ in range(3):
-        assert alike(step(model, batch, swap), expected)
+    with nn.attention.sdpa_kernel(nn.attention.SDPBackend.MATH):  # the memory-efficient backward adds in any order
+        expected = step(model, batch)
+        for _ in range(3):
+            assert alike(step(model, batch, swap), expected)
     torch.cuda.synchronize()
     held = []
     for context in (contextlib.nullcontext(), swap):
