@@ -137,12 +137,18 @@ def test_evidence_says_what_each_gpu_has_recorded(tmp_path):
     assert last() == ["damaged: see python -m memlab"] * 2
 
 
-def test_what_was_claimed_of_imagined_hardware_waits_for_no_card(tmp_path):
-    claim("one", **FINE, on="an imagined H100")
+@pytest.mark.parametrize("on", ["an imagined H100", "ranks on the CPU"])
+def test_what_was_measured_elsewhere_waits_for_no_card_and_is_never_a_cards_figure(tmp_path, on):
+    claim("one", **FINE, on=on)
     last = lambda: [row[-1] for row in evidence(tmp_path).rows]  # noqa: E731
-    assert last() == ["imagined: on no card"]
-    records.KIND.write(record(source=records.source_of(chapter(tmp_path))), tmp_path / "results" / "a-gpu.json")
-    assert evidence(tmp_path).columns[-1] == "A GPU" and last() == ["imagined: on no card"]
+    assert last() == [f"no card: {on}"]
+    path = chapter(tmp_path, "01", shown(claims.registered["one"]))
+    document = record(source=records.source_of(path))
+    records.KIND.write(document, tmp_path / "results" / "a-gpu.json")
+    assert evidence(tmp_path).columns[-1] == "A GPU" and last() == [f"no card: {on}"]
+    assert f"| bytes; {on}, torch 2.12.0 |" in verdicts.page(tmp_path)
+    document["chapters"]["01_x"]["claims"]["one"]["on"] = on
+    assert records.says_of(document, "one", tmp_path) == f"no card: {on}"
 
 
 # ---- the page of all claims

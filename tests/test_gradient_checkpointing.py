@@ -935,3 +935,13 @@ def test_contexts_surround_each_run():
     y.backward()
     again = ["again", "end of again: None"]
     assert entered == ["forward", "end of forward: None", *again, *again]
+
+
+def test_of_imagined_tensors_the_state_is_a_cpus_also_where_a_gpu_runs(monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_: pytest.fail("nothing runs there"))
+    with imagine("H100-80GB"):
+        x = torch.ones(2, 2, requires_grad=True)
+        with torch.autocast("cuda", torch.bfloat16):  # which is the CPU's, in the block
+            y = checkpoint(lambda x: (x @ x).sin(), x)
+        y.sum().backward()
+        assert y.dtype is torch.bfloat16 and x.grad.shape == (2, 2)

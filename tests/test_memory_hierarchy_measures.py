@@ -379,6 +379,18 @@ def test_the_bytes_of_a_measurement_are_those_that_its_ops_read_and_write(size):
         assert moved == size * max(1, 256 * KiB // size)
 
 
+@pytest.mark.parametrize(("size", "calls"), [(32 * MiB, 1), (64 * MiB, 4), (256 * MiB, 1)])
+def test_on_a_gpu_what_no_l2_holds_is_read_in_a_call_a_pass(size, calls):
+    class OnACard(torch.Tensor):
+        is_cuda = True
+
+    store = torch.empty(256 * MiB // 4, device="meta").as_subclass(OnACard)
+    run, moved = _passes("read", store, size, 256 * MiB)
+    ops = counted(run)
+    assert sum(op.calls for op in ops if op.name == "sum") == calls
+    assert sum(op.flops for op in ops) * 4 == moved == 256 * MiB
+
+
 def test_a_copy_of_half_the_working_set_onto_the_other_changes_all_of_it():
     store = torch.arange(16.0)
     run, moved = _passes("copy", store, 64, 64)

@@ -343,8 +343,25 @@ def test_a_step_asks_only_the_source_that_is_watched():
         asked = other.asked
         for _ in range(10):
             monitor.step()
-    assert monitor.watch == "allocated" and other.asked == asked
+        assert monitor.watch == "allocated" and other.asked == asked
     assert (watched.closed, other.closed) == (1, 1)
+
+
+def test_the_last_step_and_the_last_look_are_told_however_seldom_the_thread_looks():
+    source = Figures(allocated=5, driver=6)
+    with Monitor(every=1000, sources=[source]) as monitor:
+        run(monitor, source, [7, 9])
+        assert "allocated 9 B, peak 9 B" in repr(monitor)
+        source.figures["driver"] = 12
+    assert [sample.figures["driver"] for sample in monitor.samples] == [6, 12]
+    assert "allocated 9 B" in repr(monitor)
+
+
+def test_where_the_block_ends_by_an_error_nobody_looks_once_more():
+    source = Figures(allocated=5)
+    with pytest.raises(KeyError), Monitor(every=1000, sources=[source]) as monitor:
+        raise KeyError
+    assert len(monitor.samples) == 1
 
 
 @pytest.mark.parametrize(

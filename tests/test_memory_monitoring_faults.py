@@ -697,7 +697,7 @@ def test_a_step_that_hangs_is_sampled_and_logged_once_a_second_at_most(tmp_path)
 LEFT_RUNNING = """
 import sys, torch
 from memlab.memory_monitoring import Monitor
-monitor = Monitor("1 KiB", every=0.0005, log=sys.argv[1])
+monitor = Monitor("1 KiB", every=0.0005, log=sys.argv[1], watch="resident")
 monitor.__enter__()
 monitor.step()
 """

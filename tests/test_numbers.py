@@ -258,6 +258,13 @@ def test_no_scale_moves_a_bar_off_the_axis():
         assert left < edges[0] and edges[-1] < right
 
 
+@pytest.mark.parametrize("power", [-18, -11, -10])
+def test_the_label_of_a_band_that_is_hardly_there_stays_in_the_figure(power):
+    sliders = gradient_histogram(torch.tensor([2.0**-40, 2.0**power]))
+    for format in HISTOGRAM_FORMATS:
+        assert_every_text_can_be_read(sliders.at(format=format, scale_power=0).figure)
+
+
 def test_the_bands_meet_where_a_formats_ranges_do():
     axes = histogram_picture(Magnitudes(torch.ones(1)), "FP16", 0, (-40, 30)).figure.axes[0]
     edges = [line.get_xdata()[0] for line in axes.lines]

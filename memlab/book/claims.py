@@ -22,7 +22,6 @@ KINDS = {
 }
 VERDICT = re.compile(r"holds( if \S.*)?|does not hold")
 NOT_RECORDED, DIFFERS = "open: not recorded yet", "open: measured differs from the prediction"
-NO_CARD = "imagined: on no card"
 MIME = "application/vnd.memlab.claim+json"
 
 
@@ -30,7 +29,8 @@ MIME = "application/vnd.memlab.claim+json"
 class Claim:
     """One saying put to the proof. `predicted` and `measured` are in `unit`; `measured` None means not recorded yet.
 
-    on: the hardware that was imagined for it ("an imagined H100"); "" where the machine at hand was measured.
+    on: what was measured instead of the card at hand ("an imagined H100", "ranks on the CPU"); "" where it was the
+    card, or the CPU where there is none.
 
     Raises ValueError for one that is malformed, with what was expected.
     """
@@ -83,6 +83,11 @@ class Claim:
         if self.measured is None:
             return NOT_RECORDED
         return self.verdict if self.agrees else DIFFERS
+
+    @property
+    def elsewhere(self) -> str:
+        """What stands in place of a card's figure where no card was measured: "no card: ranks on the CPU"; else ""."""
+        return f"no card: {self.on}" if self.on else ""
 
     def row(self) -> tuple[str, str, str, str, str]:
         """What is said, predicted, measured, difference, verdict: the cells of a table."""
@@ -137,8 +142,8 @@ def claim(
 
     kind: "bytes" (exact whole numbers of bytes), "values" (within a reasoned tolerance) or "time" (recorded, never
     tested). says: the saying in one line. verdict: what the prediction makes of it, "holds", "holds if …" or "does not
-    hold". on: the hardware imagined for it, if any: no card at hand measures such a claim. A cell that is run again
-    replaces its claim.
+    hold". on: what was measured, where it is not the card at hand: imagined hardware, or the CPU in any case. A cell
+    that is run again replaces its claim.
 
     Raises ValueError for a claim that is malformed (see `Claim`), and registers nothing then.
     """
@@ -161,11 +166,11 @@ def evidence(folder: str = ".") -> Table:
     for document in gpus:
         columns.append(document["device"])
         for row, found in zip(rows, registered.values(), strict=True):
-            row.append(NO_CARD if found.on else records.says_of(document, found.id, folder))
+            row.append(found.elsewhere or records.says_of(document, found.id, folder))
     if not gpus:
         columns.append("recorded GPUs")
         for row, found in zip(rows, registered.values(), strict=True):
-            row.append(NO_CARD if found.on else records.NONE)
+            row.append(found.elsewhere or records.NONE)
     for path in damaged:
         columns.append(path.name)
         rows = [[*row, "damaged: see python -m memlab"] for row in rows]

@@ -81,7 +81,7 @@ class Health:
     def _lacks(self, header: the_book.Header) -> Iterator[str]:
         if header.peak_bytes is not None and self.free_bytes is not None and header.peak_bytes > self.free_bytes:
             yield f"needs {format_bytes(header.peak_bytes)}, {format_bytes(self.free_bytes)} are free"
-        if not header.gpu.startswith("optional") and not self.gpus:
+        if not header.gpu.startswith(("optional", "none")) and not self.gpus:
             yield f"no GPU ({header.gpu})"
 
     def records(self) -> Table:

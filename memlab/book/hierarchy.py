@@ -57,9 +57,9 @@ def published() -> Table:
     rows = []
     for name, card in PUBLISHED.items():
         registers, shared = (card.multiprocessors * each for each in (card.registers, card.shared_memory))
-        sizes = (registers, shared, card.l2, card.memory)
+        sizes = [*map(format_bytes, (registers, shared, card.l2)), f"{card.memory / 1e9:,.0f} GB"]
         links = [f"{speed / 1e9:,.0f}" if speed else "–" for speed in (card.memory_bandwidth, card.nvlink, card.pcie)]
-        rows.append((name, card.multiprocessors, *(format_bytes(size) for size in sizes), *links, round(ridge(name))))
+        rows.append((name, card.multiprocessors, *sizes, *links, round(ridge(name))))
     columns = [
         "GPU",
         "SMs",

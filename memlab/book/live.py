@@ -154,14 +154,14 @@ class LiveFigure:
 
     @property
     def table(self) -> Table:
-        """Each level that was seen: at the first look, at its highest, at the last."""
+        """Each level that was seen: at the first look, at the highest, at the last."""
         looks = [sample.figures for sample in list(self.monitor.samples)]
         levels = dict.fromkeys(level for figures in looks for level in figures)
         rows = []
         for level in levels:
             seen = [figures[level] for figures in looks if level in figures]
             rows.append((level, *map(format_bytes, (seen[0], max(seen), seen[-1]))))
-        return Table(["level", "first look", "highest", "last look"], rows)
+        return Table(["level", "first look", "highest look", "last look"], rows)
 
     def __repr__(self) -> str:
         alarms = "".join(f"\nstep {alarm.step}, {alarm.kind}: {alarm.message}" for alarm in list(self.monitor.alarms))

@@ -101,7 +101,8 @@ TOOLS: dict[str, Tool] = {
     ),
     "CUDA's memory history": Tool(
         cuda_history, "storages, allocated, reserved", "torch.cuda.memory._record_memory_history(), _dump_snapshot()",
-        "a GPU", "stacks of what was there before; bytes outside PyTorch's allocator; main memory",
+        "a GPU", "stacks of what was there before, cuBLAS's workspaces among it, which is left out of the peak here; "
+        "bytes outside PyTorch's allocator; main memory",
     ),
     "torch.cuda.memory_summary": Tool(
         None, "allocated, reserved", "torch.cuda.memory_summary()", "a GPU",
@@ -160,7 +161,8 @@ def seen_by_every_tool(looks: dict[str, list[Seen]] | None = None) -> Table:
     rows = []
     for name, tool in TOOLS.items():
         if not looks[name]:
-            rows.append((name, tool.level, "not recorded yet" if "a GPU" in tool.needs else "not installed", *"––––"))
+            why = "not run here" if tool.run is None else "needs a GPU" if "a GPU" in tool.needs else "not installed"
+            rows.append((name, tool.level, why, *"––––"))
             continue
         seen = looks[name][-1]
         cells = _peak(seen), _line(seen.peak_line, seen.why), _parts(seen), _line(seen.growth_line)

@@ -13,7 +13,7 @@ import os
 import tempfile
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from unittest import mock
 
@@ -111,16 +111,21 @@ def profiler_tree() -> Seen:
 
 
 def cuda_history() -> Seen:
-    """The CUDA allocator's history: `torch.cuda.memory._record_memory_history()`, and its snapshot. On a GPU only."""
+    """The CUDA allocator's history: `torch.cuda.memory._record_memory_history()`, and its snapshot. On a GPU only.
+
+    Its figures are the process's, with what cuBLAS took for itself: so the peak is over what was there before.
+    """
     record = torch.cuda.memory._record_memory_history
     program = Planted("cuda")
+    before = torch.cuda.memory_stats()["requested_bytes.all.current"]
     record("all", context="all", stacks="python", clear_history=True)
     try:
         train(program)
         dump = torch.cuda.memory._snapshot()
     finally:
         record(None)
-    return read_history(dump, torch.cuda.current_device(), program.slowdown)
+    seen = read_history(dump, torch.cuda.current_device(), program.slowdown)
+    return replace(seen, peak_bytes=seen.peak_bytes - before)
 
 
 def read_history(dump: dict, device: int = 0, slowdown: float = 1.0) -> Seen:
@@ -194,7 +199,7 @@ def _profiled(**options):
     with (
         mock.patch.dict(os.environ, notes),
         torch.profiler.profile(
-            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, **options
+            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True, **options
         ) as found,
     ):
         train(program)

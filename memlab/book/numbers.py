@@ -306,16 +306,17 @@ def histogram_picture(
             axes.axvspan(left, right, facecolor=colour, hatch=hatch, edgecolor="black", alpha=0.3, linewidth=0)
             axes.axvline(left, color="black", linewidth=0.8)
             place = {"transform": axes.get_xaxis_transform(), "ha": "center", "va": "bottom"}
-            axes.text(
-                (left + right) / 2, 1.02, f"{fate}\n{share(fates[fate], count, '<', '>')}", fontsize=SMALL_SIZE, **place
-            )
+            x = (left + right) / 2
+            if right == span[1] and right - left < 0.1 * (span[1] - span[0]):  # centred it would leave the figure
+                x, place["ha"] = right, "right"
+            axes.text(x, 1.02, f"{fate}\n{share(fates[fate], count, '<', '>')}", fontsize=SMALL_SIZE, **place)
     heights = [100 * number / max(count, 1) for number in magnitudes.counts]
     if heights:
         edges = [magnitudes.lowest + scale_power + place for place in range(len(heights) + 1)]
         axes.stairs(heights, edges, fill=True, color=LINE_COLOURS[0])
     axes.set_xlim(*span)
     axes.set_ylim(0, max(heights, default=1) * 1.08)
-    ticks = [power for power in range(span[0], span[1] + 1) if power % 8 == 0]
+    ticks = [power for power in range(span[0], span[1]) if power % 8 == 0]  # at the very end a label has no room
     axes.set_xticks(ticks, [f"2^{power}" for power in ticks])
     zeros = share(magnitudes.total - count, magnitudes.total)
     whose = f"gradients of {name}" if name else "gradients"

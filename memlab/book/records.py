@@ -130,7 +130,8 @@ def says_of(document: dict, id: str, folder: str | Path = ".", *, chapter: str =
     """What a GPU's record has for a claim: its figure and what that makes of it, with torch and date; or why none.
 
     A chapter that is there is asked before one that is gone, under whose name the claim was recorded once. Of a
-    `chapter` that failed there are no claims: with its name, that is said instead of "not recorded yet".
+    `chapter` that failed there are no claims: with its name, that is said instead of "not recorded yet". What was
+    measured elsewhere than on the card is never its figure, whoever recorded it.
     """
     having = [name for name, entry in document["chapters"].items() if id in entry["claims"]]
     if not having:
@@ -139,6 +140,8 @@ def says_of(document: dict, id: str, folder: str | Path = ".", *, chapter: str =
     name = min(having, key=lambda name: is_gone(name, folder))
     entry, state = document["chapters"][name], state_of(document, name, folder)
     found = Claim(id, **entry["claims"][id])
+    if found.on:
+        return found.elsewhere
     figure = "—" if found.measured is None else found.text(found.measured)
     when = f"torch {entry['torch']}, {entry['date']}"
     return f"{figure}: {found.standing} ({when})" if state == "recorded" else f"{state}: {figure} ({when})"

@@ -1,7 +1,7 @@
 """Every saying that the book puts to the proof, in one table: `python -m memlab.book.verdicts` writes claims.md.
 
 Nothing is run: the claims are read from the chapters' saved outputs, which were made on a CPU, and what GPUs say from
-the records in chapters/results.
+the records in chapters/results, but for claims of which no card is measured (`Claim.on`).
 """
 
 from __future__ import annotations
@@ -76,9 +76,7 @@ def page(folder: str | Path = CHAPTERS) -> str:
                 for document in gpus
             ]
             gpu = "; ".join(recorded) or f"GPUs: {records.NONE}"
-            where = (
-                f"imagined, {executed_with(header.path)}" if found.on else f"CPU, {executed_with(header.path)}; {gpu}"
-            )
+            where = f"{found.on or 'CPU'}, {executed_with(header.path)}" + ("" if found.on else f"; {gpu}")
             says, predicted, measured, _, standing = found.row()
             rows.append((says, predicted, measured, standing, f"{found.kind}; {where}"))
         if rows:

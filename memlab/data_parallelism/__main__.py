@@ -66,7 +66,7 @@ def train(rank: int, technique: str, steps: int) -> Trained:
                 optimizer.zero_grad()
                 losses.append(loss.detach())
         values = [mean_over_ranks(loss).item() for loss in losses] if distributed.get_backend() != "fake" else []
-    return Trained(values, meter.timeline.peak_bytes, traffic.sent_bytes)
+    return Trained(values, meter.timeline.peak_bytes, traffic.sent_bytes, example_device())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -20,6 +20,8 @@ from contextlib import ExitStack
 import torch
 from torch import Tensor
 
+from memlab.memory_timeline.gpu_ops import imagining
+
 CPU = torch.device("cpu")
 
 
@@ -45,7 +47,12 @@ class State:
 
 
 def devices_in_use(tensors: Iterable[Tensor]) -> set[torch.device]:
-    """The CPU, the tensors' devices, and the current accelerator if something ran there."""
+    """The CPU, the tensors' devices, and the current accelerator if something ran there.
+
+    Of imagined tensors the CPU alone, which is what they say they are on: beside them no accelerator runs anything.
+    """
+    if imagining():
+        return {CPU}
     devices = {CPU} | {tensor.device for tensor in tensors if tensor.device.type not in ("cpu", "meta")}
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is not None and getattr(torch.get_device_module(accelerator), "_initialized", False):

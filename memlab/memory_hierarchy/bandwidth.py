@@ -7,7 +7,9 @@ passed: plotted, a staircase. Drepper 2007, section 3.3, measures caches so; McC
 What is counted are the bytes that the program asks for:
 
 - "read" sums the working set, again and again in one call: each byte of it is read once a pass. The sum itself takes
-  time: a level that gives more than the adders take, such as L1, shows as fast as the adders.
+  time: a level that gives more than the adders take, such as L1, shows as fast as the adders. (A GPU runs the passes of
+  one call side by side, and a byte that comes from its memory once would serve several. So there a working set larger
+  than any L2 takes a call a pass.)
 - "copy" copies one half of the working set onto the other. A copy of n bytes moves 2n, as it reads n and writes n, and
   so each byte of the working set is moved once a pass. Small copies show the time that a call takes, about 1 µs on a
   CPU and 5 µs on a GPU, and not the memory's. (Many CPUs read a line before they write it, which is not counted.)
@@ -34,6 +36,7 @@ from memlab.units import GiB, KiB, MiB, format_bytes, parse_bytes
 SMALLEST, LARGEST = 4 * KiB, {"cpu": 256 * MiB, "cuda": GiB}
 PASS_BYTES = {"cpu": 16 * MiB, "cuda": GiB}  # in one measurement, so that it is long beside the clock's own time
 CHUNK = 4 * MiB
+BEYOND_L2 = 64 * MiB  # on CUDA: from here on a call a pass
 
 
 def measure_bandwidth(
@@ -74,6 +77,13 @@ def measure_bandwidth(
 def _passes(kind: str, store: torch.Tensor, size: int, pass_bytes: int) -> tuple[Callable, int]:
     """What goes over `size` bytes so often that about `pass_bytes` are moved, and how many those are."""
     times, working_set = max(1, pass_bytes // size), store[: size // 4]
+    if kind == "read" and store.is_cuda and size >= BEYOND_L2:
+
+        def sums() -> None:
+            for _ in range(times):
+                working_set.sum()
+
+        return sums, times * size
     if kind == "read":  # an expanded tensor has the same bytes in every row
         rows = working_set.expand(times, -1)
         return lambda: rows.sum(-1), times * size

@@ -172,8 +172,8 @@ PUBLISHED = {
         "NVIDIA H100 (SXM) data sheet and Hopper architecture white paper",
     ),
     "H200-141GB": Published(
-        *(132, 256 * KiB, 228 * KiB, 50 * MiB, 141 * 10**9, 4800e9, 128e9, 900e9, 67e12, 989e12),
-        "NVIDIA H200 (SXM) data sheet and Hopper architecture white paper",
+        *(132, 256 * KiB, 228 * KiB, 60 * MiB, 141 * 10**9, 4800e9, 128e9, 900e9, 67e12, 989e12),
+        "NVIDIA H200 (SXM) data sheet and Hopper architecture white paper; L2 as CUDA reports it",
     ),
 }
 """Published, not measured: the names are those of `memlab.memory_timeline.CARDS`."""

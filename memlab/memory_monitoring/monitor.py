@@ -160,7 +160,8 @@ class Monitor:
         return self._outlook.forecast()
 
     def __repr__(self) -> str:
-        now = self.samples[-1].figures.get(self.watch, 0) if self.samples else 0
+        ends = self.history.recent_ends
+        now = ends[-1] if ends else self.samples[-1].figures.get(self.watch, 0) if self.samples else 0
         budget = "" if self.budget_bytes is None else f" of {format_bytes(self.budget_bytes)}"
         peak = f", peak {format_bytes(max(self.history.peaks))}" if self.history.peaks else ""
         return (
@@ -223,6 +224,8 @@ class Monitor:
             self._line_watch.close()
         if self._sampler is not None and not self._sampler.stop(JOIN_SECONDS):
             self._trouble("monitor", "a source or a listener hangs, and its thread with it; it was left there")
+        elif error is None:
+            self._look()  # what is held at the end, however long ago the thread looked
         if self._log is not None:
             self._check_log()
             self._log.write("end", steps=self.steps, lost=self._log.lost, error=described(error))

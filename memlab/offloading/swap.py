@@ -6,7 +6,7 @@ nothing keeps the tensor on the device. Backward hands the handle to `unpack`. B
 What leaves? The same bytes only once: of a (storage, version) one copy serves all views that lie in it (`footprint`),
 so a storage that eight ops save is sent once. Parameters and buffers stay. What is written to after it was saved has
 left already, as it was: gradients are right where autograd alone would refuse. (Hooks switch its check off, so for a
-tensor that stays it is made here.)
+tensor that stays it is made here; and for one whose copy a GPU makes beside the computation, until that is awaited.)
 
 When does it come back? Backward asks in the reverse order of saving, so with each tensor that it takes the next ones
 are on their way: as many as it would use while one is transferred.

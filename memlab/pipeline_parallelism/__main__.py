@@ -88,9 +88,9 @@ def train(
             if loss is not None:
                 losses[step] = loss.detach() / (data * tensor)
     if distributed.get_backend() == "fake":
-        return Trained([], meter.timeline.peak_bytes, traffic.sent_bytes)
+        return Trained([], meter.timeline.peak_bytes, traffic.sent_bytes, example_device())
     distributed.all_reduce(losses)  # the last stage's ranks know them
-    return Trained(losses.tolist(), meter.timeline.peak_bytes, traffic.sent_bytes)
+    return Trained(losses.tolist(), meter.timeline.peak_bytes, traffic.sent_bytes, example_device())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

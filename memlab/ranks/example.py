@@ -30,11 +30,15 @@ CARD = "H100-80GB"
 
 @dataclass
 class Trained:
-    """What a rank came to. losses: of each step, the mean over ranks; none where there are no values."""
+    """What a rank came to. losses: of each step, the mean over ranks; none where there are no values.
+
+    device: where it computed, `example_device()`.
+    """
 
     losses: list[float]
     peak_bytes: int
     sent_bytes: int
+    device: str
 
 
 def example_parser(package: str, description: str) -> argparse.ArgumentParser:
@@ -82,8 +86,17 @@ def run_example(
     else:
         results = run_ranks(train, ranks, *chosen, given.steps)
     if not launched or os.environ["RANK"] == "0":
-        print(report(f"{title}, {ranks} rank{'s' * (ranks > 1)}", results))
+        on = "imagined hardware" if given.imagined is not None else place(results)
+        print(report(f"{title}, {ranks} rank{'s' * (ranks > 1)} on {on}", results))
     return 0
+
+
+def place(results: Sequence[Trained]) -> str:
+    """Where ranks computed: "the CPU", "cuda:0" or "cuda:0 to cuda:3". A GPU draws other random numbers than a CPU."""
+    first, last = results[0].device, results[-1].device
+    if first == "cpu":
+        return "the CPU"
+    return first if first == last else f"{first} to {last}"
 
 
 def report(title: str, results: Sequence[Trained]) -> str:

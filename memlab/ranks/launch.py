@@ -40,7 +40,8 @@ def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 6
       threads. Seed it yourself: ranks that do not all draw the same random numbers, which the next run of the program
       does not, and under torchrun each draws its own.
     Results are copied back, tensors in main memory. So return `meter.timeline`, not the model.
-    The group is NCCL's where there is a GPU for each rank (`cuda:<rank>` is then the current one), and gloo's else.
+    The group takes CPU tensors, which go through gloo; where there is a GPU for each rank (`cuda:<rank>` is then the
+    current one), it takes GPU tensors, too, which go through NCCL.
     What ranks print is shown afterwards, grouped by rank, behind "rank 0 │".
     timeout: seconds from when all ranks are ready.
 

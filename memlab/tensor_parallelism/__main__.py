@@ -47,7 +47,7 @@ def train(rank: int, sequence_parallel: bool, steps: int) -> Trained:
             optimizer.zero_grad()
             losses.append(loss.detach())
         values = [loss.item() for loss in losses] if distributed.get_backend() != "fake" else []
-    return Trained(values, meter.timeline.peak_bytes, traffic.sent_bytes)
+    return Trained(values, meter.timeline.peak_bytes, traffic.sent_bytes, example_device())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
