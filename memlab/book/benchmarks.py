@@ -60,6 +60,20 @@ WHY = {
     "and go as the system likes. A call before the growth ends cannot know that it will.",
 }
 """Of measures that have missed a target on a CPU, why: the page says it where one does."""
+WHY_ON_A_GPU = {
+    "meter_time": "A small model's step is hundreds of launches of kernels that are soon done. Each op costs the meter "
+    "more Python than its launch does, and nothing hides it; behind the large model's kernels it is hidden.",
+    "imagined_card": "Transformers looks whether a batch is packed, for which an imagined one has no values; and a "
+    "number that its T5 writes into a tensor, a real card has in main memory. Neither reaches a peak.",
+    "loss_scaling": "Of a step this small most is Python and launches, and single rounds differ more than the two "
+    "scalers do.",
+    "master_weights": "Of small parameters most of a step is Python, in which the GPU waits. Of large ones it is two "
+    "more passes over memory, for the casts, which weigh most beside a fused step, as that is one pass itself. What "
+    "casts and steps take alone, the rows say.",
+    "swapped_to_the_host": "At the smaller width what is saved takes the link several times as long as the products "
+    "take, so both ways wait for the link, and there is next to nothing to hide a copy behind.",
+}
+"""The same of a GPU."""
 
 
 def _check(name: str, entry: dict) -> None:
@@ -134,12 +148,12 @@ def failures(document: dict) -> dict[str, dict]:
 
 
 def reasons(document: dict) -> list[str]:
-    """A line for each measure of a CPU's record that missed a target: why, or that it is not known."""
-    lines = []
-    for name in () if document["gpu"] else in_order(document):
+    """A line for each measure of a device's record that missed a target: why, or that it is not known."""
+    lines, known = [], WHY_ON_A_GPU if document["gpu"] else WHY
+    for name in in_order(document):
         missed = [row.measure for row in rows_of(document, name) if row.reached == NO]
         if missed:
-            why = WHY.get(name, "It is not known.")
+            why = known.get(name, "It is not known.")
             lines.append(f"* *{missed[0].removeprefix('… ')}*{' and so on' * (len(missed) > 1)}: {why}")
     return lines
 
