@@ -5,11 +5,13 @@ import json
 import os
 import pickle
 import random
+import re
 import struct
 import tracemalloc
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,7 +27,7 @@ from memlab.caching_allocator.device import Device
 from memlab.caching_allocator.expandable_segments import ExpandableAllocator
 from memlab.caching_allocator.max_split_size import MaxSplitAllocator
 from memlab.caching_allocator.pickles import read_snapshot
-from memlab.caching_allocator.records import Event
+from memlab.caching_allocator.records import Block, DeviceRecord, Event, Segment
 from memlab.caching_allocator.snapshot import Snapshot, record_snapshot
 from memlab.caching_allocator.start import resume, segments_at_start
 from memlab.units import GiB, KiB, MiB
@@ -658,6 +660,42 @@ def test_recorded_snapshots_are_found_and_damaged_ones_named(tmp_path):
     snapshot.save(tmp_path / "one.json")
     (tmp_path / "two.json").write_text("{")
     assert recorded_snapshots(tmp_path) == ({"one": snapshot}, [tmp_path / "two.json"])
+
+
+def test_of_an_unknown_program_on_an_unnamed_card_nothing_is_imagined(tmp_path):
+    gpu = small_gpu()
+    Snapshot.of(gpu.dump()).save(tmp_path / "one.json")
+    (tmp_path / "two.json").write_text("{")
+    one, two = snapshots.recorded_decisions(tmp_path).rows
+    assert one[0] == "one" and one[1] == one[3] == "–" and re.fullmatch(r"(\d+) of \1", one[-2])
+    assert two == ["two.json", *"––––––", "damaged: record it anew", "–"]
+    assert snapshots.recorded_decisions(tmp_path / "none").rows[0][-2] == "not recorded yet"
+
+
+RECORDED = sorted((Path(__file__).parents[1] / "chapters" / snapshots.FOLDER).glob("*.json"))
+
+
+@pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.stem)
+def test_the_model_takes_the_decisions_of_every_card_that_was_recorded(path):
+    found = compare(Snapshot.load(path))
+    assert found.segments_equal >= 0.99 * found.segments > 0 and found.addresses_equal >= 0.99 * found.requests
+    assert found.peaks_apart <= 0.01
+
+
+@pytest.mark.parametrize("path", [path for path in RECORDED if "h200" in path.name], ids=lambda path: path.stem)
+def test_what_a_card_was_asked_for_is_storages_what_cublas_keeps_and_scratch_of_one_kernel(path):
+    snapshot = Snapshot.load(path)
+    requested, kept = snapshots.requested_bytes(snapshot.devices[0])
+    assert kept == 2 * 32 * MiB + 1 * MiB  # cuBLAS for forward's thread and for backward's, and cuBLASLt
+    assert 0 <= requested - kept - snapshots.imagined_bytes(path.stem, snapshot) < 0.03 * requested
+
+
+def test_requested_bytes_count_what_was_there_before():
+    block = Block(1024, 1000, "active_allocated")
+    before = (Segment(0, 2 * MiB, 0, 0, "small", False, (block, Block(2 * MiB - 1024, 7, "inactive"))),)
+    events = [Event("alloc", 1024, 500), Event("free_requested", 1024, 500), Event("free_completed", 1024, 500)]
+    assert snapshots.requested_bytes(DeviceRecord((*events, Event("alloc", 1024, 30)), (), before)) == (1500, 1030)
+    assert snapshots.requested_bytes(DeviceRecord(tuple(events), ())) == (500, 0)
 
 
 def test_programs_are_recorded_on_a_card_of_any_name_and_without_one_nothing_is_made(tmp_path, monkeypatch, capsys):

@@ -16,7 +16,9 @@ from memlab.book.documents import file_name
 from memlab.book.tables import Table
 from memlab.book.workloads import GPT
 from memlab.caching_allocator.compare import compare
+from memlab.caching_allocator.records import DeviceRecord
 from memlab.caching_allocator.snapshot import Snapshot, record_snapshot
+from memlab.memory_timeline import Meter, imagine
 from memlab.units import format_bytes
 
 FOLDER = "results/snapshots"
@@ -57,22 +59,62 @@ def recorded_snapshots(folder: str | Path = FOLDER) -> tuple[dict[str, Snapshot]
     return snapshots, damaged
 
 
+COLUMNS = (
+    *("program", "storages, imagined", "kept by libraries", "scratch", "requested", "reserved", "the model's"),
+    *("segment decisions equal", "recorded on"),
+)
+
+
 def recorded_decisions(folder: str | Path = FOLDER) -> Table:
-    """For each recorded snapshot: how many of the GPU's segment decisions the model takes too, and the peaks."""
+    """For each recorded snapshot: what came to the bytes that the GPU reserved at the peak, and what the model takes.
+
+    Storages are those of the same program, imagined here on the card that was recorded. What libraries keep is still
+    there when the program is gone. The rest of what was requested at the peak is scratch of the kernel that ran then.
+    Then how many of the GPU's segment decisions the model takes, too.
+    """
     snapshots, damaged = recorded_snapshots(folder)
     rows = []
     for name, snapshot in snapshots.items():
         try:
             found = compare(snapshot)
         except ValueError as error:
-            rows.append((name, f"cannot be compared: {error}", "–", "–", "–"))
+            rows.append((name, *"––––––", f"cannot be compared: {error}", "–"))
             continue
+        requested, kept = requested_bytes(snapshot.devices[0])
+        storages = imagined_bytes(name, snapshot)
+        parts = [storages, kept, None if storages is None else requested - kept - storages, requested]
+        sizes = ["–" if part is None else format_bytes(part, 2) for part in parts]
         peaks = (format_bytes(nbytes, 2) for nbytes in (found.real_peak_bytes, found.model_peak_bytes))
         equal = f"{found.segments_equal:,} of {found.segments:,}"
-        rows.append((name, equal, *peaks, f"{snapshot.device}, torch {snapshot.torch}"))
-    rows += [(path.name, "damaged: record it anew", "–", "–", "–") for path in damaged]
-    rows = rows or [("no program", "not recorded yet", "–", "–", "–")]
-    return Table(["program", "segment decisions equal", "reserved at the peak, GPU", "the model", "recorded on"], rows)
+        rows.append((name, *sizes, *peaks, equal, f"{snapshot.device}, torch {snapshot.torch}"))
+    rows += [(path.name, *"––––––", "damaged: record it anew", "–") for path in damaged]
+    return Table(COLUMNS, rows or [("no program", *"––––––", "not recorded yet", "–")])
+
+
+def requested_bytes(record: DeviceRecord) -> tuple[int, int]:
+    """What was requested of a GPU's allocator at most, and still at the recording's end; with what was there before."""
+    blocks = (block for segment in record.before or () for block in segment.blocks)
+    held = most = sum(block.requested for block in blocks if block.state != "inactive")
+    for event in record.events:
+        held += {"alloc": event.size, "free_completed": -event.size}.get(event.action, 0)
+        most = max(most, held)
+    return most, held
+
+
+def imagined_bytes(name: str, snapshot: Snapshot) -> int | None:
+    """What the storages of a recorded program's tensors hold at the peak, on the same card, imagined.
+
+    None for a program or a card that is not known here.
+    """
+    from memlab.book.hierarchy import named  # which draws, too
+
+    programs = [title for title in PROGRAMS if name.endswith("_" + title.replace(" ", "_"))]
+    card = named(snapshot.device, snapshot.capacity_bytes) if snapshot.capacity_bytes else None
+    if not programs or card is None:
+        return None
+    with imagine(card), Meter() as meter:
+        PROGRAMS[programs[0]]()
+    return meter.timeline.on(f"imagined {card}").peak_bytes
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

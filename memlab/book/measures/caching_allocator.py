@@ -59,4 +59,4 @@ def static_plans(device: str, rounds: int) -> list[tuple]:
 def recorded_allocator(device: str, rounds: int) -> list[tuple]:
     """The model's decisions against a GPU's recorded ones."""
     rows = recorded_decisions(Path(__file__).parents[3] / "chapters" / FOLDER).rows
-    return [(f"allocator's decisions equal to a GPU's: {name}", figure, "≥ 99 %") for name, figure, *_ in rows]
+    return [(f"allocator's decisions equal to a GPU's: {name}", figure, "≥ 99 %") for name, *_, figure, _ in rows]
