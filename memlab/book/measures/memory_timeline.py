@@ -180,17 +180,12 @@ def imagined_card(device: str, rounds: int) -> list[tuple]:
     """A training step on the imagined card beside the same on the real one: the peaks, and every event's bytes."""
     from memlab.book.hierarchy import card_at_hand  # which draws, too
 
+    row, must = "peak on an imagined card − on the real one (storages)", "0 B, the same events"
     if device != "cuda":
-        return [("peak on an imagined card − on the real one (storages)", "needs a GPU", "0 B, the same events")]
+        return [(row, "needs a GPU", must)]
     card = card_at_hand()
     if card is None:
-        return [
-            (
-                "peak on an imagined card − on the real one (storages)",
-                "no such card is imagined",
-                "0 B, the same events",
-            )
-        ]
+        return [(row, "no such card is imagined", must)]
     rows = []
     for (name, make), cast in itertools.product(workloads().items(), (None, torch.bfloat16)):
         if name == "LSTM" or (cast and "checkpointed" in name):  # cuDNN's reserve, and what is cast again: not imagined
@@ -209,8 +204,7 @@ def imagined_card(device: str, rounds: int) -> list[tuple]:
         same = sorted(e.delta for e in imagined.events) == sorted(e.delta for e in real.events)
         apart = f"{imagined.peak_bytes - real.peak_bytes:+,} B of {real.peak_bytes:,} B"
         events = f"{'the same' if same else 'other'} events ({len(real.events):,})"
-        row = f"peak on an imagined card − on the real one (storages), {name}{', autocast' * bool(cast)}"
-        rows.append((row, f"{apart}; {events}", "0 B, the same events"))
+        rows.append((f"{row}, {name}{', autocast' * bool(cast)}", f"{apart}; {events}", must))
     return rows
 
 
