@@ -30,7 +30,7 @@ def adam(value: str) -> str:
 def block(**changes: str) -> str:
     """block_keeps, right but for the changes."""
     terms = {"STREAM": "32", "STATISTICS": "16 * b * s", "MASK": "s * s", "WEIGHTS": "2", "SCORES": "a * s * s * b"}
-    terms |= {"ROWS": "4 * b * a * s", "RANDOM": "24", "DROPPED": "2 * s * b * h", "MORE": "3", "END": "kept"}
+    terms |= {"ROWS": "4 * b * a * s", "RANDOM": "16", "DROPPED": "2 * s * b * h", "MORE": "3", "END": "kept"}
     return cell(
         """
         def block_keeps(b, s, h, a, by_hand, dropout):
@@ -160,7 +160,7 @@ WRONG: dict[str, dict[str, str]] = {
         "rows of scores forgotten": block(ROWS="0"),
         "rows of scores in BF16": block(ROWS="2 * b * a * s"),
         "random state forgotten": block(RANDOM="0"),
-        "random state only with dropout": block(RANDOM="24 * dropout"),
+        "random state only with dropout": block(RANDOM="16 * dropout"),
         "the input forgotten": block(STREAM="30"),
         "the output counted": block(STREAM="34"),
         "always by hand": block(END="32 * s * b * h + 2 * a * s * s * b"),
@@ -395,7 +395,7 @@ RIGHT: dict[str, dict[str, str]] = {
         "one expression": cell(
             """
             def block_keeps(b, s, h, a, by_hand, dropout):
-                scores = (5 if dropout else 2) * a * s * s * b + s * s if by_hand else 4 * a * b * s + 24
+                scores = (5 if dropout else 2) * a * s * s * b + s * s if by_hand else 4 * a * b * s + 16
                 return (34 if dropout else 32) * s * b * h + 16 * b * s + scores
             """
         ),
@@ -407,7 +407,7 @@ RIGHT: dict[str, dict[str, str]] = {
                 two += [scores] * (by_hand and dropout)
                 one = [stream] * 2 * dropout + [scores] * (by_hand and dropout) + [s * s] * by_hand
                 four = [b * s] * 4 + [b * a * s] * (not by_hand)
-                eight = [] if by_hand else [2, 1]
+                eight = [] if by_hand else [1, 1]
                 return 2 * sum(two) + sum(one) + 4 * sum(four) + 8 * sum(eight)
             """
         ),
