@@ -228,7 +228,9 @@ def test_at_the_loss_a_second_micro_batch_costs_all_gradients_and_the_running_su
         training_step(model, 2, 64, precision=precision, implementation="fused", micro_batches=k) for k in (1, 2)
     )
     a_micro_batch = 2 * 8 * 2 * 64
-    assert two.moment("loss").nbytes - one.moment("loss").nbytes == one.gradients.nbytes + 4 + a_micro_batch
+    # under a GPU's autocast nll_loss's backward is the fullest op, when the gradient of the loss's share is there, too
+    sums = 8 if precision == "autocast" else 4
+    assert two.moment("loss").nbytes - one.moment("loss").nbytes == one.gradients.nbytes + sums + a_micro_batch
 
 
 def test_where_tokens_are_few_and_the_vocabulary_large_accumulating_is_fuller_than_the_full_batch():
