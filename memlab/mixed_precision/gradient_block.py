@@ -45,7 +45,7 @@ class GradientBlock:
         """
         self._let_go()
         self._chunk += 1
-        layout = list(map(Tensor.size, masters)), list(map(Tensor.stride, masters))
+        layout = [m.shape for m in masters], [m.stride() for m in masters]
         its_layout, numel, views = self._views.get(self._chunk, (None, 0, []))
         if its_layout != layout:
             numel, views = sum(map(Tensor.numel, masters)), []
@@ -53,6 +53,7 @@ class GradientBlock:
         if not views or self._chunk not in self._views:  # or the block began anew
             views = self._made(masters)
             self._views[self._chunk] = layout, numel, views
+            self._owners = 1 + sum(len(its) for *_, its in self._views.values())  # the block's own
         return views
 
     def _made(self, masters: list[Tensor]) -> list[Tensor]:
@@ -75,9 +76,9 @@ class GradientBlock:
     def _let_go(self) -> None:
         """Leave the storage to whoever holds it, or a view of the last chunk."""
         if self._chunk in self._views:
-            owners = torch._C._storage_Use_Count(self._flat.untyped_storage()._cdata)
-            ours = 2 + sum(len(views) for *_, views in self._views.values())  # the block, and this question
-            if owners > ours or max(map(sys.getrefcount, self._views[self._chunk][2])) > 2:  # its list's, and this one
+            owners = torch._C._storage_Use_Count(self._flat.untyped_storage()._cdata) - 1  # this question
+            views = self._views[self._chunk][2]
+            if owners > self._owners or max(map(sys.getrefcount, views)) > 2:  # the list's, and this question
                 self._left, self._expected = True, 0
                 self._begin()
 

@@ -111,9 +111,8 @@ class MasterWeights(Optimizer):
     def _brought(self) -> Iterator[list[tuple[dict, Tensor]]]:
         """The chunks of `_chunks`, each when all that its step needs is where the masters are. Ends with the step."""
         chunks = list(self._chunks())
-        for chunk in chunks:
-            gradients = [p.grad for _, p in chunk]
-            dense = [g.numel() for g in gradients if g.dtype in HALVES and not g.is_sparse]
+        for chunk in chunks if len(chunks) > 1 else ():
+            dense = [p.numel() for _, p in chunk if p.grad.dtype in HALVES and not p.grad.is_sparse]
             self._block(chunk[0][1].device).expect(sum(dense))
         try:
             yield from chunks
@@ -163,9 +162,14 @@ class MasterWeights(Optimizer):
             groups[-1][1]["params"].append(m)
         started = [{} if len(state) == 1 and "master" in state else state for state in states]  # empty: to begin with
         inner.state.update(zip(masters, started, strict=True))
+        narrow, wide = weights, masters  # of those that have a master
+        if any(map(operator.is_, weights, masters)):
+            halves = [(p, m) for p, m in zip(weights, masters, strict=True) if m is not p]
+            narrow, wide = [p for p, _ in halves], [m for _, m in halves]
         try:
             inner.param_groups = [options for _, options in groups]
-            self._widen(weights, masters)
+            self._widen(narrow, wide)
+            self._divide(masters)
             self._step_inner(weights, masters)
         finally:  # if it raises halfway, some masters have moved: their states and weights go along
             strange = []
@@ -174,19 +178,18 @@ class MasterWeights(Optimizer):
             if len(inner.state) != len(states) or not all(map(operator.is_, inner.state.values(), states)):
                 self.state.update((p, self._kept(p, m) | inner.state[m]) for p, m in zip(weights, masters, strict=True))
             inner.state, inner.param_groups = defaultdict(dict), self.param_groups
-            if any(map(operator.is_, weights, masters)):
-                halves = [(p, m) for p, m in zip(weights, masters, strict=True) if m is not p]
-                weights, masters = [p for p, _ in halves], [m for _, m in halves]
-            for m in masters:
+            for m in wide:
                 m.grad = None
-            if masters:
-                self._round(weights, masters)
+            if wide:
+                self._round(narrow, wide)
         if strange:
             raise ValueError(
                 f"expected {type(inner).__name__} to keep its states by parameter, found one under {strange[0]!r}, "
                 "which would be lost; let it keep that in its groups"
             )
-        return [(group, options | {"params": group["params"]}) for group, options in groups]
+        for group, options in groups:
+            options["params"] = group["params"]
+        return groups
 
     def _step_inner(self, weights: list[Tensor], masters: list[Tensor]) -> None:
         """The optimizer's own step. If it raises, gradients that were divided in place are as before, to try again."""
@@ -200,15 +203,13 @@ class MasterWeights(Optimizer):
             raise
 
     def _widen(self, weights: list[Tensor], masters: list[Tensor]) -> None:
-        """Give each master its weight's gradient in FP32, divided by the loss scale if a scaler left that to us."""
-        narrow, wide = [], []  # or of another layout: fused kernels read a gradient in its master's order
+        """Give each of these masters its weight's gradient in its own dtype."""
+        copied, wide = [], []  # or of another layout: fused kernels read a gradient in its master's order
         for p, m in zip(weights, masters, strict=True):
-            if m is p:
-                continue  # its gradient is its own
             gradient = self._gradient(p)
             dense = m.dtype is torch.float32 and not gradient.is_sparse
             if dense and (gradient.dtype in HALVES or gradient.stride() != m.stride()):
-                narrow.append(gradient)
+                copied.append(gradient)
                 wide.append(m)
             else:
                 m.grad = gradient.to(m.device, m.dtype)
@@ -216,7 +217,10 @@ class MasterWeights(Optimizer):
             places = self._block(wide[0].device).views(wide)  # of the memory that the chunk before had
             for m, place in zip(wide, places, strict=True):
                 m.grad = place
-            torch._foreach_copy_(places, narrow)
+            torch._foreach_copy_(places, copied)
+
+    def _divide(self, masters: list[Tensor]) -> None:
+        """Divide the gradients by the loss scale, if a scaler left that to us."""
         scale = getattr(self, "grad_scale", None)
         if scale is not None:
             precise = torch.float32 if scale.device.type == "mps" else torch.float64
@@ -244,9 +248,12 @@ class MasterWeights(Optimizer):
 
     def _masters(self, chunk: list[tuple[dict, Tensor]], weights: list[Tensor]) -> tuple[list[Tensor], list[dict]]:
         """Their FP32 weights, up to date with what others wrote to them, and their states; made, where missing."""
+        states, all_unchanged = list(map(self.state.get, weights)), self._versions.unchanged(weights)
+        if all(all_unchanged) and all(["master" in state if state else False for state in states]):
+            return [state["master"] for state in states], states
         masters, states = [], []
-        for (group, p), unchanged in zip(chunk, self._versions.unchanged(weights), strict=True):
-            state = self.state.get(p)
+        for (group, p), unchanged in zip(chunk, all_unchanged, strict=True):
+            state = self.state.get(p)  # now: a parameter may be given twice
             m = state.get("master") if state else None
             if m is None:
                 m = self._wide(p) if self._needs_master(p) else p

@@ -224,8 +224,8 @@ class OffloadedOptimizer(MasterWeights):
         with main_memory():
             return super()._step_chunk(chunk)
 
-    def _widen(self, weights: list[Tensor], masters: list[Tensor]) -> None:
-        super()._widen(weights, masters)
+    def _divide(self, masters: list[Tensor]) -> None:
+        super()._divide(masters)
         if self._host.clipping is not None:
             torch._foreach_mul_([m.grad for m in masters], self._host.clipping)
 
