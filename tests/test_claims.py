@@ -101,6 +101,9 @@ def test_an_output_holds_the_table_and_the_claim_itself():
 # ---- evidence
 
 
+FAILURE = {"date": "2026-02-01", "commit": "c", "torch": "2.12.0", "driver": "5", "error": "e"}
+
+
 def record(claim_measured=1, device="A GPU", gpu=True, **changes):
     document = records.KIND.empty(device, gpu)
     fields = records.claim_fields(Claim("one", "bytes", "It takes one byte.", "holds", 1, claim_measured, 0, "B"))
@@ -127,7 +130,9 @@ def test_evidence_says_what_each_gpu_has_recorded(tmp_path):
         (record(source=source), "1 B: holds (torch 2.12.0, 2026-01-31)"),
         (record(2, source=source), "2 B: open: measured differs from the prediction (torch 2.12.0, 2026-01-31)"),
         (record(None, source=source), "—: open: not recorded yet (torch 2.12.0, 2026-01-31)"),
-        (record(), "stale: 1 B (torch 2.12.0, 2026-01-31)"),
+        (record(), "1 B: holds (torch 2.12.0, 2026-01-31; code changed since)"),
+        (record(source=source, failed_since=FAILURE), "1 B: holds (torch 2.12.0, 2026-01-31; later failed)"),
+        (record(failed_since=FAILURE), "1 B: holds (torch 2.12.0, 2026-01-31; code changed since; later failed)"),
     ]:
         records.KIND.write(document, tmp_path / "results" / "a-gpu.json")
         assert evidence(tmp_path).columns[-1] == "A GPU" and last() == [cell, "not recorded yet"]

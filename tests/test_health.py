@@ -94,7 +94,8 @@ def test_without_the_book_it_says_where_to_get_it(tmp_path):
     assert "no chapters in" in report(tmp_path / "nowhere")
 
 
-def test_records_are_listed_with_what_is_stale_failed_or_damaged(tmp_path):
+@pytest.mark.parametrize("here", [True, False])
+def test_records_are_listed_and_what_is_stale_here_failed_or_damaged_is_told(tmp_path, here):
     source = records.source_of(chapter(tmp_path))
     entry = {"status": "recorded", "date": "2026-01-31", "commit": "c", "torch": "2.12.0", "driver": "", "seconds": 1}
     document = records.KIND.empty("A GPU", True)
@@ -117,6 +118,7 @@ def test_records_are_listed_with_what_is_stale_failed_or_damaged(tmp_path):
     for name in ("b-gpu.json", "benchmark/c-gpu.json"):
         (tmp_path / "results" / name).write_text("{}")
     found = Health(tmp_path)
+    found.gpus = [("A GPU", 2**36, 2**36)] if here else []
     rows = found.records().rows
     assert [row[:3] for row in rows] == [
         ["A GPU", "01_x", "recorded"],
@@ -126,11 +128,11 @@ def test_records_are_listed_with_what_is_stale_failed_or_damaged(tmp_path):
         ["CPU", "benchmark", "2 measures recorded, 1 failed"],
     ]
     assert rows[-1][3:] == ["2026-01-31, 2026-02-01", "2.12.0"]
-    damaged, also_damaged, gone, failed, stale, benchmark = found.problems
+    damaged, also_damaged, gone, failed, *stale, benchmark = found.problems
     assert "b-gpu.json: expected a record as python -m memlab.record writes it" in damaged
     assert "c-gpu.json: expected a record as python -m memlab.benchmark writes it" in also_damaged
     assert gone == "A GPU, 02_gone: gone: no such chapter is here; remove it from results/a-gpu.json"
-    assert stale == "A GPU, 04_damaged: stale: on that GPU, python -m memlab.record 04"
+    assert stale == ["A GPU, 04_damaged: stale: on that GPU, python -m memlab.record 04"] * here
     assert benchmark == "CPU, benchmark: n: e: on that device, python -m memlab.benchmark n"
     assert failed == "A GPU, 03_bad: failed: on that GPU, python -m memlab.record 03"
 

@@ -520,7 +520,10 @@ def test_a_record_is_stale_when_a_page_that_the_chapter_measures_has_changed(tmp
     entry = {"source": records.source_of(path)}
     assert not records.is_stale("01_x", entry, tmp_path)
     with open(library / page, "a") as file:
-        file.write("\n# changed\n")
+        file.write("\n# said otherwise\n\n\'\'\'A note\n\nof two lines.\'\'\'\n")
+    assert not records.is_stale("01_x", entry, tmp_path)
+    with open(library / page, "a") as file:
+        file.write("\nCHANGED = '# not prose'\n")
     assert records.is_stale("01_x", entry, tmp_path) == stale
 
 
@@ -567,7 +570,7 @@ def test_a_chapter_that_is_there_is_asked_before_one_that_is_gone(tmp_path):
     document["chapters"]["02_x"]["source"] = records.source_of(path)
     assert records.says_of(document, "one", tmp_path) == "1 B: holds (torch t, later)"
     path.unlink()
-    assert records.says_of(document, "one", tmp_path) == "stale: 1 B (torch t, d)"
+    assert records.says_of(document, "one", tmp_path) == "1 B: holds (torch t, d; code changed since)"
 
 
 def test_of_a_chapter_that_failed_it_is_said_that_it_failed():

@@ -85,7 +85,8 @@ class Health:
             yield f"no GPU ({header.gpu})"
 
     def records(self) -> Table:
-        """What each GPU has recorded, and each device's benchmark."""
+        """What each GPU has recorded, and each device's benchmark. A stale record is a problem where its GPU is."""
+        here = {name for name, *_ in self.gpus}
         gpus, damaged = records.survey(self.folder / "results")
         devices, also_damaged = benchmarks.KIND.survey(self.folder / "results" / "benchmark")
         for kind, path in [(records.KIND, path) for path in damaged] + [(benchmarks.KIND, p) for p in also_damaged]:
@@ -99,7 +100,7 @@ class Health:
                 gone = records.is_gone(name, self.folder)
                 state = "gone" if gone else records.state_of(document, name, self.folder)
                 rows.append((document["device"], name, state, entry["date"], entry["torch"]))
-                if state != "recorded":
+                if state != "recorded" and (state != "stale" or document["device"] in here):
                     file = documents.file_name(document["device"])
                     again = f"on that GPU, python -m memlab.record {name[:2]}"
                     what = f"no such chapter is here; remove it from results/{file}" if gone else again

@@ -3,8 +3,9 @@
 `memlab.book.documents` has their form; an entry's claims are {"second-step": {"kind": "bytes", "says": …, …}, …}.
 `python -m memlab.record` writes these files; this page is what reads them.
 
-A record is *stale* when what it was made with has changed: the chapter's code cells, or the library pages that they
-use. A commit would be a worse criterion: every unrelated one would make all records stale.
+A record is *stale* when what it was made with has changed: the chapter's code cells, or code of the library pages that
+they use. A commit would be a worse criterion: every unrelated one would make all records stale. What a stale record has
+is shown as ever, with a word that the code has changed since.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ import ast
 import hashlib
 import json
 import re
+import tokenize
 from collections.abc import Iterator
 from dataclasses import asdict
+from io import StringIO
 from pathlib import Path
 
 from memlab.book.claims import NOT_RECORDED, Claim
@@ -24,6 +27,10 @@ NONE = NOT_RECORDED.removeprefix("open: ")
 LIBRARY = Path(__file__).parents[1]
 MEASURED_BOOK_PAGES = {"workloads", "steps", "allocator"}
 """The pages of memlab.book that decide what is measured; the others draw, tabulate or explain it."""
+
+
+SINCE = {"stale": "code changed since", "later failed": "later failed"}
+"""What is said of a figure in a record of such a state."""
 
 
 def claim_fields(found: Claim) -> dict:
@@ -47,8 +54,9 @@ KIND = Kind("memlab-record", "python -m memlab.record", "chapters", _check)
 def source_of(chapter: str | Path) -> str:
     """A digest of what a chapter's figures come from: its code cells, and the library pages that they import.
 
-    What the reader predicts (a line `my_… = …`) is left out, and of memlab.book all but `MEASURED_BOOK_PAGES`: a
-    colour that changes makes no figure stale. Line ends count as one sign, as git may turn them.
+    What the reader predicts (a line `my_… = …`) is left out, comments and docstrings of the pages, and of memlab.book
+    all but `MEASURED_BOOK_PAGES`: a colour that changes makes no figure stale. Line ends count as one sign, as git may
+    turn them.
     """
     cells = json.loads(Path(chapter).read_text(encoding="utf-8"))["cells"]
     code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
@@ -60,8 +68,26 @@ def source_of(chapter: str | Path) -> str:
     for page in sorted(pages):
         name = page.relative_to(LIBRARY)
         if name.parts[0] != "book" or name.stem in MEASURED_BOOK_PAGES:
-            digest.update(f"\0{name.as_posix()}\0{page.read_text(encoding='utf-8')}".encode())
+            digest.update(f"\0{name.as_posix()}\0{without_prose(page.read_text(encoding='utf-8'))}".encode())
     return digest.hexdigest()[:16]
+
+
+def without_prose(code: str) -> str:
+    """Python code without comments, lines of strings that are statements of their own (docstrings), and empty lines.
+
+    >>> without_prose('def f(x):\\n    "Twice."\\n\\n    return 2 * x  # of x\\n')
+    'def f(x):\\n    return 2 * x'
+    """
+    lines = code.splitlines()
+    for token in tokenize.generate_tokens(StringIO(code).readline):
+        if token.type == tokenize.COMMENT:
+            row, column = token.start
+            lines[row - 1] = lines[row - 1][:column]
+    for node in ast.walk(ast.parse(code)):
+        match node:
+            case ast.Expr(value=ast.Constant(value=str())):
+                lines[node.lineno - 1 : node.end_lineno] = [""] * (node.end_lineno - node.lineno + 1)
+    return "\n".join(line.rstrip() for line in lines if line.strip())
 
 
 def _collect(code: str, pages: set[Path]) -> None:
@@ -97,7 +123,7 @@ def is_stale(chapter: str, entry: dict, folder: str | Path = ".") -> bool:
     """
     try:
         return source_of(Path(folder, f"{chapter}.ipynb")) != entry["source"]
-    except (ValueError, LookupError, TypeError, OSError, RecursionError):
+    except (ValueError, LookupError, TypeError, OSError, RecursionError, SyntaxError, tokenize.TokenError):
         return True
 
 
@@ -143,5 +169,5 @@ def says_of(document: dict, id: str, folder: str | Path = ".", *, chapter: str =
     if found.on:
         return found.elsewhere
     figure = "—" if found.measured is None else found.text(found.measured)
-    when = f"torch {entry['torch']}, {entry['date']}"
-    return f"{figure}: {found.standing} ({when})" if state == "recorded" else f"{state}: {figure} ({when})"
+    since = "".join(f"; {words}" for word, words in SINCE.items() if word in state)
+    return f"{figure}: {found.standing} (torch {entry['torch']}, {entry['date']}{since})"

@@ -26,6 +26,9 @@ figure, and the *verdict* is the book's; it stands only while the two agree. The
 
 {kinds}
 
+A GPU's figure is of the day it was recorded; *code changed since* says that the chapter, or the library that it uses,
+has another line of code now.
+
 This page is made by `python -m memlab.book.verdicts`, from the chapters' saved outputs and the records in `results`.
 """
 
