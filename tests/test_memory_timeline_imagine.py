@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.amp.autocast_mode import autocast
+from torch.autograd.graph import save_on_cpu
 from torch.nn import functional as F
 from torch.optim import optimizer as optim
 from torch.utils.checkpoint import checkpoint
@@ -421,6 +422,98 @@ def test_main_memory_is_where_a_real_tensor_lies_anyway_and_where_an_imagined_cp
     with imagine("cpu"), Meter() as meter, main_memory(), main_memory():
         kept = torch.empty(4)  # noqa: F841
     assert meter.timeline.devices == ("imagined cpu",)
+
+
+def bytes_by_device(code, *inputs):
+    with Meter(inputs=inputs) as meter:
+        kept = code()  # noqa: F841
+    on = {device: meter.timeline.on(device).totals[-1] for device in meter.timeline.devices}
+    return [on.get(device, 0) for device in ("imagined H100-80GB", "cpu")]
+
+
+@pytest.mark.parametrize(
+    "move", [lambda t: t.cuda(), lambda t: t.to("cuda"), lambda t: t.to(device=torch.device("cuda", 0))]
+)
+def test_what_lies_in_main_memory_comes_to_the_card_by_cuda_and_by_to(move):
+    with imagine("H100-80GB"):
+        with main_memory():
+            beside, layer = torch.empty(MiB), nn.Linear(8, 8)
+        assert bytes_by_device(lambda: move(beside), beside) == [beside.nbytes] * 2
+        assert on_imagined_card(move(move(beside))) and in_main_memory(beside)
+        on_card = torch.empty(4)
+        assert move(on_card) is on_card
+        move(layer)
+        assert on_imagined_card(layer.weight) and on_imagined_card(layer.bias)
+    with imagine("H100-80GB", "1 MiB"), pytest.raises(OutOfMemory):
+        with main_memory():
+            layer = nn.Linear(1024, 1024)
+        move(layer)
+
+
+@pytest.mark.parametrize("move", [lambda t: t.cpu(), lambda t: t.to("cpu"), lambda t: t.to(device="cpu")])
+def test_what_lies_on_the_card_goes_to_main_memory_by_cpu_and_by_to(move):
+    with imagine("H100-80GB"):
+        on_card, layer = torch.empty(MiB), nn.Linear(8, 8)
+        assert bytes_by_device(lambda: move(on_card), on_card) == [on_card.nbytes] * 2
+        beside = move(on_card)
+        assert move(beside) is beside and in_main_memory(beside.to("cpu", BF16))
+        assert on_imagined_card(on_card.to(beside.device)) and on_imagined_card(beside.to(on_card.device))
+        with main_memory():
+            assert beside.to(on_card.device) is beside
+        move(layer)
+        assert in_main_memory(layer.weight) and layer.to("cpu", BF16).weight.dtype is BF16
+        assert in_main_memory(layer.bias) and on_imagined_card(layer.cuda().bias)
+        leaf = torch.empty(4, requires_grad=True)
+        move(leaf).cuda().sum().backward()
+        assert leaf.grad.shape == (4,)
+    with imagine("cpu"):
+        here = torch.empty(4)
+        assert move(here) is here
+
+
+def test_pinned_memory_is_the_hosts():
+    with imagine("H100-80GB"):
+        assert bytes_by_device(lambda: torch.empty(MiB, pin_memory=True)) == [0, 4 * MiB]
+        assert in_main_memory(torch.empty_like(torch.empty(2), pin_memory=True))
+
+
+@pytest.mark.parametrize("pin_memory", [False, True])
+def test_save_on_cpu_keeps_what_backward_needs_in_main_memory_and_brings_it_back(pin_memory):
+    peaks = {}
+    with imagine("H100-80GB"):
+        layers = nn.Sequential(*(layer for _ in range(8) for layer in (nn.Linear(64, 64, bias=False), nn.Tanh())))
+        x = torch.empty(1024, 64)
+        for context in (contextlib.nullcontext(), save_on_cpu(pin_memory)):
+            layers.zero_grad()
+            with Meter(layers, inputs=x) as meter:
+                with context:
+                    loss = layers(x).sum()
+                loss.backward()
+            peaks[meter.timeline.devices] = meter.timeline.on("imagined H100-80GB").peak_bytes
+    (plain, both), (kept, moved) = peaks.keys(), peaks.values()
+    assert plain == ("imagined H100-80GB",) and both == ("cpu", "imagined H100-80GB")
+    assert moved < kept - 5 * x.nbytes
+
+
+def test_a_slice_comes_to_the_card_as_what_it_shows():
+    data, tokens = torch.zeros(1000, 100), torch.zeros(4, 129, dtype=torch.long)
+    batch = data[:32], tokens[:, :-1], tokens[:, 1:], torch.zeros(1).expand(1000)
+    for card, counted in {"H100-80GB": 32 * 400 + 2 * 4096 + 4000, "cpu": data.nbytes + tokens.nbytes + 4}.items():
+        with imagine(card, counted) as gpu:
+            imagined = gpu.imagined(batch)
+            with Meter(inputs=imagined) as meter:
+                pass
+        assert meter.timeline.totals == [counted]
+        assert [tensor.shape for tensor in imagined] == [tensor.shape for tensor in batch]
+
+
+def test_what_stands_twice_in_a_batch_comes_once_and_keeps_its_gradients_wish():
+    x = torch.zeros(8, requires_grad=True)
+    with imagine("H100-80GB") as gpu:
+        pair = gpu.imagined({"x": x, "same": [x]})
+        assert pair["x"] is pair["same"][0] and pair["x"].requires_grad and pair["x"].is_leaf
+        with main_memory():
+            assert in_main_memory(gpu.imagined(x))
 
 
 def test_a_recurrent_layer_is_refused_on_a_gpu_and_runs_on_a_cpu():

@@ -1,9 +1,10 @@
 """Other people's offloading inside a notebook: what it moves is counted.
 
 PyTorch's `save_on_cpu` and FSDP2's `CPUOffloadPolicy` move tensors with `tensor.cpu()` and `tensor.to(device)`. Where
-the model itself lies in main memory, or on imagined hardware, both are calls that return their own tensor, and nothing
-can be learned from them. `counted_moves` makes them the copies that they are beside a GPU. DeepSpeed moves bytes into
-buffers that it keeps; `zero_offload_bytes` reads those.
+the model itself lies in main memory, both are calls that return their own tensor, and nothing can be learned from them;
+on imagined hardware `tensor.to(device)` leaves what is on the card there, for its device has the host's name.
+`counted_moves` makes them the copies that they are beside a GPU. DeepSpeed moves bytes into buffers that it keeps;
+`zero_offload_bytes` reads those.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from memlab.memory_timeline.imagine import main_memory
+from memlab.memory_timeline.places import main_memory
 
 
 @dataclass
@@ -54,7 +55,7 @@ def counted_moves() -> Iterator[Moves]:
     Between a real GPU and the CPU nothing is changed, only counted.
 
     `Tensor.to` and `Tensor.cpu` are replaced in the whole process meanwhile, so let nothing else move tensors. Copies
-    into a tensor made beforehand (`copy_`) pass uncounted, and so does save_on_cpu(pin_memory=True).
+    into a tensor made beforehand (`copy_`) pass uncounted, and so does save_on_cpu(pin_memory=True) of real tensors.
     """
     moves, to, cpu = Moves(), Tensor.to, Tensor.cpu
 

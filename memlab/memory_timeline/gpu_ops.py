@@ -9,7 +9,8 @@ choices are made as CUDA would make them:
 - LayerNorm and BatchNorm keep their mean and deviation in 32 bit when their input has 16, and so does RMSNorm, in one
   fused op;
 - optimizers and gradient clipping work on all tensors at once (*foreach*) unless told otherwise;
-- autocast runs softmax, norms and losses in 32 bit (gpu_autocast.py).
+- autocast runs softmax, norms and losses in 32 bit (gpu_autocast.py);
+- tensors move between the card and main memory (places.py).
 
 Only attributes of Python modules are replaced, for as long as the block lasts and for its own thread; PyTorch's tables
 stay as they are. So names that were imported from torch.nn.functional one by one, before the block, do as on a CPU.
@@ -33,6 +34,7 @@ from torch.nn import functional as F
 from torch.optim import optimizer, swa_utils
 
 from memlab.memory_timeline.gpu_autocast import AUTOCAST, CHOICES, HALF, autocasting
+from memlab.memory_timeline.places import MOVES
 
 aten = torch.ops.aten
 AMPERE = (8, 0)  # the first architecture with flash attention, and with matrix units for BF16
@@ -86,27 +88,9 @@ def choose_as_cuda_does(stack: ExitStack, architecture: tuple[int, int]) -> None
         replace(torch._VF, name, lambda _: _refuse_recurrence)
     for user in (optimizer, swa_utils):
         replace(user, "_get_foreach_kernels_supported_devices", lambda devices: lambda: [*devices(), "cpu"])
-    for owner, name, make in CHOICES:
+    for owner, name, make in (*CHOICES, *MOVES):
         replace(owner, name, make)
     replace(torch, "compile", lambda _: _refuse_compilation)
-    replace(Tensor, "to", _to_the_card)
-    replace(Tensor, "cuda", lambda _: lambda tensor, *_args, **_options: tensor)
-
-
-# ---- the card is the only device there is
-
-
-def _to_the_card(to: Callable) -> Callable:
-    here = lambda value: torch.device("cpu") if _is_cuda(value) else value  # noqa: E731
-
-    def moved(tensor: Tensor, *args, **kwargs):
-        return to(tensor, *map(here, args), **{name: here(value) for name, value in kwargs.items()})
-
-    return moved
-
-
-def _is_cuda(value) -> bool:
-    return getattr(value, "type", None) == "cuda" or (isinstance(value, str) and value.partition(":")[0] == "cuda")
 
 
 def _refuse_compilation(*_args, **_kwargs):

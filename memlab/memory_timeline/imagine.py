@@ -20,12 +20,10 @@ values. Its figures are at the *storages* level, a lower bound of what the card'
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import os
 import sys
 import threading
-from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import NamedTuple
 
@@ -37,7 +35,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from memlab.memory_timeline.budget import Budget
@@ -89,40 +87,6 @@ def imagine(card: str, budget_bytes: int | str | None = None) -> ImaginedHardwar
     return ImaginedHardware(card, None if budget_bytes is None else parse_bytes(budget_bytes))
 
 
-@contextlib.contextmanager
-def main_memory() -> Iterator[None]:
-    """What is made in this block lies in the host's main memory, beside an imagined card. Real tensors: no difference.
-
-        with imagine("H100-80GB"):
-            on_card = torch.empty(2**20)
-            with main_memory():
-                copy = on_card.clone()
-
-    A timeline then has two devices, the card and "cpu" (`timeline.on("cpu")`), and a budget counts the card's bytes.
-    A real tensor lies where its `device` says. Blocks may stand in one another.
-    """
-    mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
-    if not isinstance(mode, _Imagination) or mode.imagines not in CARDS:
-        yield
-        return
-    before, mode.beside_card = mode.beside_card, True
-    try:
-        yield
-    finally:
-        mode.beside_card = before
-
-
-def on_imagined_card(tensor: Tensor) -> bool:
-    """Whether a tensor lies on a GPU that is imagined, and not in the main memory beside it."""
-    imagined = isinstance(tensor, FakeTensor) and getattr(tensor.fake_mode, "imagines", None) in CARDS
-    return imagined and not hasattr(tensor.untyped_storage(), "in_main_memory")
-
-
-def in_main_memory(tensor: Tensor) -> bool:
-    """Whether a tensor lies in the host's main memory: neither on a GPU nor on an imagined card."""
-    return tensor.is_cpu and not on_imagined_card(tensor)
-
-
 class ImaginedHardware:
     """What `imagine` returns: a context manager that can be entered again, one block at a time.
 
@@ -164,16 +128,25 @@ class ImaginedHardware:
     def imagined(self, batch):
         """Imagined tensors of the same shapes and dtypes. batch: a real tensor, or tuples, lists, dicts of them.
 
+        A slice comes to a card as what it shows, not with all the memory behind it; what stands twice comes once.
         Raises RuntimeError outside the block.
         """
         mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
         if not isinstance(mode, _Imagination):
             raise RuntimeError("expected to be inside `with imagine(...) as gpu`, found no imagined hardware")
         real = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and not isinstance(leaf, FakeTensor)]
-        fakes = {id(tensor): mode.from_tensor(tensor) for tensor in real}
+        fakes = {id(tensor): self._brought_in(mode, tensor) for tensor in real}
         if self._budget is not None:
             self._budget.counts(fakes.values())
         return tree_map_only(Tensor, lambda tensor: fakes.get(id(tensor), tensor), batch)
+
+    def _brought_in(self, mode: _Imagination, real: Tensor) -> Tensor:
+        with _disable_current_modes():
+            shown = mode.from_tensor(real)
+            if self.card not in CARDS or real.layout is not torch.strided:
+                return shown
+            with mode:
+                return torch.empty_like(shown).requires_grad_(real.requires_grad)
 
     def __repr__(self) -> str:
         capacity = "no limit" if self.capacity_bytes is None else format_bytes(self.capacity_bytes)
@@ -223,7 +196,7 @@ class _Imagination(FakeTensorMode):
             result = _in_place_of_all(result, *args[:2])
         if func is aten.lift_fresh.default and self.imagines in CARDS and _asked_by_torch():
             result.untyped_storage().in_main_memory = True  # an optimizer's number, which is on no GPU either
-        if self.beside_card:
+        if self.beside_card or (kwargs.get("pin_memory") and self.imagines in CARDS):
             before = {id(leaf.untyped_storage()) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
             for leaf in tree_leaves(result):  # a view, or what was written to, stays where it was
                 if isinstance(leaf, Tensor) and id(leaf.untyped_storage()) not in before:
