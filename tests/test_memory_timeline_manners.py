@@ -505,3 +505,51 @@ def test_a_model_is_let_go_when_the_meter_has_left():
     del model
     gc.collect()
     assert watch() is None and meter.timeline.peak_bytes > 0
+
+
+class Broken(nn.Module):
+    """A model that a compiler leaves to Python after its first ops."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x):
+        hidden = self.first(x)
+        if hidden.sum().item() == 0:
+            return hidden
+        try:
+            torch._dynamo.graph_break()
+            hidden = hidden.relu()
+        finally:
+            return self.second(hidden)  # noqa: B012
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("workspace", [False, True])
+@pytest.mark.parametrize(
+    ("make", "calls"), [(lambda: nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)), 3), (Broken, 2)]
+)
+def test_a_model_that_is_compiled_inside_the_block_is_compiled_and_the_meter_is_not(make, calls, workspace):
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append([node.target for node in graph.graph.nodes if node.op.startswith("call")])
+        return graph.forward
+
+    model, x = make(), torch.randn(32, 64)
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    found = []
+    for run in (model, torch.compile(model, backend=backend)):
+        model.zero_grad()
+        optimizer.state.clear()
+        with Meter(model, optimizer, x, workspace=workspace) as meter:
+            for _ in range(2):
+                run(x).sum().backward()
+                optimizer.step()
+        found.append(meter.timeline)
+    torch._dynamo.reset()
+    eager, compiled = found
+    assert [len(graph) for graph in graphs] == [calls]
+    assert compiled.peak_bytes == eager.peak_bytes
+    assert compiled.bytes_by_category(len(compiled)) == eager.bytes_by_category(len(eager))

@@ -48,6 +48,7 @@ from memlab.memory_timeline.ownership import (
 )
 from memlab.memory_timeline.resizing import watch_resizing
 from memlab.memory_timeline.timeline import Timeline
+from memlab.memory_timeline.uncompiled import uncompiled
 from memlab.memory_timeline.whereabouts import Whereabouts
 from memlab.memory_timeline.workspace import CPULog, CUDACounters, CUDALevels
 
@@ -108,7 +109,7 @@ class Meter(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Whether torch.compile may compile meanwhile: yes, and the meter watches what the result allocates."""
+        """Whether the meter is off while torch.compile compiles, and on while what it made runs: yes."""
         return True
 
     def __init__(self, model=None, optimizer=None, inputs=(), *, workspace: bool = False):
@@ -246,6 +247,7 @@ class Meter(TorchDispatchMode):
 
     # ---- the hot path: once an op, so every look-up counts, and calls are few
 
+    @uncompiled
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is DEVICE_OF:  # asking an imagined tensor's device is no op
             return func(*args, **(kwargs or {}))
@@ -408,6 +410,7 @@ class Meter(TorchDispatchMode):
             self._log.placed(number, storage.data_ptr(), op)
         return number
 
+    @uncompiled
     def _died(self, death: _Death) -> None:
         number = death.number
         if self._live.get(death.address) == number:
@@ -479,6 +482,7 @@ class Meter(TorchDispatchMode):
     def _recognise_model(self) -> None:
         self._recognise(Members.of(named_roots(self._modules)).owned())
 
+    @uncompiled
     def _accumulated(self, parameter: Tensor) -> None:
         gradient = parameter.grad
         if type(gradient) is Tensor and gradient.layout is torch.strided:  # nearly all: _recognise, written out
@@ -488,6 +492,7 @@ class Meter(TorchDispatchMode):
         else:
             self._recognise(gradients_of([parameter], self._parameter_names))
 
+    @uncompiled
     def _before_step(self, optimizer: torch.optim.Optimizer, *_) -> None:
         # An optimizer that steps inside backward frees a gradient before the meter's own hook comes to see it.
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -514,6 +519,7 @@ class Meter(TorchDispatchMode):
                 if (number := self._note_storage(storage, tensor, op, phase, line)) >= 0:
                     self._history.owners.setdefault(number, tuple(whose))
 
+    @uncompiled
     def _after_step(self, optimizer: torch.optim.Optimizer, *_) -> None:
         self._recognise(owned_by_optimizer(optimizer, self._parameter_names))
         self._place_counters(optimizer)
@@ -533,6 +539,7 @@ class Meter(TorchDispatchMode):
 
     # ---- sizes that change without an op (see resizing.py)
 
+    @uncompiled
     def _resized(self, storage: UntypedStorage, resize: Callable[[], UntypedStorage], caller: FrameType):
         """Note a storage's other size under an op of its own, if it is known, or comes to have bytes only now."""
         known = storage._cdata in self._live

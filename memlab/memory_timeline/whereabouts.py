@@ -21,6 +21,7 @@ from torch.nn.modules import module as nn_module
 from memlab.memory_timeline.history import BACKWARD, FORWARD, OPTIMIZER, RECOMPUTE
 from memlab.memory_timeline.lines import AUTOGRAD, ENGINE, Lines, Owners, recomputes
 from memlab.memory_timeline.lines import OPTIMIZER as OPTIMIZER_CODE
+from memlab.memory_timeline.uncompiled import uncompiled
 
 _current_task = torch._C._current_graph_task_id  # -1 outside backward
 
@@ -112,7 +113,10 @@ class Whereabouts:
     def _is_torchs(self, optimizer: torch.optim.Optimizer) -> bool:
         return bool(self.owners[inspect.unwrap(type(optimizer).step).__code__.co_filename])
 
+    @uncompiled
     def _enter_module(self, module, _args) -> None:
+        if torch.compiler.is_compiling():  # what a hook does would become a part of the compiled model
+            return
         if _current_task() == -1 and threading.get_ident() == self.thread:
             self.step_line = None  # a step that raised never said that it had ended
             self._called_model = self.stepping and self._steps(sys._getframe())
@@ -120,7 +124,10 @@ class Whereabouts:
         if name:
             self.modules.append(name)
 
+    @uncompiled
     def _leave_module(self, module, _args, _result) -> None:
+        if torch.compiler.is_compiling():
+            return
         name = self.name(module)
         if name and name in self.modules:  # after an exception, inner modules may still be on the list
             while self.modules.pop() != name:
