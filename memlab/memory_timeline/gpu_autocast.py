@@ -2,8 +2,9 @@
 
 A CPU's autocast casts almost the same matrix products to 16 bit, and caches the same casts of weights. What it lacks is
 CUDA's list of ops that run in 32 bit: softmax, norms, losses. They are cast before they are called, so a function that
-calls one of them inside itself (attention by nn.MultiheadAttention, say) is not followed there. Pooling and padding,
-which it runs in 32 bit and CUDA's does not, it does not get to see.
+calls one of them inside itself (nn.MultiheadAttention's attention, gumbel_softmax, pairwise_distance,
+local_response_norm) is not followed there. What a CPU's autocast runs in 32 bit and CUDA's does not, such as pooling
+and padding, runs without autocast.
 
 Source: aten/src/ATen/autocast_mode.h.
 """
@@ -25,22 +26,27 @@ HALF = (torch.bfloat16, torch.float16)
 AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 # What CUDA's autocast runs in 32 bit: casting the arguments, or asking for a result of that dtype.
 CAST_TO_FP32 = """
-    acos asin binary_cross_entropy_with_logits cdist cosh cosine_embedding_loss cosine_similarity
-    dist erfinv exp expm1 group_norm hinge_embedding_loss huber_loss interpolate kl_div l1_loss layer_norm log log10
-    log1p log2 logsumexp margin_ranking_loss mse_loss multi_margin_loss multilabel_margin_loss nll_loss
-    pdist poisson_nll_loss pow __pow__ __rpow__ reciprocal renorm rsqrt sinh smooth_l1_loss soft_margin_loss
-    softplus tan triplet_margin_loss upsample
+    __pow__ __rdiv__ __rpow__ __rtruediv__ acos arccos arcsin asin binary_cross_entropy_with_logits cdist cosh
+    cosine_embedding_loss cosine_similarity dist erfinv exp expm1 group_norm hinge_embedding_loss huber_loss interpolate
+    kl_div l1_loss layer_norm log log10 log1p log2 logsumexp margin_ranking_loss mse_loss multi_margin_loss
+    multilabel_margin_loss nll_loss pdist poisson_nll_loss pow reciprocal renorm rsqrt sinh smooth_l1_loss
+    soft_margin_loss softplus special_erfinv special_expm1 special_log1p special_logsumexp square tan
+    triplet_margin_loss upsample
 """
-RESULT_IN_FP32 = "cumprod cumsum linalg_matrix_norm linalg_vector_norm log_softmax norm prod softmax sum"
+RESULT_IN_FP32 = """
+    cumprod cumsum linalg_matrix_norm linalg_norm linalg_vector_norm log_softmax norm prod softmax softmin
+    special_log_softmax special_softmax sum
+"""
 CAST_TO_FP32, RESULT_IN_FP32 = frozenset(CAST_TO_FP32.split()), frozenset(RESULT_IN_FP32.split())
 # What a CPU's list has and CUDA's has not, or not in 32 bit (joining tensors promotes by itself, without copies of
-# them); and products of vectors, which a CPU's list lacks.
+# them); and products, of vectors and by subscripts, which a CPU's list lacks.
 AS_IT_IS = """
-    adaptive_avg_pool3d avg_pool3d cat column_stack concat concatenate dstack grid_sample grid_sampler hstack index_copy
-    pad row_stack stack vstack
+    adaptive_avg_pool3d adaptive_max_pool3d avg_pool3d cat column_stack concat concatenate dstack grid_sample
+    grid_sampler hstack index_copy max_pool3d pad row_stack stack trace vstack
 """
 AS_IT_IS = frozenset(AS_IT_IS.split())
-CAST_TO_HALF = frozenset({"addmv", "addr", "mv"})
+WIDENED = frozenset({"inner", "scatter_add", "tensordot"})  # which promote, and by themselves refuse two dtypes
+CAST_TO_HALF = frozenset({"addmv", "addr", "einsum", "mv"})
 
 FROM_FP16 = {"softmax": aten._softmax, "log_softmax": aten._log_softmax}
 
@@ -73,7 +79,9 @@ class _FP32Ops(TorchFunctionMode):
             dtype = torch.get_autocast_dtype("cpu")
             cast = lambda t: t.to(dtype) if t.dtype in (*HALF, torch.float32) else t  # noqa: E731
             args, kwargs = tree_map_only(Tensor, cast, (args, kwargs))
-        elif name in AS_IT_IS:
+        elif name in AS_IT_IS or name in WIDENED:
+            if name in WIDENED and any(getattr(each, "dtype", None) is torch.float32 for each in args):
+                args = [each.float() if getattr(each, "dtype", None) in HALF else each for each in args]
             with torch._C._ExcludeDispatchKeyGuard(AUTOCAST):
                 return func(*args, **kwargs)
         elif name == "cross_entropy":
