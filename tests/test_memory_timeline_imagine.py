@@ -911,6 +911,26 @@ def test_a_copy_of_a_model_has_no_gradients_and_one_of_a_tensor_has_as_with_real
             ).shape
 
 
+@pytest.mark.parametrize("card", ["cpu", "H100-80GB"])
+def test_a_copy_of_views_has_the_whole_storage_behind_them_once_as_with_real_ones(card):
+    def copies():
+        whole = torch.zeros(300)
+        added = []
+        for what in (whole[:10], [whole, whole[:100], whole[100:]], {"a": whole[::2], "b": nn.Parameter(whole[:5])}):
+            with Meter(inputs=whole) as meter:
+                copied = copy.deepcopy(what)
+            added.append(meter.timeline.totals[-1] - whole.nbytes)
+        assert copied["a"].stride() == (2,) and copied["a"].dtype is torch.float32
+        return added
+
+    assert copies() == [1200, 1200, 1220]
+    with imagine(card):
+        assert copies() == [1200, 1200, 1220]
+        with main_memory():
+            beside = torch.zeros(4)
+        assert in_main_memory(copy.deepcopy(beside)) and in_main_memory(copy.deepcopy(nn.Parameter(beside)))
+
+
 def test_torch_may_read_values_in_its_own_initialisation_and_optimizers():
     with imagine("H100-80GB"):
         nn.init.trunc_normal_(torch.empty(4, 4))

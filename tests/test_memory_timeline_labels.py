@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import signal
 import sys
 import threading
@@ -149,6 +150,17 @@ def test_a_batch_out_of_another_process_is_an_input():
             batch.sum()
     (found,) = (s for s in meter.timeline.storages.values() if s.nbytes == 2400)
     assert found.category == "input"
+
+
+def test_what_is_copied_or_loaded_inside_the_block_is_no_input(tmp_path):
+    layer = nn.Linear(30, 30, bias=False)
+    torch.save(layer.state_dict(), tmp_path / "weights.pt")
+    for make in (lambda: copy.deepcopy(layer.state_dict()), lambda: torch.load(tmp_path / "weights.pt")):
+        with Meter(layer) as meter:
+            made = make()
+        (found,) = (s for s in meter.timeline.storages.values() if s.nbytes == 3600 and s.category != "parameter")
+        assert found.category == "temporary" and "outside" not in found.reason
+        del made
 
 
 # ---- a step that raises

@@ -15,6 +15,7 @@ from torch.optim import optimizer as optim
 from torch.utils import _foreach_utils as foreach
 
 from memlab.memory_timeline.gpu_ops import replaced
+from memlab.memory_timeline.places import in_main_memory, main_memory
 
 MASKS, PACKING = "transformers.masking_utils", "find_packed_sequence_indices"
 
@@ -38,15 +39,24 @@ def _deepcopy(tensor: FakeTensor, memo: dict) -> FakeTensor:
     if not tensor.is_leaf:
         raise RuntimeError("expected a tensor that no op made, as copy.deepcopy does of real ones; detach it first")
     if id(tensor) not in memo:
-        with torch.no_grad():
-            copied = tensor.clone()
-        if isinstance(tensor, Parameter):
-            memo[id(tensor)] = Parameter(copied, tensor.requires_grad)
-        else:
-            memo[id(tensor)] = copied.requires_grad_(tensor.requires_grad)
-            if tensor.grad is not None:
-                copied.grad = _deepcopy(tensor.grad, memo)
+        with torch.no_grad(), main_memory() if in_main_memory(tensor) else contextlib.nullcontext():
+            if isinstance(tensor, Parameter):
+                memo[id(tensor)] = Parameter(tensor.clone(), tensor.requires_grad)
+                return memo[id(tensor)]
+            copied = _of_copied_storage(tensor, memo) if tensor.layout is torch.strided else tensor.clone()
+        memo[id(tensor)] = copied.requires_grad_(tensor.requires_grad)
+        if tensor.grad is not None:
+            copied.grad = _deepcopy(tensor.grad, memo)
     return memo[id(tensor)]
+
+
+def _of_copied_storage(tensor: FakeTensor, memo: dict) -> FakeTensor:
+    """A view like this one into a copy of the whole storage behind it, of which all such views have the same."""
+    storage = tensor.untyped_storage()
+    if (key := ("storage", id(storage))) not in memo:  # beside the storage, for an id is used again
+        memo[key] = torch.empty(storage.nbytes(), dtype=torch.uint8), storage
+    copy = memo[key][0].untyped_storage()
+    return tensor.new_empty(0).set_(copy, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 def _apply(module: Module, fn, recurse: bool = True) -> Module:

@@ -39,13 +39,13 @@ RESULT_IN_FP32 = """
 """
 CAST_TO_FP32, RESULT_IN_FP32 = frozenset(CAST_TO_FP32.split()), frozenset(RESULT_IN_FP32.split())
 # What a CPU's list has and CUDA's has not, or not in 32 bit (joining tensors promotes by itself, without copies of
-# them); and products, of vectors and by subscripts, which a CPU's list lacks.
+# them); what CUDA's promotes, and by itself refuses two dtypes; and products that a CPU's list lacks.
 AS_IT_IS = """
     adaptive_avg_pool3d adaptive_max_pool3d avg_pool3d cat column_stack concat concatenate dstack grid_sample
     grid_sampler hstack index_copy max_pool3d pad row_stack stack trace vstack
 """
 AS_IT_IS = frozenset(AS_IT_IS.split())
-WIDENED = frozenset({"inner", "scatter_add", "tensordot"})  # which promote, and by themselves refuse two dtypes
+WIDENED = frozenset({"inner", "scatter_add", "tensordot"})
 CAST_TO_HALF = frozenset({"addmv", "addr", "einsum", "mv"})
 
 FROM_FP16 = {"softmax": aten._softmax, "log_softmax": aten._log_softmax}

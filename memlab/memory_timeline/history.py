@@ -90,6 +90,10 @@ class Change(NamedTuple):
 NO_OP = Op("", BEFORE, -1, "", -1, -1)
 
 
+def _shared(tensor: torch.Tensor) -> bool:
+    return tensor.is_cpu and tensor.untyped_storage().is_shared()  # PyTorch says so of all that lies on a GPU
+
+
 def friendly(op: str) -> str:
     """The name under which readers know an op: "addmm" is a linear layer, and every fused attention is attention."""
     if "scaled_dot_product" in op:
@@ -129,8 +133,8 @@ class History:
         self.last_read.append(-1)
         if nbytes:
             self.changes.flat += (number, nbytes, op, phase, line)
-        if op >= 0 and self.ops.flat[op * self.ops.width] in SET:
-            self.owners[number] = OUTSIDE
+        if op >= 0 and self.ops.flat[op * self.ops.width] in SET and _shared(tensor):
+            self.owners[number] = OUTSIDE  # another process made it; copy.deepcopy and torch.load set their own
         return number
 
     def resized(self, storage: int, nbytes: int, op: int, phase: str, line: int) -> None:
