@@ -371,6 +371,25 @@ def test_step_counters_lie_in_main_memory_unless_the_optimizer_is_fused():
                 assert len(counters) == count and {s.nbytes for s in counters} == {4}
 
 
+def test_a_mark_is_an_event_of_each_device_also_where_step_counters_lie_on_another():
+    with imagine("H100-80GB"):
+        model = nn.Linear(8, 8)
+        optimizer = torch.optim.Adam(model.parameters())
+        with Meter(model, optimizer) as meter:
+            marks = [(meter.event_count, meter.held_bytes)]
+            for _ in range(2):
+                model(torch.empty(2, 8)).sum().backward()
+                optimizer.step()
+                marks.append((meter.event_count, meter.held_bytes))
+    card = meter.timeline.on("imagined H100-80GB")
+    assert [card.bytes_at(card.event_of(mark)) for mark, _ in marks] == [held for _, held in marks]
+    beside = meter.timeline.on("cpu")
+    assert [beside.bytes_at(beside.event_of(mark)) for mark, _ in marks] == [0, 8, 8]
+    assert card.event_of(marks[0][0]) == 0 and card.event_of(meter.event_count) == len(card)
+    with pytest.raises(ValueError, match="expected a mark from 0"):
+        card.event_of(10**6)
+
+
 def test_a_meter_that_is_not_given_the_optimizer_sees_a_later_step_too():
     with imagine("H100-80GB"):
         model = nn.Linear(4, 4)
@@ -452,25 +471,25 @@ def test_what_lies_in_main_memory_comes_to_the_card_by_cuda_and_by_to(move):
         move(layer)
 
 
-@pytest.mark.parametrize("move", [lambda t: t.cpu(), lambda t: t.to("cpu"), lambda t: t.to(device="cpu")])
-def test_what_lies_on_the_card_goes_to_main_memory_by_cpu_and_by_to(move):
+def test_what_lies_on_the_card_goes_to_main_memory_by_cpu_and_comes_back_by_the_name_of_a_device():
     with imagine("H100-80GB"):
         on_card, layer = torch.empty(MiB), nn.Linear(8, 8)
-        assert bytes_by_device(lambda: move(on_card), on_card) == [on_card.nbytes] * 2
-        beside = move(on_card)
-        assert move(beside) is beside and in_main_memory(beside.to("cpu", BF16))
-        assert on_imagined_card(on_card.to(beside.device)) and on_imagined_card(beside.to(on_card.device))
-        with main_memory():
-            assert beside.to(on_card.device) is beside
-        move(layer)
-        assert in_main_memory(layer.weight) and layer.to("cpu", BF16).weight.dtype is BF16
-        assert in_main_memory(layer.bias) and on_imagined_card(layer.cuda().bias)
+        assert bytes_by_device(lambda: on_card.cpu(), on_card) == [on_card.nbytes] * 2
+        beside = on_card.cpu()
+        assert beside.cpu() is beside and in_main_memory(beside)
+        for device in ("cpu", on_card.device):
+            assert on_imagined_card(beside.to(device)) and beside.to(device, BF16).dtype is BF16
+            assert on_card.to(device) is on_card and layer.to(device) is layer and on_imagined_card(layer.weight)
+            with main_memory():
+                assert beside.to(device) is beside
+        layer.cpu()
+        assert in_main_memory(layer.weight) and in_main_memory(layer.bias) and on_imagined_card(layer.cuda().bias)
         leaf = torch.empty(4, requires_grad=True)
-        move(leaf).cuda().sum().backward()
+        leaf.cpu().cuda().sum().backward()
         assert leaf.grad.shape == (4,)
     with imagine("cpu"):
         here = torch.empty(4)
-        assert move(here) is here
+        assert here.cpu() is here
 
 
 def test_pinned_memory_is_the_hosts():

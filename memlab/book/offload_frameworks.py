@@ -2,7 +2,7 @@
 
 PyTorch's `save_on_cpu` and FSDP2's `CPUOffloadPolicy` move tensors with `tensor.cpu()` and `tensor.to(device)`. Where
 the model itself lies in main memory, both are calls that return their own tensor, and nothing can be learned from them;
-on imagined hardware `tensor.to(device)` leaves what is on the card there, for its device has the host's name.
+on imagined hardware `tensor.to(device)` leaves what is on the card there, since its device has the host's name.
 `counted_moves` makes them the copies that they are beside a GPU. DeepSpeed moves bytes into buffers that it keeps;
 `zero_offload_bytes` reads those.
 """

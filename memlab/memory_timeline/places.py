@@ -3,10 +3,10 @@
 Every imagined tensor says that its device is "cpu", so PyTorch would take any move between the two for none at all. A
 storage in main memory carries a mark, and while a GPU is imagined, moves look at it:
 
-- `.cuda()`, `.to("cuda")` bring a tensor to the card;
-- `.cpu()`, `.to("cpu")` bring it to main memory;
-- `.to(device)`, with the device that some other tensor names, brings back to the card what came from there, unless
-  under `main_memory()`; all else stays where it is. So torch's `save_on_cpu` does what it does beside a GPU.
+- `.cuda()`, `.to("cuda")` bring a tensor to the card, and `.cpu()` brings it to main memory;
+- `.to(device)`, with any name that imagined tensors give their device, brings back to the card what `.cpu()` took from
+  there, unless under `main_memory()`. All else stays where it is: code that asks which device there is finds "cpu", and
+  means the card. So torch's `save_on_cpu` does what it does beside a GPU.
 
 What is made lies on the card, whatever device is asked for, unless it is made under `main_memory()`, or pinned.
 """
@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.graph import save_on_cpu
-from torch.nn import Module
 
 
 def mode_of_card() -> FakeTensorMode | None:
@@ -74,14 +73,19 @@ def in_main_memory(tensor: Tensor) -> bool:
 
 def _to(to: Callable) -> Callable:
     def moved(tensor: Tensor, *args, **kwargs):
-        to_host = _goes_to_host(tensor, kwargs.get("device", args[0] if args else None))
-        here = lambda value: torch.device("cpu") if is_cuda(value) else value  # noqa: E731
+        asked = kwargs.get("device", args[0] if args else None)
+        here = lambda value: torch.device("cpu") if _is_cuda(value) else value  # noqa: E731
         args, kwargs = [here(value) for value in args], {name: here(value) for name, value in kwargs.items()}
-        if to_host is None:
-            return to(tensor, *args, **kwargs)
-        return _move(tensor, lambda: to(tensor, *args, **kwargs), to_host)
+        if _is_one_place(tensor) and (_is_cuda(asked) or _comes_back(tensor, asked)):
+            return _move(tensor, lambda: to(tensor, *args, **kwargs), to_host=False)
+        return to(tensor, *args, **kwargs)
 
     return moved
+
+
+def _comes_back(tensor: Tensor, asked) -> bool:
+    named = isinstance(asked, (str, torch.device))
+    return named and hasattr(tensor.untyped_storage(), "was_on_card") and not tensor.fake_mode.beside_card
 
 
 def _move(tensor: Tensor, convert: Callable[[], Tensor], to_host: bool) -> Tensor:
@@ -113,32 +117,11 @@ def _cuda(_: Callable) -> Callable:
 
 
 def _is_one_place(tensor: Tensor) -> bool:
-    """Whether a tensor is imagined, and has one storage: what a wrapper (DTensor) or a sparse one holds moves not."""
+    """Whether a tensor is imagined, and has one storage: what is in a wrapper (DTensor), or sparse, stays."""
     return isinstance(tensor, FakeTensor) and tensor.layout is torch.strided
 
 
-def _goes_to_host(tensor: Tensor, asked) -> bool | None:
-    """Where `tensor.to(asked)` leaves it: in main memory, on the card (False), or wherever ops leave theirs (None)."""
-    if not _is_one_place(tensor):
-        return None
-    if isinstance(asked, str) and asked == "cpu":  # the text: a device of this name may be any tensor's
-        return True
-    returns = hasattr(tensor.untyped_storage(), "was_on_card") and not tensor.fake_mode.beside_card
-    return False if is_cuda(asked) or (returns and isinstance(asked, torch.device)) else None
-
-
-def _module_to(to: Callable) -> Callable:
-    def moved(module: Module, *args, **kwargs) -> Module:
-        asked = kwargs.get("device", args[0] if args else None)
-        if not isinstance(asked, str) or asked != "cpu":
-            return to(module, *args, **kwargs)
-        with main_memory():  # PyTorch makes a device of the text
-            return to(module.cpu(), *args[1:], **{name: value for name, value in kwargs.items() if name != "device"})
-
-    return moved
-
-
-def is_cuda(value) -> bool:
+def _is_cuda(value) -> bool:
     """Whether an argument asks for a GPU: a device, or its name."""
     return getattr(value, "type", None) == "cuda" or (isinstance(value, str) and value.partition(":")[0] == "cuda")
 
@@ -147,7 +130,6 @@ MOVES = (
     (Tensor, "to", _to),
     (Tensor, "cpu", _cpu),
     (Tensor, "cuda", _cuda),
-    (Module, "to", _module_to),
     # Pinned memory holds the same bytes, and a machine without a GPU has none.
     (save_on_cpu, "__init__", lambda init: lambda self, *_args, **_options: init(self)),
 )
