@@ -228,12 +228,15 @@ class Meter(TorchDispatchMode):
 
     @property
     def event_count(self) -> int:
-        """How many allocations and frees were recorded so far, on all devices: a mark in the timeline to come."""
+        """How many allocations and frees were recorded so far, on all devices: a mark for `timeline.event_of`."""
         return len(self._history.changes)
 
     @property
     def event(self) -> int:
-        """The moment it is, over all devices: the timeline's event so far, so that `totals[event]` is held."""
+        """The timeline's event so far, so that `totals[event]` is held, where all memory is on one device.
+
+        Where some is on another, even an optimizer's step counters, take `timeline.event_of(event_count)`.
+        """
         return self.event_count - self._adopted
 
     @property

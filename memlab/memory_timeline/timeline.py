@@ -27,7 +27,7 @@ class Timeline:
 
     Bytes on different devices are never added up: a timeline answers for `device` (the one that holds the most at its
     fullest moment, unless asked for another with `on`); `devices` lists all of them. `of_all_devices` is the record
-    itself, storages and events, among which a meter's `event_count` is a place.
+    itself, storages and events, among which a meter's `event_count` is a place: `event_of` finds it on this device.
 
     On CUDA, `levels` has what the caching allocator counted meanwhile: for each of "requested", "allocated" and
     "reserved" the bytes "before", at the "peak" and "after". Elsewhere it is empty.
@@ -108,6 +108,17 @@ class Timeline:
         """Bytes of each of the eight categories just after `event`; their sum is `bytes_at(event)`."""
         event = self._checked(event)
         return {category: curve[event] for category, curve in self.curves.items()}
+
+    def event_of(self, mark: int) -> int:
+        """The event of this device at which a meter's `event_count` was `mark`: `bytes_at(event)` was held then.
+
+        A meter with `workspace=True` counts less than its timeline has, so its marks are of no use.
+        Raises ValueError for a mark that is not from 0 to the number of all devices' events.
+        """
+        events = self.of_all_devices[1]
+        if not 0 <= mark <= len(events):
+            raise ValueError(f"expected a mark from 0 to {len(events)}, a meter's event_count, found {mark!r}")
+        return max(0, sum(event.storage in self.storages for event in events[:mark]) - len(self._before))
 
     def everything(self) -> list[Event]:
         """All events in order, those that stand for what existed before (event 0) included."""

@@ -139,12 +139,9 @@ class _Bench:
             stepping = optimizer(trained) if optimizer is not None and trained else None
             if stepping is not None:
                 stepping.step()
-            elsewhere = meter.event - len(_on_card(meter))
-            self.once(lambda: marks.append(meter.event - elsewhere))
-            if meter.event - len(_on_card(meter)) != elsewhere:  # the stage itself moves bytes to main memory and back
-                marks.clear()
-                self.once(lambda: marks.append(len(_on_card(meter))))
-        totals = _on_card(meter).totals
+            self.once(lambda: marks.append(meter.event_count))
+        card = _on_card(meter)
+        marks, totals = [card.event_of(mark) for mark in marks], card.totals
         start, arrived, made, saved, told, through, end = (totals[event] for event in marks)
         peak = lambda begin, stop: max(totals[marks[begin] : marks[stop] + 1]) - totals[marks[begin]]  # noqa: E731
         return {

@@ -151,7 +151,7 @@ def on_imagined_rank(plan: PipelinePlan, rank: int, x: Tensor, y: Tensor) -> tup
     done, most = [], [0] * plan.schedule.stages
 
     def after(action: Action) -> None:
-        done.append((action, meter.event))
+        done.append((action, meter.event_count))
         for stage, run in pipeline.runs.items():
             most[stage] = max(most[stage], len(run.in_flight))
 
@@ -161,11 +161,13 @@ def on_imagined_rank(plan: PipelinePlan, rank: int, x: Tensor, y: Tensor) -> tup
         pipeline.step(x, y)
         optimizer.step()
         done.clear()
-        begin = meter.event
+        begin = meter.event_count
         pipeline.step(x, y)
-        end = meter.event
-    totals = [held - x.nbytes - y.nbytes for held in meter.timeline.totals]
-    return [(action, totals[event]) for action, event in done], most, max(totals[begin : end + 1])
+        end = meter.event_count
+    timeline = meter.timeline
+    totals = [held - x.nbytes - y.nbytes for held in timeline.totals]
+    peak = max(totals[timeline.event_of(begin) : timeline.event_of(end) + 1])
+    return [(action, totals[timeline.event_of(mark)]) for action, mark in done], most, peak
 
 
 def simulated_beside_metered(device: str, rounds: int) -> list[tuple]:
