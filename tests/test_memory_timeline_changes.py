@@ -291,3 +291,18 @@ def test_the_line_of_a_batch_from_another_process_is_the_loops():
             batch.sum()
     lines = {s.line.source for s in meter.timeline.storages.values() if s.category == "input"}
     assert all(line.startswith(("for batch in DataLoader", "batch.sum()")) for line in lines) and lines
+
+
+def test_a_model_that_is_converted_for_one_step_has_parameters_all_the_time():
+    model, x = nn.Linear(64, 64, bias=False), torch.ones(4, 64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Meter(model, optimizer, x) as meter:
+        model.bfloat16()
+        model(x.bfloat16()).sum().backward()
+        optimizer.step()
+        in_step = len(meter.timeline)
+        model.float()
+        after = len(meter.timeline)
+    timeline = meter.timeline
+    assert timeline.bytes_by_category(in_step)["parameter"] == 2 * 64 * 64
+    assert timeline.bytes_by_category(after)["parameter"] == 4 * 64 * 64

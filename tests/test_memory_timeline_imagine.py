@@ -371,6 +371,38 @@ def test_step_counters_lie_in_main_memory_unless_the_optimizer_is_fused():
                 assert len(counters) == count and {s.nbytes for s in counters} == {4}
 
 
+class CountsElements(torch.optim.Optimizer):
+    """A reader's optimizer, with a step of its own for each element."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self):
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter].setdefault("step", torch.zeros_like(parameter)).add_(1)
+
+
+class MyAdam(torch.optim.Adam):
+    def step(self):
+        super().step()
+
+
+STEPS = {CountsElements: True, torch.optim.ASGD: True, torch.optim.NAdam: False, MyAdam: False}
+
+
+def test_what_is_called_step_is_on_the_card_where_it_is_no_counter_of_torchs_or_is_made_there():
+    with imagine("H100-80GB"):
+        for kind, on_card in STEPS.items():
+            model = nn.Linear(8, 8, bias=False)
+            optimizer = kind(model.parameters())
+            with Meter(model, optimizer) as meter:
+                model(torch.empty(2, 8)).sum().backward()
+                optimizer.step()
+            (step,) = (s for s in meter.timeline.of_all_devices[0] if s.name == "step of weight")
+            assert (step.device == "imagined H100-80GB") == on_card
+
+
 def test_a_mark_is_an_event_of_each_device_also_where_step_counters_lie_on_another():
     with imagine("H100-80GB"):
         model = nn.Linear(8, 8)

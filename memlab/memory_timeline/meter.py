@@ -503,6 +503,8 @@ class Meter(TorchDispatchMode):
         if not unknown <= self._strangers:  # are they new in the model?
             self._parameter_names.learn_again()
             self._strangers |= unknown
+        names = [(p, self._parameter_names.get(id(p))) for p in parameters if not is_lazy(p)]
+        self._recognise(Owned(p, "parameter", name) for p, name in names if name is not None)  # for a conversion's end
         self._recognise(gradients_of(parameters, self._parameter_names))
         self._here.begin_step(optimizer)
         if _this_thread() == self._here.thread:  # another thread's step is another meter's
@@ -529,14 +531,18 @@ class Meter(TorchDispatchMode):
         self._here.end_step(optimizer)
 
     def _place_counters(self, optimizer: torch.optim.Optimizer) -> None:
-        """On a GPU, unless fused, an optimizer keeps each parameter's step counter in main memory: so imagined ones."""
-        if self._imagined in (None, "cpu"):
+        """On a GPU torch's optimizers keep step counters in main memory, unless fused, and but for ASGD's: so here."""
+        if self._imagined in (None, "cpu") or isinstance(optimizer, torch.optim.ASGD):
+            return
+        kinds = [kind for kind in type(optimizer).__mro__ if kind is not torch.optim.Optimizer]
+        if not any(kind.__module__.startswith("torch.optim.") for kind in kinds):
             return
         for group in optimizer.param_groups:
             if not (group.get("fused") or group.get("capturable")):
                 for parameter in group["params"]:
                     step = optimizer.state.get(parameter, {}).get("step")
-                    number = self._live.get(step.untyped_storage()._cdata) if isinstance(step, Tensor) else None
+                    counts = isinstance(step, Tensor) and step.numel() == 1
+                    number = self._live.get(step.untyped_storage()._cdata) if counts else None
                     if number is not None:  # else it is from before, of an optimizer that the meter was not given
                         self._history.moved(number, "cpu")
 
