@@ -48,9 +48,8 @@ class Kind(NamedTuple):
             raise ValueError(f"{expected} (format {self.format!r}), found something else")
         version = document.get("version")
         if type(version) is not int or not 1 <= version <= self.version:
-            raise ValueError(
-                f"{path}: expected format version {self.version} or older, found {version!r}; update memlab"
-            )
+            newer = "; update memlab" if type(version) is int and version > self.version else ""
+            raise ValueError(f"{path}: expected a format version from 1 to {self.version}, found {version!r}{newer}")
         try:
             return build(document)
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:

@@ -85,6 +85,8 @@ def _check_levels(levels: dict) -> None:
             raise ValueError(f"expected a level's bytes before, peak and after, found {name!r}: {str(level)[:60]}")
         for figure in typed((int,) * len(level), list(level.values())):
             _size(figure)
+        if max(level["before"], level["after"]) > level["peak"]:
+            raise ValueError(f"expected a peak of {name!r} that is no less than before and after, found {level}")
 
 
 def _check(storages: list[Storage], events: list[Event]) -> None:
@@ -94,6 +96,7 @@ def _check(storages: list[Storage], events: list[Event]) -> None:
     for storage in storages:
         if storage.category not in CATEGORIES or storage.phase not in PHASES:
             raise ValueError(f"unknown category or phase {storage.category!r}, {storage.phase!r}")
+    born = {s.id: s for s in storages if s.nbytes}  # one that begins with 0 bytes has no event until it has some
     held = dict.fromkeys(known, 0)
     begun = False
     for event in events:
@@ -102,6 +105,10 @@ def _check(storages: list[Storage], events: list[Event]) -> None:
         if begun and event.phase == "before":
             raise ValueError(f"storage {event.storage} was there before, after the first op")
         begun = event.phase != "before"
+        if not event.delta:
+            raise ValueError(f"storage {event.storage} changes by 0 bytes")
+        if (storage := born.pop(event.storage, None)) and (storage.nbytes, storage.phase) != (event.delta, event.phase):
+            raise ValueError(f"{storage} begins with {event}")
         held[event.storage] += event.delta
         if not 0 <= held[event.storage] <= MOST_BYTES:
             raise ValueError(f"storage {event.storage} holds fewer than 0 bytes, or more than {MOST_BYTES}")
