@@ -1055,8 +1055,11 @@ def test_a_real_tensor_among_imagined_ones_says_how_to_bring_it_in():
 def test_an_unknown_card_suggests_the_nearest_and_a_budget_of_nothing_is_refused():
     with pytest.raises(ValueError, match="did you mean 'H100-80GB'"):
         imagine("H100")
-    with pytest.raises(ValueError, match="expected one of T4-16GB"):
-        imagine("banana")
+    with pytest.raises(ValueError, match="did you mean 'A100-80GB'"):
+        imagine("a100")
+    for unknown in ("banana", None):
+        with pytest.raises(ValueError, match="expected one of T4-16GB"):
+            imagine(unknown)
     with pytest.raises(ValueError, match="more than 0 bytes"):
         imagine("H100-80GB", 0)
     with pytest.raises(ValueError, match="expected a size such as"):

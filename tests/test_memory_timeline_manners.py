@@ -287,6 +287,32 @@ def test_a_backward_driven_from_another_thread_is_not_seen_and_one_on_the_meters
     assert min(map(min, timeline.curves.values())) >= 0
 
 
+class Slow(nn.Module):
+    """A forward that begins, and waits until it may end."""
+
+    def __init__(self):
+        super().__init__()
+        self.begun, self.may_end = threading.Event(), threading.Event()
+
+    def forward(self, x):
+        self.begun.set()
+        assert self.may_end.wait(60)
+        return x + 1
+
+
+def test_a_forward_in_another_thread_gives_its_modules_name_to_nothing_here():
+    slow = Slow()
+    with Meter(nn.Sequential(slow)) as meter:
+        thread = threading.Thread(target=slow, args=(torch.ones(3),))
+        thread.start()
+        assert slow.begun.wait(60)
+        kept = torch.ones(1000)
+        slow.may_end.set()
+        thread.join()
+    (found,) = (s for s in meter.timeline.storages.values() if s.nbytes == kept.nbytes)
+    assert found.module == ""
+
+
 def test_meters_that_end_in_any_order_take_every_patch_off():
     first, second, third = Meter(), Meter(), Meter()
     entered = [threading.Event() for _ in range(3)]
@@ -341,6 +367,7 @@ def test_two_threads_each_with_their_own_meter_see_what_one_alone_sees():
         ({"inputs": torch.ones(3, device="meta")}, ValueError, "input on the meta device"),
         ({"inputs": {"x": [torch.ones(3, device="meta")]}}, ValueError, "input x 0 on the meta device"),
         ({"optimizer": nn.Linear(1, 1)}, TypeError, "expected an optimizer .* found Linear"),
+        ({"optimizer": []}, TypeError, "found list; of several give one, or none"),
         ({"inputs": {1, 2}}, TypeError, "expected inputs as a tensor"),
         ({"inputs": [object()]}, TypeError, "expected inputs as a tensor"),
     ],

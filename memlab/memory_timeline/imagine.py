@@ -81,7 +81,8 @@ def imagine(card: str, budget_bytes: int | str | None = None) -> ImaginedHardwar
     Raises ValueError for an unknown card, or a budget of 0; in the block, RuntimeError where code asks for values.
     """
     if card != "cpu" and card not in CARDS:
-        near = difflib.get_close_matches(card, CARDS, n=1, cutoff=0.3)
+        names = {name.lower(): name for name in CARDS}
+        near = [names[low] for low in difflib.get_close_matches(str(card).lower(), names, n=1, cutoff=0.3)]
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ValueError(f"expected one of {', '.join(CARDS)} or 'cpu', found {card!r}{hint}")
     return ImaginedHardware(card, None if budget_bytes is None else parse_bytes(budget_bytes))

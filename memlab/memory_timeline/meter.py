@@ -82,7 +82,7 @@ class _Death(weakref.ref):
 
 
 class Meter(TorchDispatchMode):
-    """Records the memory of the code in its `with` block, op by op, on any device.
+    """Records the memory of what its thread runs in the `with` block, op by op, on any device; backward's threads too.
 
         with Meter(model, optimizer, inputs=(x, y)) as meter:
             model(x, y).backward()
@@ -93,7 +93,8 @@ class Meter(TorchDispatchMode):
       from the start and give names, in a list after their model's place in it ("0.weight"). optimizer: its states
       likewise (those of any optimizer that steps inside are recognised anyway). inputs: the batch, in tuples, lists or
       dicts; a tensor not named here counts from its first use on, as an input.
-    workspace: also record what kernels allocate for themselves, from the allocator's own log; slower.
+    workspace: also record what kernels allocate for themselves, from the allocator's own log; slower. Without it,
+      memory that no op returns is not seen, such as the random states that a checkpoint keeps.
 
     The timeline can be read during the block and after it, also when the block raised. A Meter records once.
     Raises TypeError or ValueError for what is not a model, a batch, or has no bytes (device "meta"). Entering it raises
@@ -117,7 +118,10 @@ class Meter(TorchDispatchMode):
         self._modules = modules_of(model)
         Members.of(named_roots(self._modules)).check_memory()  # here, before anything is set up
         if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-            raise TypeError(f"expected an optimizer (torch.optim.Optimizer) or None, found {type(optimizer).__name__}")
+            raise TypeError(
+                f"expected an optimizer (torch.optim.Optimizer) or None, found {type(optimizer).__name__}; of several "
+                "give one, or none: all that step inside the block are recognised"
+            )
         for _ in owned_inputs(inputs):
             pass
         self._optimizer, self._inputs = optimizer, inputs

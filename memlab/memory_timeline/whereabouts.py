@@ -115,9 +115,9 @@ class Whereabouts:
 
     @uncompiled
     def _enter_module(self, module, _args) -> None:
-        if torch.compiler.is_compiling():  # what a hook does would become a part of the compiled model
+        if torch.compiler.is_compiling() or self._is_elsewhere():  # what a compiler sees would be a part of the model
             return
-        if _current_task() == -1 and threading.get_ident() == self.thread:
+        if _current_task() == -1:
             self.step_line = None  # a step that raised never said that it had ended
             self._called_model = self.stepping and self._steps(sys._getframe())
         name = self.name(module)
@@ -126,9 +126,13 @@ class Whereabouts:
 
     @uncompiled
     def _leave_module(self, module, _args, _result) -> None:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or self._is_elsewhere():
             return
         name = self.name(module)
         if name and name in self.modules:  # after an exception, inner modules may still be on the list
             while self.modules.pop() != name:
                 pass
+
+    def _is_elsewhere(self) -> bool:
+        """Whether this is another thread, and none of autograd's in whose backward a forward runs again."""
+        return threading.get_ident() != self.thread and _current_task() == -1
