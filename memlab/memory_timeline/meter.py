@@ -93,8 +93,8 @@ class Meter(TorchDispatchMode):
       from the start and give names, in a list after their model's place in it ("0.weight"). optimizer: its states
       likewise (those of any optimizer that steps inside are recognised anyway). inputs: the batch, in tuples, lists or
       dicts; a tensor not named here counts from its first use on, as an input.
-    workspace: also record what kernels allocate for themselves, from the allocator's own log; slower. Without it,
-      memory that no op returns is not seen, such as the random states that a checkpoint keeps.
+    workspace: also record what kernels allocate for themselves, from the allocator's own log; slower. Memory that no op
+      returns, such as the random states that a checkpoint keeps, is not seen without it, and is the next op's with it.
 
     The timeline can be read during the block and after it, also when the block raised. A Meter records once.
     Raises TypeError or ValueError for what is not a model, a batch, or has no bytes (device "meta"). Entering it raises
