@@ -77,6 +77,9 @@ def imagine(card: str, budget_bytes: int | str | None = None) -> ImaginedHardwar
     budget_bytes: an int or text such as "16 GiB"; from that many bytes on, the allocation that exceeds it raises
     OutOfMemory. Without one, a step larger than the card runs on, and shows how large it is.
 
+    Every tensor made in the block is on the card, whatever device is asked for; `.cpu()`, pinned memory and
+    `main_memory()` are what is beside it (places.py).
+
     The block's value has `capacity_bytes` (None for "cpu") and `imagined(batch)`, which brings real tensors in.
     Raises ValueError for an unknown card, or a budget of 0; in the block, RuntimeError where code asks for values.
     """

@@ -69,7 +69,8 @@ class Message:
     name: "all_reduce", "send" …   tensor_bytes: of the whole, so for all_gather what all pieces have together.
     sent_bytes, received_bytes: by this rank.   ranks: how many are in the group.
     exact: whether the bytes were counted (send and receive), or computed by the algorithm's formula.
-    event: the moment in the open Meter's timeline, `totals[event]` being held then; None without a Meter.
+    event: the moment in the open Meter's timeline, `totals[event]` being held then, where all memory is on one device
+      (`Meter.event`); None without a Meter.
     """
 
     name: str
