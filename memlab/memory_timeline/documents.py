@@ -49,7 +49,8 @@ class Kind(NamedTuple):
         version = document.get("version")
         if type(version) is not int or not 1 <= version <= self.version:
             newer = "; update memlab" if type(version) is int and version > self.version else ""
-            raise ValueError(f"{path}: expected a format version from 1 to {self.version}, found {version!r}{newer}")
+            known = " or ".join(str(number) for number in range(1, self.version + 1))
+            raise ValueError(f"{path}: expected format version {known}, found {version!r}{newer}")
         try:
             return build(document)
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
