@@ -1,6 +1,9 @@
 """The smallest card on which a trace runs: it runs there, and on none that is smaller."""
 
+import contextlib
 import functools
+import itertools
+import random
 
 import pytest
 
@@ -33,3 +36,27 @@ def test_the_cache_is_emptied_where_it_is_asked_to_be():
     assert smallest_card(trace) == 20 * MiB + 20 * MiB  # 18 MiB out of the cached 20: then there is no room for 5 more
     assert smallest_card(trace, [2]) == 18 * MiB + 20 * MiB
     assert smallest_card(trace, [1, 3]) == smallest_card(trace)
+
+
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+def test_a_trace_that_fails_on_larger_cards_too_gets_the_smallest_of_all_that_serve_it(make):
+    for seed in (0, 35, 156, 280, 290):  # all but the first of them run on one card and fail on some larger one
+        trace = _mixed(seed)
+        card = smallest_card(iter(trace), make=make)
+        assert card == next(n * STEP for n in itertools.count(1) if _serves(make(n * STEP), trace))
+
+
+def _mixed(seed):
+    draw, live, trace = random.Random(seed), [], []
+    for n in range(draw.randint(6, 14)):
+        if live and draw.random() < 0.45:
+            trace.append((live.pop(draw.randrange(len(live))), FREE))
+        trace.append((n, draw.choice([1, 3, 5, 7, 9, 11, 13, 19, 21, 27, 33]) * MiB))
+        live.append(n)
+    return trace
+
+
+def _serves(allocator, trace):
+    with contextlib.suppress(OutOfMemory):
+        return bool(replay(allocator, trace))
+    return False

@@ -2,33 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+import itertools
+from collections.abc import Callable, Collection, Iterable, Iterator
 
-from memlab.caching_allocator import CachingAllocator, ExpandableAllocator, OutOfMemory, Trace, replay
+from memlab.caching_allocator import CachingAllocator, ExpandableAllocator, OutOfMemory, replay
 from memlab.units import MiB
 
 ALLOCATORS = {"CUDA's": CachingAllocator, "expandable segments": ExpandableAllocator}
 STEP = 2 * MiB  # the smallest segment: cards are told apart by as much
 
 
-def smallest_card(trace: Trace, empty_at: Collection[int] = (), make: Callable = CachingAllocator) -> int:
-    """Bytes of the smallest card, in steps of 2 MiB, on which an allocator serves a whole trace; found by halving.
+def smallest_card(
+    trace: Iterable[tuple[int, int]], empty_at: Collection[int] = (), make: Callable = CachingAllocator
+) -> int:
+    """Bytes of the smallest card, in steps of 2 MiB, on which an allocator serves a whole trace.
 
-    empty_at: positions in the trace before which the program calls `empty_cache()`.
+    Each card is tried, from the first that has room for what is in use at once: a trace may run on one card and fail on
+    a larger one, where the cache is emptied later, and so other blocks are cut.
+
+    trace: (id, nbytes) of each request. empty_at: positions in it before which the program calls `empty_cache()`.
+    Raises ValueError or TypeError for a malformed trace, as `replay` does.
     """
-    too_small, enough = 0, 2
-    while not _runs(trace, empty_at, make(enough * STEP)):
-        too_small, enough = enough, 2 * enough
-    while enough - too_small > 1:
-        middle = (too_small + enough) // 2
-        if _runs(trace, empty_at, make(middle * STEP)):
-            enough = middle
-        else:
-            too_small = middle
-    return enough * STEP
+    trace = list(trace)
+    least = -(-replay(make(), trace).peak_requested_bytes // STEP)
+    return next(steps * STEP for steps in itertools.count(max(1, least)) if _runs(trace, empty_at, make(steps * STEP)))
 
 
-def _runs(trace: Trace, empty_at: Collection[int], allocator: CachingAllocator) -> bool:
+def _runs(trace: list[tuple[int, int]], empty_at: Collection[int], allocator: CachingAllocator) -> bool:
     empty_at = frozenset(empty_at)
 
     def emptied() -> Iterator[tuple[int, int]]:
