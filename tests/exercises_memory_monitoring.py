@@ -407,6 +407,8 @@ WRONG: dict[str, dict[str, str]] = {
     "mended-answer": {
         "as given": "Mended = Trainer",
         "the ramps left": mended(KEY="(n, rows)"),
+        "not a number": mended(END="math.nan, norm, float(self.average)"),
+        "losses that are no numbers": mended(RECENT="self.recent.append(math.nan)"),
         "ramps by step": mended(KEY="n"),
         "the hooks left": mended(TAKE_OFF="pass"),
         "the hooks left, with numbers": mended(TAKE_OFF="pass", NOTED="out.detach().norm()", NORM="float(seen[0])"),
@@ -544,6 +546,7 @@ WRONG: dict[str, dict[str, str]] = {
         "one row at a time, kept": step(BEGIN="kept = []", AFTER="kept.append(run.model(x[rows]).detach())"),
         "every output of the batch first": step(BEGIN="run.model(x)"),
         "the loss of the last": step(END="loss.item()"),
+        "not a number": step(END="math.nan"),
         "a tensor": step(END="loss.detach()"),
         "a tensor of the mean": step(END="torch.tensor(mean)"),
         "the sum of means": step(ADD="loss.item() * len(x) / len(x[rows])"),

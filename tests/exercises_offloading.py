@@ -308,6 +308,17 @@ WRONG: dict[str, dict[str, str]] = {
             WRITE="torch.save(tensor.detach().clone(), self.bytes)",
             READ="(kept.bytes.seek(0), torch.load(kept.bytes))[1]",
         ),
+        "in memory, beside files that nobody reads": "import io\n"
+        + filed(
+            CLEAN="self.bytes = io.BytesIO(); weakref.finalize(self, self.path.unlink, missing_ok=True)",
+            WRITE="torch.save(tensor.detach().clone(), self.bytes); self.path.write_bytes(self.bytes.getvalue())",
+            READ="(kept.bytes.seek(0), torch.load(kept.bytes))[1]",
+        ),
+        "an array, beside a file that nobody reads": filed(
+            CLEAN="self.values = tensor.detach().view(torch.uint8).numpy().copy(), tensor.dtype",
+            WRITE="self.path.write_bytes(self.values[0].tobytes()); weakref.finalize(self, self.path.unlink)",
+            READ="torch.from_numpy(kept.values[0]).view(kept.values[1])",
+        ),
         "a copy on the device as well": filed(CLEAN="self.copy = tensor.detach() + 0").replace(
             "self.copy", "weakref.finalize(self, self.path.unlink, missing_ok=True)\n            self.copy"
         ),
@@ -604,6 +615,12 @@ RIGHT: dict[str, dict[str, str]] = {
                 return saved_tensors_hooks(pack, unpack)
             """
         ),
+        "bytes and nothing else": filed(
+            CLEAN="self.kind = tensor.dtype, tensor.shape; weakref.finalize(self, self.path.unlink)",
+            WRITE="self.path.write_bytes(tensor.detach().reshape(-1).clone().view(torch.uint8).numpy().tobytes())",
+            READ="torch.frombuffer(bytearray(kept.path.read_bytes()), dtype=kept.kind[0]).view(kept.kind[1])",
+        ),
+        "mapped when it is wanted": filed(READ="torch.load(kept.path, mmap=True)"),
         "a folder for each": "import tempfile\n"
         + filed(FOLDER="(made := tempfile.TemporaryDirectory(dir=folder)).name", CLEAN="self.folder = made"),
     },

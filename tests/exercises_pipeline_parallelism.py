@@ -396,6 +396,25 @@ WRONG: dict[str, dict[str, str]] = {
                     return x.grad
             """
         ),
+        "computed again, layer by layer": cell(
+            """
+            class LeanStage:
+                def __init__(self, module):
+                    self.module, self.kept = module, {}
+
+                def forward(self, i, x):
+                    self.kept[i] = x
+                    with torch.no_grad():
+                        return self.module(x)
+
+                def backward(self, i, dy):
+                    y = x = self.kept.pop(i).requires_grad_()
+                    for layer in self.module:
+                        y = layer(y)
+                    y.backward(dy)
+                    return x.grad
+            """
+        ),
         "the last one alone": lean(TAKEN="self.kept.popitem()[1]"),
         "the first one first": lean(TAKEN="self.kept.pop(next(iter(self.kept)))"),
         "no gradient of the input": lean(INPUT="pass"),

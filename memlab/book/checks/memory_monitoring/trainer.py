@@ -104,7 +104,7 @@ def _trained(make: Callable, steps: int) -> tuple[Timeline, int, int]:
     if any(not torch.allclose(p, q, atol=1e-6) for p, q in zip(model.parameters(), weights, strict=True)):
         raise Wrong(f"the values are right; the weights after {steps} steps are not those of the given Trainer.")
     recent = [float(loss) for loss in trainer.recent]
-    if len(recent) != _RECENT or any(abs(a - b) > 1e-4 for a, b in zip(recent, losses, strict=True)):
+    if len(recent) != _RECENT or not all(abs(a - b) <= 1e-4 for a, b in zip(recent, losses, strict=True)):
         raise Wrong(f"trainer.recent: expected the last {_RECENT} losses, found {str(recent)[:60]}. It was no leak.")
     return meter.timeline, ramps.made, hooks_on(model)
 
@@ -113,7 +113,7 @@ def _same(found: object, expected: tuple[float, float, float], n: int) -> None:
     if not isinstance(found, tuple) or len(found) != 3 or any(type(value) is not float for value in found):
         raise Wrong(f"step({n}): expected (loss, norm, average), three floats, found {str(found)[:60]}.")
     for name, a, b in zip(("loss", "norm", "average"), found, expected, strict=True):
-        if abs(a - b) > 1e-4 * max(1, abs(b)):
+        if not abs(a - b) <= 1e-4 * max(1, abs(b)):  # of NaN no comparison holds
             raise Wrong(
                 f"step({n}): the {name} is {a:.6g}; the given Trainer has {b:.6g}. Only leaks are to be mended."
             )

@@ -165,16 +165,20 @@ def swap_to(answer: object) -> str:
 
 def _check(swap: Callable, folder: Path) -> None:
     for name, backwards in (("one", 1), ("two", 2)):
-        inside = folder / name
-        inside.mkdir()
-        found = _run(swap, inside, backwards)
+        found = _run(swap, _inside(folder, name), backwards)
         _same_values(found, _reference(backwards)[0], backwards)
         _lets_go(found, *_reference(backwards))
         _wrote_what_it_should(found)
         _nothing_left(found.left, f"after {name} backward{'s' * (backwards > 1)}")
+    _reads_its_files(swap, folder)
     _without_backward(swap, folder)
     _error_in_between(swap, folder)
     _two_graphs(swap, folder)
+
+
+def _inside(folder: Path, name: str) -> Path:
+    (folder / name).mkdir()
+    return folder / name
 
 
 def _same_values(found: _Run, plain: _Run, backwards: int) -> None:
@@ -240,9 +244,27 @@ def _nothing_left(left: list[Path], when: str) -> None:
         )
 
 
+def _reads_its_files(swap: Callable, folder: Path) -> None:
+    """With zeros in the files, backward must not come to the right gradients."""
+    (right,), (model, tokens) = _reference(1)[0].gradients, _made()
+    inside = _inside(folder, "zeros")
+    loss = _forward(swap, inside, model, tokens)
+    for path in _files(inside):
+        with path.open("r+b") as file:  # not made shorter: who has mapped it reads zeros, and is not killed
+            file.write(bytes(path.stat().st_size))
+    try:
+        loss.backward()
+        _same_gradients([p.grad for p in model.parameters()], right, "")
+    except Exception:
+        return
+    raise Wrong(
+        "the gradients are right, also when the files are filled with zeros before backward: nobody reads them, so all "
+        "they have is still in memory. A handle should hold a path, and unpack read its file."
+    )
+
+
 def _without_backward(swap: Callable, folder: Path) -> None:
-    inside = folder / "none"
-    inside.mkdir()
+    inside = _inside(folder, "none")
     loss = _forward(swap, inside, *_made())
     there = len(_files(inside))
     del loss
@@ -254,8 +276,7 @@ class _Stop(Exception):
 
 
 def _error_in_between(swap: Callable, folder: Path) -> None:
-    inside = folder / "error"
-    inside.mkdir()
+    inside = _inside(folder, "error")
     model, tokens = _made()
 
     def stop(*_) -> None:
@@ -272,8 +293,7 @@ def _error_in_between(swap: Callable, folder: Path) -> None:
 
 
 def _two_graphs(swap: Callable, folder: Path) -> None:
-    inside = folder / "two graphs"
-    inside.mkdir()
+    inside = _inside(folder, "two graphs")
     (one, tokens), other = _made(), _Model(_WIDTH)
     right = []
     for model in (one, other):

@@ -64,23 +64,21 @@ def needed(needed_bytes: object, unneeded_bytes: object, rank_2_bytes: object) -
 # ---- second part
 
 
-class _Counted(nn.Sequential):
-    """Layers that count their forwards."""
+class _Counted(nn.Linear):
+    """A stage's first layer, which counts its forwards, whether its stage calls it or the answer does."""
 
-    def __init__(self, *layers: nn.Module):
-        super().__init__(*layers)
-        self.forwards = 0
+    forwards = 0
 
     def forward(self, x: Tensor) -> Tensor:
         self.forwards += 1
         return super().forward(x)
 
 
-def _cases() -> list[tuple[str, Callable[[], nn.Module], int, str]]:
+def _cases() -> list[tuple[str, Callable[[], nn.Sequential], int, str]]:
     """Name, layers, bytes that backward needs of a micro-batch (8 rows of 16, FP64), and an order."""
     number = 8 * 8  # rows, bytes
-    wide = lambda: _Counted(nn.Linear(16, 48), nn.GELU(), nn.Linear(48, 16))  # noqa: E731
-    saved = lambda: _Counted(nn.Linear(16, 40), nn.Tanh())  # noqa: E731
+    wide = lambda: nn.Sequential(_Counted(16, 48), nn.GELU(), nn.Linear(48, 16))  # noqa: E731
+    saved = lambda: nn.Sequential(_Counted(16, 40), nn.Tanh())  # noqa: E731
     return [
         ("stage 1 of 4 under 1F1B", wide, number * (16 + 48 + 48), "F0 F1 F2 B0 F3 B1 F4 B2 B3 B4"),
         ("under GPipe", wide, number * (16 + 48 + 48), "F0 F1 F2 B0 B1 B2"),
@@ -110,7 +108,9 @@ class _Truth(NamedTuple):
     dx: Tensor
 
 
-def _runs(made: Callable[[nn.Module], Any], name: str, module: nn.Module, needed_bytes: int, order: list[str]) -> None:
+def _runs(
+    made: Callable[[nn.Module], Any], name: str, module: nn.Sequential, needed_bytes: int, order: list[str]
+) -> None:
     whole, truths = copy.deepcopy(module), {}
     for turn in order:
         if turn[0] == "F" and turn not in truths:
@@ -135,10 +135,10 @@ def _runs(made: Callable[[nn.Module], Any], name: str, module: nn.Module, needed
             raise Wrong(
                 f"{name}: what backward returns is right, and a parameter's gradient is not the micro-batches' sum."
             )
-    if (count := sum(turn[0] == "F" for turn in order)) != module.forwards:
+    if (count := sum(turn[0] == "F" for turn in order)) != module[0].forwards:
         raise Wrong(
-            f"{name}: the values are right, and the layers ran {module.forwards} times, not {count}. To compute again "
-            "in backward is checkpointing; here the saved activations stay."
+            f"{name}: the values are right, and the layers ran {module[0].forwards} times, not {count}. To compute "
+            "again in backward is checkpointing; here the saved activations stay."
         )
 
 
