@@ -16,7 +16,7 @@ import torch
 from memlab import benchmark
 from memlab.book import benchmarks, measures
 from memlab.book.benchmarks import BEGIN, END, KIND, NONE, rows_of
-from memlab.book.measures import memory_arithmetic, memory_timeline
+from memlab.book.measures import memory_arithmetic, memory_timeline, mixed_precision
 from memlab.book.measures.timing import interleaved
 from memlab.book.reached import reached
 
@@ -422,6 +422,13 @@ def test_a_readme_without_its_markers_is_refused(book):
     [
         ("0.98 – 1.02 – 1.10× (fastest / fastest 1.30×)", "≤ 1.05×", "yes"),
         ("0.98 – 1.06 – 1.10× (fastest / fastest 0.99×)", "≤ 1.05×", "no"),
+        (
+            "0.9 – 1.0 – 1.2×; parameters bitwise, scale history equal through 3 growths",
+            "≤ 1.05×, bitwise, equal",
+            "yes",
+        ),
+        ("0.9 – 1.0 – 1.2×; parameters DIFFER, scale history equal through 3 growths", "≤ 1.05×, bitwise, equal", "no"),
+        ("0.9 – 1.0 – 1.2×; parameters bitwise, scale history unequal", "≤ 1.05×, bitwise, equal", "no"),
         ("0.9 – 1.0 – 1.2× (fastest / fastest 1.0×); parameters bitwise, equal through 3 overflows", "≤ 1.05×", "yes"),
         ("1.00 – 1.00 – 1.10×", "< 1×", "no"),
         ("5.0 – 5.0 – 6.0×", "≥ 5×", "yes"),
@@ -453,6 +460,7 @@ def test_a_readme_without_its_markers_is_refused(book):
         ("async 0.253×, sync 0.241×; differs", "≤ 0.35×, bitwise", "no"),
         ("+0 B of 1,234,567 B; gradients bitwise", "at most +0 B, bitwise", "yes"),
         ("+512 B of 1,234,567 B; gradients bitwise", "at most +0 B, bitwise", "no"),
+        ("+0 B of 1,234,567 B; gradients not bitwise", "at most +0 B, bitwise", "no"),
         ("+0 B; over a budget by 0 B", "0 B", "yes"),
         ("+0 B; over a budget by 8 B", "0 B", "no"),
         ("parameters 0 B, activations -4 B, sent 0 B", "0 B", "no"),
@@ -461,6 +469,8 @@ def test_a_readme_without_its_markers_is_refused(book):
         ("2 of 20", "0", "no"),
         ("100 of 100", "all", "yes"),
         ("99 of 100", "all", "no"),
+        ("0 of 0", "≥ 99 %", "—"),
+        ("0 of 0", "all", "—"),
         ("5 of 5", "5 of 5", "yes"),
         ("4 of 5", "5 of 5", "no"),
         ("998 of 1,000", "≥ 99 %", "yes"),
@@ -486,3 +496,12 @@ def test_a_readme_without_its_markers_is_refused(book):
 )
 def test_a_figure_is_held_to_its_demand_where_both_can_be_read(figure, must, says):
     assert reached(figure, must) == says
+
+
+def test_a_loss_scaler_that_comes_to_other_weights_misses_its_target(monkeypatch):
+    """However fast it is. No step is run here; the second model draws other weights."""
+    monkeypatch.setattr(mixed_precision, "interleaved", lambda runs, rounds: {name: [1.0] * rounds for name in runs})
+    same = mixed_precision.loss_scaling("cpu", 3)
+    monkeypatch.setattr(torch, "manual_seed", lambda seed: None)
+    other = mixed_precision.loss_scaling("cpu", 3)
+    assert [reached(figure, must) for _, figure, must in same + other] == ["yes", "yes", "no", "no"]

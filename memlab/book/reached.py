@@ -25,7 +25,7 @@ def reached(figure: str, must: str) -> str:
 
     A figure of several parts must reach the bound with each: those figures count that end a part. What stands in
     brackets is a remark. "3 B of 7 B" are 3 B, of which a demand may allow so many % of the 7.
-    Words after a demand's comma must stand in the figure.
+    Words after a demand's comma must stand in the figure, without a "not" before them. Of "0 of 0" nothing is known.
 
     >>> reached("0.98 – 1.02 – 1.10× (fastest / fastest 0.99×)", "≤ 1.05×")
     'yes'
@@ -37,6 +37,8 @@ def reached(figure: str, must: str) -> str:
     '—'
     """
     count = COUNT.fullmatch(figure)
+    if count and not _number(count[2]):
+        return UNSURE
     if count and (must == "all" or COUNT.fullmatch(must)):
         return YES if figure == must or (must == "all" and count[1] == count[2]) else NO
     bound, *words = must.split(", ")
@@ -51,7 +53,7 @@ def reached(figure: str, must: str) -> str:
     if demand[4] and (whole := WHOLE.search(figure)):
         limit = max(limit, _number(demand[4]) / 100 * _number(whole[1]) * SCALES[unit])
     well = all(BOUNDS[demand[1]](number * SCALES[of], limit) for number, of in found)
-    return YES if well and all(word in figure for word in words) else NO
+    return YES if well and all(re.search(rf"(?<!not )\b{re.escape(word)}\b", figure) for word in words) else NO
 
 
 def _figures(text: str) -> list[tuple[float, str]]:
