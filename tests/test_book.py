@@ -1,7 +1,9 @@
 """The book's figures, tables, sources and benchmark say what the timeline says."""
 
 import gc
+import importlib
 import json
+import sys
 
 import pytest
 import torch
@@ -214,6 +216,19 @@ def test_show_source_shows_what_stands_in_the_library():
     assert '"""' not in show_source(Meter._note_storage, docstring=False).text
     with pytest.raises(TypeError, match="expected a function, class or module"):
         show_source(len)
+
+
+@pytest.mark.parametrize("quoted", ["'''Ours.'''", '"Ours."', r'r"""Ours, \d."""', '"""Ours.\n\n    More.\n    """'])
+def test_a_docstring_is_left_out_however_it_is_quoted_and_no_other_string_is(quoted, tmp_path, monkeypatch):
+    (tmp_path / "quoted.py").write_text(
+        f'def cut(sep="""-"""):\n    {quoted}\n\n    return sep + """+"""\n'
+        "class Pair(__import__('typing').NamedTuple):\n    a: int\n\n    def b(self):\n        '''Mine.'''\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "quoted", raising=False)
+    quoted = importlib.import_module("quoted")
+    assert show_source(quoted.cut, docstring=False).text == 'def cut(sep="""-"""):\n    return sep + """+"""'
+    assert show_source(quoted.Pair, docstring=False).text == show_source(quoted.Pair).text
 
 
 # ---- the allocator's word, and the benchmark

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import textwrap
 
@@ -29,9 +30,18 @@ def show_source(thing, *, docstring: bool = True) -> Source:
     except (TypeError, OSError) as error:
         raise TypeError(f"expected a function, class or module written in Python, found {thing!r} ({error})") from None
     if not docstring and thing.__doc__:
-        start = text.find('"""')
-        end = text.find('"""', start + 3) + 3
-        text = text[:start].rstrip() + "\n" + text[end:].lstrip("\n")
+        text = _without_docstring(text, inspect.ismodule(thing))
     name = getattr(thing, "__qualname__", "")
     module = getattr(thing, "__module__", "") or thing.__name__
     return Source(f"{module}.{name}" if name else module, text)
+
+
+def _without_docstring(text: str, is_module: bool) -> str:
+    tree = ast.parse(text)
+    first = (tree if is_module else tree.body[0]).body[0]
+    match first:
+        case ast.Expr(value=ast.Constant(value=str())):
+            lines = text.splitlines()
+            before, after = lines[: first.lineno - 1], lines[first.end_lineno :]
+            return "\n".join(before).rstrip() + "\n" + "\n".join(after).lstrip("\n")
+    return text
