@@ -42,9 +42,9 @@ def chosen(names: Sequence[str]) -> list[Callable]:
 
 
 def library_digest() -> str:
-    """A digest of the whole library: a measure uses so much of it that to tell its part would be in vain."""
+    """A digest of the library, code and data: a measure uses so much of it that to tell its part would be in vain."""
     digest = hashlib.sha256()
-    for page in sorted(LIBRARY.rglob("*.py")):
+    for page in sorted([*LIBRARY.rglob("*.py"), *LIBRARY.rglob("*.json")]):
         digest.update(f"\0{page.relative_to(LIBRARY).as_posix()}\0{page.read_text(encoding='utf-8')}".encode())
     return digest.hexdigest()[:16]
 

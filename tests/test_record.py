@@ -487,7 +487,12 @@ def library(tmp_path, monkeypatch):
         "units.py": "KiB = 1024",
         "other.py": "x = 1",
         "book/workloads.py": "class GPT: pass",
-        "book/figures.py": "from memlab.book.workloads import GPT",
+        "book/figures.py": "from memlab.book.workloads import GPT\nfrom memlab.book import epochs",
+        "book/epochs.py": "def lengths(): return __file__.replace('epochs.py', 'lengths.json')",
+        "book/lengths.json": "[1, 2]",
+        "book/others.json": "[1, 2]",
+        "book/ring_pictures.py": "x = 1",
+        "book/measures/timing.py": "x = 1",
         "book/checks/allocator_of_another_part.py": "x = 1",
     }
     for name, text in pages.items():
@@ -500,7 +505,8 @@ def library(tmp_path, monkeypatch):
 
 USES = """%matplotlib inline
 from memlab import technique
-from memlab.book import figures
+from memlab.book import figures, ring_pictures
+from memlab.book.measures.timing import interleaved
 my_mib, my_moment = 3, 'loss'"""
 
 
@@ -511,7 +517,10 @@ my_mib, my_moment = 3, 'loss'"""
         ("technique/page.py", True),
         ("units.py", True),
         ("book/workloads.py", True),
+        ("book/epochs.py", True),
+        ("book/measures/timing.py", True),
         ("book/figures.py", False),
+        ("book/ring_pictures.py", False),
         ("other.py", False),
     ],
 )
@@ -524,6 +533,14 @@ def test_a_record_is_stale_when_a_page_that_the_chapter_measures_has_changed(tmp
     assert not records.is_stale("01_x", entry, tmp_path)
     with open(library / page, "a") as file:
         file.write("\nCHANGED = '# not prose'\n")
+    assert records.is_stale("01_x", entry, tmp_path) == stale
+
+
+@pytest.mark.parametrize(("data", "stale"), [("lengths", True), ("others", False)])
+def test_a_record_is_stale_when_data_that_a_page_of_it_reads_has_changed(tmp_path, library, data, stale):
+    (path,) = write(tmp_path, c01_x=USES)
+    entry = {"source": records.source_of(path)}
+    (library / "book" / f"{data}.json").write_text("[1, 3]")
     assert records.is_stale("01_x", entry, tmp_path) == stale
 
 

@@ -25,9 +25,9 @@ from memlab.book.documents import Kind
 
 NONE = NOT_RECORDED.removeprefix("open: ")
 LIBRARY = Path(__file__).parents[1]
-MEASURED_BOOK_PAGES = {"workloads", "steps", "allocator"}
-"""The pages of memlab.book that decide what is measured; the others draw, tabulate or explain it."""
-
+SHOWING = {"style", "figures", "tables", "markdown", "source", "interactive", "explorer", "live", "live_changes"}
+SHOWING |= {"block_map", "gantt", "claims", "documents", "records", "verdicts", "map", "pages"}
+"""The pages of memlab.book that only draw, tabulate or quote what is measured, as do *_pictures and *_sliders."""
 
 SINCE = {"stale": "code changed since", "later failed": "later failed"}
 """What is said of a figure in a record of such a state."""
@@ -54,9 +54,9 @@ KIND = Kind("memlab-record", "python -m memlab.record", "chapters", _check)
 def source_of(chapter: str | Path) -> str:
     """A digest of what a chapter's figures come from: its code cells, and the library pages that they import.
 
-    What the reader predicts (a line `my_… = …`) is left out, comments and docstrings of the pages, and of memlab.book
-    all but `MEASURED_BOOK_PAGES`: a colour that changes makes no figure stale. Line ends count as one sign, as git may
-    turn them.
+    With a page go the JSON files beside it that its code names. What the reader predicts (a line `my_… = …`) is left
+    out, comments and docstrings of the pages, and of memlab.book what only shows (`SHOWING`): a colour that changes
+    makes no figure stale. Line ends count as one sign, as git may turn them.
     """
     cells = json.loads(Path(chapter).read_text(encoding="utf-8"))["cells"]
     code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
@@ -65,11 +65,21 @@ def source_of(chapter: str | Path) -> str:
     for text in code:
         _collect(text, pages)
     digest = hashlib.sha256("\0".join(code).encode())
-    for page in sorted(pages):
-        name = page.relative_to(LIBRARY)
-        if name.parts[0] != "book" or name.stem in MEASURED_BOOK_PAGES:
-            digest.update(f"\0{name.as_posix()}\0{without_prose(page.read_text(encoding='utf-8'))}".encode())
+    for path, text in _measuring(pages):
+        digest.update(f"\0{path.relative_to(LIBRARY).as_posix()}\0{text}".encode())
     return digest.hexdigest()[:16]
+
+
+def _measuring(pages: set[Path]) -> Iterator[tuple[Path, str]]:
+    """Those of the pages that decide what is measured, without prose, and the data that they read."""
+    for page in sorted(pages):
+        if page.parent == LIBRARY / "book" and (page.stem in SHOWING or page.stem.endswith(("_pictures", "_sliders"))):
+            continue
+        code = without_prose(page.read_text(encoding="utf-8"))
+        yield page, code
+        for data in sorted(page.parent.glob("*.json")):
+            if data.name in code:
+                yield data, data.read_text(encoding="utf-8")
 
 
 def without_prose(code: str) -> str:
