@@ -590,6 +590,18 @@ def test_a_chapter_that_is_there_is_asked_before_one_that_is_gone(tmp_path):
     assert records.says_of(document, "one", tmp_path) == "1 B: holds (torch t, d; code changed since)"
 
 
+@pytest.mark.parametrize("chapter", ["", "02_x"])
+def test_a_claim_that_has_moved_has_the_figure_of_the_chapter_that_has_it_now(tmp_path, chapter):
+    document = renamed()
+    older, newer = write(tmp_path, c01_x="2", c02_x="1")
+    document["chapters"]["02_x"]["source"] = records.source_of(newer)
+    assert records.says_of(document, "one", tmp_path, chapter=chapter) == "1 B: holds (torch t, later)"
+    document["chapters"]["01_x"]["source"] = records.source_of(older)
+    newer.write_text(newer.read_text().replace("1", "3"))
+    said = "1 B: holds (torch t, later; code changed since)" if chapter else "1 B: holds (torch t, d)"
+    assert records.says_of(document, "one", tmp_path, chapter=chapter) == said
+
+
 def test_of_a_chapter_that_failed_it_is_said_that_it_failed():
     document = json.loads(json.dumps(GOOD))
     document["chapters"]["01_x"] |= {"status": "failed", "error": "e", "claims": {}}

@@ -11,6 +11,7 @@ is shown as ever, with a word that the code has changed since.
 from __future__ import annotations
 
 import ast
+import functools
 import hashlib
 import json
 import re
@@ -82,6 +83,7 @@ def _measuring(pages: set[Path]) -> Iterator[tuple[Path, str]]:
                 yield data, data.read_text(encoding="utf-8")
 
 
+@functools.cache
 def without_prose(code: str) -> str:
     """Python code without comments, lines of strings that are statements of their own (docstrings), and empty lines.
 
@@ -109,21 +111,25 @@ def _collect(code: str, pages: set[Path]) -> None:
 
 
 def _imported(code: str) -> Iterator[Path]:
+    for name in _imported_names(code):
+        place = LIBRARY.joinpath(*name.split(".")[1:])
+        if name.startswith("memlab."):
+            yield from (page for page in (place.with_suffix(".py"), place / "__init__.py") if page.is_file())
+
+
+@functools.cache  # a page of claims asks for the same pages again and again
+def _imported_names(code: str) -> tuple[str, ...]:
     try:
         tree = ast.parse(re.sub(r"(?m)^\s*[%!].*$", "", code))
     except SyntaxError:
-        return
+        return ()
+    names = []
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+            names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
         elif isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        else:
-            continue
-        for name in names:
-            place = LIBRARY.joinpath(*name.split(".")[1:])
-            if name.startswith("memlab."):
-                yield from (page for page in (place.with_suffix(".py"), place / "__init__.py") if page.is_file())
+            names += [alias.name for alias in node.names]
+    return tuple(names)
 
 
 def is_stale(chapter: str, entry: dict, folder: str | Path = ".") -> bool:
@@ -165,15 +171,16 @@ def state_of(document: dict, chapter: str, folder: str | Path = ".") -> str:
 def says_of(document: dict, id: str, folder: str | Path = ".", *, chapter: str = "") -> str:
     """What a GPU's record has for a claim: its figure and what that makes of it, with torch and date; or why none.
 
-    A chapter that is there is asked before one that is gone, under whose name the claim was recorded once. Of a
-    `chapter` that failed there are no claims: with its name, that is said instead of "not recorded yet". What was
-    measured elsewhere than on the card is never its figure, whoever recorded it.
+    Of several chapters under whose names the claim was recorded, `chapter` is asked first, then one that is there, then
+    one whose code has not changed. Of a `chapter` that failed there are no claims: with its name, that is said instead
+    of "not recorded yet". What was measured elsewhere than on the card is never its figure, whoever recorded it.
     """
     having = [name for name, entry in document["chapters"].items() if id in entry["claims"]]
     if not having:
         entry = document["chapters"].get(chapter)
         return f"failed ({entry['date']})" if entry and entry["status"] == "failed" else NONE
-    name = min(having, key=lambda name: is_gone(name, folder))
+    entries = document["chapters"]
+    name = min(having, key=lambda n: (n != chapter, is_gone(n, folder), is_stale(n, entries[n], folder)))
     entry, state = document["chapters"][name], state_of(document, name, folder)
     found = Claim(id, **entry["claims"][id])
     if found.on:
