@@ -257,7 +257,7 @@ def test_a_control_that_draws_nothing_is_refused():
         Interactive(line, height=[])
     with pytest.raises(ValueError, match="expected a label for each value of height, found two of '1'"):
         Interactive(line, height=[1, 2, "1"])
-    with pytest.raises(ValueError, match=r"expected the default of height among \[1, 3\], found 2"):
+    with pytest.raises(ValueError, match=r"expected height to start at one of \[1, 3\], found 2"):
         Interactive(line, height=[1, 3])
     with pytest.raises(TypeError, match="expected one of draw's parameters, height, dashed, kind; found 'width'"):
         Interactive(line, width=[1])

@@ -20,7 +20,7 @@ from memlab.book.predictions import (
 )
 from memlab.book.steps import build, metered_step
 from memlab.memory_arithmetic import PRESETS, Transformer, training_step
-from memlab.memory_timeline import imagine
+from memlab.memory_timeline import Meter, imagine
 from memlab.units import format_bytes
 from tests.memory_timeline_helpers import one_thread  # noqa: F401
 
@@ -41,6 +41,19 @@ def test_every_moment_is_predicted_to_the_byte_and_lies_in_its_own_stretch(model
     assert all(before[1] < after[0] for before, after in itertools.pairwise(places))
     assert places[0][0] == 0 and places[-1][1] == len(timeline)
     assert {row[-1] for row in moments_table(step, timeline).rows} == {0}
+
+
+@pytest.mark.parametrize("layers", [1, 2, 4])
+def test_a_step_of_a_model_with_other_blocks_has_no_stretches(layers):
+    with pytest.raises(ValueError, match="expected one metered step of .*layers=.*; found Timeline"):
+        stretches(metered_step(GPT, 2, 16), dataclasses.replace(GPT, layers=layers))
+
+
+def test_what_is_no_training_step_has_no_stretches():
+    with Meter() as meter:
+        torch.ones(3)
+    with pytest.raises(ValueError, match="expected one metered step of .*: forward, backward, optimizer"):
+        stretches(meter.timeline, GPT)
 
 
 def test_the_picture_says_every_moment_and_draws_a_ceiling_for_each():
@@ -112,6 +125,14 @@ def test_the_bars_say_what_was_asked_and_which_card_holds_it():
     mixed = Asked(2, 256, 16, 256, 1, "mixed", "adamw")
     imagined = {name: nbytes for name, nbytes in predictions._imagined(mixed).items() if nbytes}
     assert imagined == mixed.step().peak.by_category()
+
+
+def test_the_sliders_begin_where_they_are_told_to_or_say_where_they_may():
+    assert what_if(layers=2, width=256, imagined=True).start["imagined"] is True
+    with pytest.raises(TypeError, match="expected sliders among layers, .*, imagined; found 'widht'"):
+        what_if(widht=256)
+    with pytest.raises(ValueError, match=r"expected layers to start at one of \[2, .*\], found 5"):
+        what_if(layers=5)
 
 
 def test_the_cards_are_in_order_of_their_capacity():

@@ -208,7 +208,7 @@ def _start(draw: Callable, choices: Mapping[str, Mapping]) -> tuple[int, ...]:
         same = [place for place, value in enumerate(values) if value is default]
         same += [place for place, value in enumerate(values) if np.array_equal(value, default)]
         if not same:
-            raise ValueError(f"expected the default of {name} among {values}, found {default!r}")
+            raise ValueError(f"expected {name} to start at one of {values}, found {default!r}")
         places.append(same[0])
     return tuple(places)
 

@@ -29,11 +29,16 @@ def stretches(timeline: Timeline, model: Transformer) -> dict[str, tuple[int, in
     A moment begins where the first tensor of its part of the model is made: the head in forward for the loss, the last
     block in backward, and so on. The blocks between the last and the first belong to no moment; a Llama's first moment
     has its second block too, since the first one lets the tables of the positions go.
+
+    Raises ValueError for a timeline that is not of one step, or of a model with another number of blocks.
     """
     layers = model.layers
-    backward, optimizer = _first(timeline, "backward"), _first(timeline, "optimizer")
     made = [(number, event) for number, event in enumerate(timeline.events, 1) if event.delta > 0]
     module = lambda event: timeline.storages[event.storage].module  # noqa: E731
+    found = {name.split(".")[1] for _, event in made if (name := module(event)).startswith("blocks.")}
+    if found != set(map(str, range(layers))) or not {"backward", "optimizer"} <= {s.phase for s in timeline.phases}:
+        raise ValueError(_no_step_of(model, timeline))
+    backward, optimizer = _first(timeline, "backward"), _first(timeline, "optimizer")
     inside = lambda block: [  # noqa: E731
         number
         for number, event in made
@@ -52,8 +57,12 @@ def stretches(timeline: Timeline, model: Transformer) -> dict[str, tuple[int, in
         "optimizer step": (optimizer, len(timeline)),
     }
     if not found["loss"][0] < backward <= found["loss"][1]:
-        raise ValueError(f"expected one metered step of {model}: forward, backward, optimizer; found {timeline!r}")
+        raise ValueError(_no_step_of(model, timeline))
     return found if layers > 1 else {name: at for name, at in found.items() if name != "backward of the last block"}
+
+
+def _no_step_of(model: Transformer, timeline: Timeline) -> str:
+    return f"expected one metered step of {model}: forward, backward, optimizer; found {timeline!r}"
 
 
 def _first(timeline: Timeline, phase: str) -> int:
@@ -187,10 +196,13 @@ def what_if(**start) -> Interactive:
     """Sliders over a GPT's sizes, its batch, precision and optimizer: its peak in bars, against what cards have.
 
     "imagined" runs the step on imagined hardware too and sets its bar below. start: where the sliders begin, as
-    layers=12.
+    layers=12. Raises TypeError for a slider that is none, ValueError for a place that it has not.
     """
     usual = {"layers": 12, "width": 1024, "heads": 16, "tokens": 1024, "batch": 8, "precision": "fp32"}
-    begin = usual | {"optimizer": "adamw"} | start
+    usual |= {"optimizer": "adamw", "imagined": False}
+    if unknown := [name for name in start if name not in usual]:
+        raise TypeError(f"expected sliders among {', '.join(usual)}; found {unknown[0]!r}")
+    begin = usual | start
 
     def draw(
         layers=begin["layers"],
@@ -200,7 +212,7 @@ def what_if(**start) -> Interactive:
         batch=begin["batch"],
         precision=begin["precision"],
         optimizer=begin["optimizer"],
-        imagined=False,
+        imagined=begin["imagined"],
     ) -> Picture:
         asked = Asked(layers, width, heads, tokens, batch, precision, optimizer)
         step = asked.step()
