@@ -1,10 +1,13 @@
 """`python -m memlab`: what this machine has, what each chapter needs, what is recorded, and what is wrong."""
 
+import argparse
 import sys
+from collections.abc import Sequence
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Print the health report. Returns 1 where PyTorch cannot be imported, for then there is no other report."""
+    argparse.ArgumentParser(prog="python -m memlab", description=__doc__).parse_args(arguments)
     try:
         import torch  # noqa: F401
     except (ImportError, OSError) as error:

@@ -28,6 +28,7 @@ from memlab import benchmark
 from memlab.book import documents, records, verdicts
 from memlab.book.claims import Claim
 from memlab.book.machine import device, driver
+from memlab.book.pages import CHAPTERS, chapters_in
 from memlab.book.recorder import RECORDED, Recorder, exit_status, signals_interrupt
 from memlab.book.tables import Table
 
@@ -45,10 +46,7 @@ def chosen(names: Sequence[str], folder: Path) -> list[Path]:
 
     Raises ValueError for a name that is none of them, and for a folder without chapters.
     """
-    there = sorted(folder.glob("[0-9][0-9]_*.ipynb"))
-    if not there:
-        raise ValueError(f"expected chapters (NN_name.ipynb) in {folder}, found none; name their folder with --folder")
-    found = []
+    there, found = chapters_in(folder), []
     for name in names:
         match = [path for path in there if _means(name, path)]
         if not match:
@@ -59,7 +57,7 @@ def chosen(names: Sequence[str], folder: Path) -> list[Path]:
 
 def _means(name: str, chapter: Path) -> bool:
     """Whether a number, a name or a path means this chapter. A path may be of another folder, and then it does not."""
-    if len(Path(name).parts) > 1:
+    if Path(name).name != name:
         return Path(name).resolve() == chapter.resolve()
     stem = name.removesuffix(".ipynb")
     return stem in (chapter.stem, chapter.stem[3:]) or (stem.isdecimal() and stem.zfill(2) == chapter.stem[:2])
@@ -105,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--again", action="store_true", help="run also what is recorded already")
     parser.add_argument("--no-benchmark", action="store_true", help="chapters only")
     parser.add_argument("--output", type=Path, help="the record's file, if not results/<gpu>.json")
-    parser.add_argument("--folder", type=Path, default=verdicts.CHAPTERS, help="where the chapters are")
+    parser.add_argument("--folder", type=Path, default=CHAPTERS, help="where the chapters are")
     options = parser.parse_args(arguments)
     if missing := [name for name in NEEDS if importlib.util.find_spec(name) is None]:
         print(f"recording needs {', '.join(missing)}: python -m pip install {' '.join(missing)}", file=sys.stderr)

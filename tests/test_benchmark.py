@@ -330,6 +330,7 @@ def test_a_damaged_record_or_another_devices_is_told_in_a_sentence_and_nothing_r
 def test_the_pages_are_not_made_of_a_damaged_record(book, capsys):
     book.path.parent.mkdir(parents=True)
     book.path.write_text("{")
+    (book.folder / "01_x.ipynb").write_text("")
     assert benchmarks.main(["--folder", str(book.folder)]) == 2
     assert "expected a record as python -m memlab.benchmark writes it" in capsys.readouterr().err
     assert not (book.folder / "benchmark.md").exists()
@@ -353,6 +354,7 @@ def test_a_committed_record_is_of_measures_that_there_are(path):
 
 def test_without_a_record_both_say_so(book):
     book.folder.mkdir()
+    (book.folder / "01_x.ipynb").write_text("")
     assert benchmarks.main(["--folder", str(book.folder)]) == 0
     assert NONE in (book.folder / "benchmark.md").read_text()
     assert (book.folder.parent / "README.md").read_text() == f"# A book\n{BEGIN}\n\n{NONE}\n\n{END}\nlast\n"

@@ -193,6 +193,23 @@ def test_a_damaged_record_or_a_claim_there_twice_is_named_and_the_page_stays(tmp
     assert not (tmp_path / "claims.md").exists()
 
 
+@pytest.mark.parametrize(("field", "value"), [("older", 1), ("kind", "bits")])
+def test_a_claim_of_another_version_is_told_with_its_chapter(tmp_path, capsys, field, value):
+    output = shown(Claim("one", "bytes", "It takes one byte.", "holds", 1, 1, 0, "B"))
+    output["data"][MIME][field] = value
+    chapter(tmp_path, "01", output)
+    assert verdicts.main(["--folder", str(tmp_path)]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("01_x.ipynb: expected claims as this version makes them") and "execute the chapter" in told
+
+
+def test_without_chapters_no_page_is_written_and_no_folder_made(tmp_path, capsys):
+    for folder in (tmp_path / "nowhere", tmp_path):
+        assert verdicts.main(["--folder", str(folder)]) == 2
+        assert f"expected chapters (NN_name.ipynb) in {folder}, found none" in capsys.readouterr().err
+    assert not [*tmp_path.iterdir()]
+
+
 def test_verdicts_are_counted_by_chapter(tmp_path):
     cases = [
         ("a", "holds", 1),

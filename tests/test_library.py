@@ -9,6 +9,7 @@ from memlab.book.library import first_sentence, main, page, public_names
 from memlab.book.map import CHAPTERS
 
 ROOT = library.CHAPTERS.parent
+CHAPTER = (ROOT / "chapters" / "01_memory_timeline.ipynb").read_text(encoding="utf-8")
 PACKAGES = [name for name in ("ranks", *CHAPTERS) if (ROOT / "memlab" / name).is_dir()]
 
 
@@ -64,14 +65,17 @@ def test_a_constants_text_stands_below_it(tmp_path):
 
 
 def test_the_command_says_what_is_wrong_and_writes_nothing(tmp_path, capsys):
-    write(tmp_path, {"memlab/ranks/__init__.py": "'Ranks.'", "chapters/x": ""})
+    write(tmp_path, {"memlab/ranks/__init__.py": "'Ranks.'", "chapters/01_x.ipynb": CHAPTER})
     assert main(["--folder", str(tmp_path / "chapters")]) == 2
     assert "expected __all__ in ranks/__init__.py" in capsys.readouterr().err
     assert not (tmp_path / "chapters" / library.PAGE).exists()
 
 
 def test_the_command_writes_the_page_beside_the_chapters(tmp_path, capsys):
-    files = {"memlab/ranks/__init__.py": "'Ranks.'\n__all__ = ['f']\ndef f():\n  'Does.'", "chapters/x": ""}
+    files = {
+        "memlab/ranks/__init__.py": "'Ranks.'\n__all__ = ['f']\ndef f():\n  'Does.'",
+        "chapters/01_x.ipynb": CHAPTER,
+    }
     write(tmp_path, files)
     assert main(["--folder", str(tmp_path / "chapters")]) == 0
     assert "| [`f`](../memlab/ranks/__init__.py) | Does. |" in (tmp_path / "chapters" / library.PAGE).read_text()

@@ -218,6 +218,22 @@ def test_the_command_checks_without_changing_and_reports_every_file(tmp_path, ca
     assert bad.read_bytes() == before
 
 
+DAMAGED = ["", "{}", "[]", "{", '{"nbformat": 4, "nbformat_minor": 5, "metadata": {}}']
+DAMAGED += ['{"nbformat": 4, "nbformat_minor": 5, "metadata": {}, "cells": [{"cell_type": "zzz"}]}']
+
+
+@pytest.mark.parametrize("text", DAMAGED)
+@pytest.mark.parametrize("words", [["--check"], []], ids=["checked", "executed"])
+def test_a_file_that_is_no_notebook_is_named_and_the_others_are_looked_at(tmp_path, capsys, text, words):
+    (tmp_path / "damaged.ipynb").write_text(text)
+    bad = save(tmp_path / "bad.ipynb", new_code_cell("1 / 0"))
+    assert main([*words, str(tmp_path / "damaged.ipynb"), str(bad)]) == 1
+    told, *others = capsys.readouterr().out.splitlines()
+    assert told.startswith(f"{tmp_path / 'damaged.ipynb'}: expected a notebook, found a file that is damaged (")
+    assert others and "damaged.ipynb" not in "".join(others)
+    assert (tmp_path / "damaged.ipynb").read_text() == text
+
+
 def test_the_command_saves_what_runs_and_goes_on_after_what_does_not(tmp_path, capsys):
     bad = save(tmp_path / "bad.ipynb", new_code_cell("1 / 0"))
     fine = save(tmp_path / "fine.ipynb", new_code_cell("1 + 1"))

@@ -478,6 +478,13 @@ def test_a_wrong_name_is_refused_with_those_that_there_are(tmp_path, capsys):
     assert "expected chapters (NN_name.ipynb) in" in capsys.readouterr().err
 
 
+def test_a_chapter_is_found_by_a_path_that_begins_with_a_dot(tmp_path, monkeypatch):
+    one, _ = write(tmp_path, c01_one="1", c02_two="1")
+    monkeypatch.chdir(tmp_path)
+    assert record.chosen(["./01_one.ipynb"], Path(".")) == [Path("01_one.ipynb")]
+    assert record.chosen([str(one)], tmp_path) == [one]
+
+
 @pytest.fixture
 def library(tmp_path, monkeypatch):
     """A small library in place of memlab: a technique of two pages, a workload, and a page that draws."""

@@ -37,15 +37,27 @@ _CHURN = ("execution", "ExecuteTime", "collapsed", "scrolled", "trusted", "vscod
 def execute(path: str | Path, timeout: float = 180) -> NotebookNode:
     """Run a notebook from top to bottom, clean it, and save it over itself.
 
-    Raises NotebookError as `run` does; nothing is written then.
+    Raises NotebookError as `run` does, and for a file that is no notebook; nothing is written then.
     """
     path = Path(path)
-    notebook = nbformat.read(path, as_version=4)
+    notebook = _read(path)
     run(notebook, path, timeout)
     clean(notebook)
     # Whoever reads the outputs later can tell which torch they are of; a build's suffix (+cpu) makes no difference.
     notebook.metadata["memlab"] = {"torch": importlib.metadata.version("torch").partition("+")[0]}
     _save(notebook, path)
+    return notebook
+
+
+def _read(path: Path) -> NotebookNode:
+    try:
+        notebook = nbformat.read(path, as_version=4)
+        nbformat.validate(notebook, relax_add_props=True)
+    except (ValueError, LookupError, TypeError, AttributeError, nbformat.ValidationError) as error:
+        words = (str(error).splitlines() or [""])[0]
+        raise NotebookError(
+            f"{path}: expected a notebook, found a file that is damaged ({words}); restore it from git"
+        ) from None
     return notebook
 
 
@@ -89,10 +101,10 @@ def _save(notebook: NotebookNode, path: Path) -> None:
 def problems(path: str | Path) -> list[str]:
     """Say what keeps a saved notebook from being committed: one line per problem, none if it is fine.
 
-    Cells are counted from 0, all kinds together, as `execute` counts them.
+    Cells are counted from 0, all kinds together, as `execute` counts them. Raises NotebookError for what is none.
     """
     path = Path(path)
-    notebook = nbformat.read(path, as_version=4)
+    notebook = _read(path)
     return [*_notebook_problems(notebook, path.stat().st_size), *_order_problems(notebook), *_cell_problems(notebook)]
 
 
@@ -204,7 +216,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 execute(path, timeout=options.timeout)
                 print(f"{path}: executed in {time.perf_counter() - begun:.1f} s")
             found = [f"{path}: {problem}" for problem in problems(path)]
-        except (NotebookError, OSError, nbformat.reader.NotJSONError) as error:
+        except (NotebookError, OSError) as error:
             found = [str(error)]
         print("\n".join(found), end="\n" if found else "")
         failed = failed or bool(found)

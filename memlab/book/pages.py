@@ -10,17 +10,27 @@ from pathlib import Path
 CHAPTERS = Path(__file__).parents[2] / "chapters"
 
 
+def chapters_in(folder: Path) -> list[Path]:
+    """The chapters' files in a folder, in order. Raises ValueError where there are none."""
+    if found := sorted(folder.glob("[0-9][0-9]_*.ipynb")):
+        return found
+    raise ValueError(f"expected chapters (NN_name.ipynb) in {folder}, found none; name their folder with --folder")
+
+
 def write_by_command(
     module: str, about: str, write: Callable[[Path], Sequence[Path]], arguments: Sequence[str] | None
 ) -> int:
     """The command `python -m module --folder …`: write pages for the chapters in a folder, and say where they are.
 
-    write: returns the files that it wrote. Returns the exit status, 2 where it raises OSError or ValueError.
+    write: returns the files that it wrote. Returns the exit status, 2 where it raises OSError or ValueError, or where
+    the folder has no chapters; nothing is written then.
     """
     parser = argparse.ArgumentParser(prog=f"python -m {module}", description=about)
     parser.add_argument("--folder", type=Path, default=CHAPTERS, help="where the chapters are")
+    folder = parser.parse_args(arguments).folder
     try:
-        print("written:", " and ".join(map(str, write(parser.parse_args(arguments).folder))))
+        chapters_in(folder)
+        print("written:", " and ".join(map(str, write(folder))))
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2

@@ -5,11 +5,15 @@ So it shows what the chapter shows, and a reader who runs the chapter's first ce
 
 from __future__ import annotations
 
+import argparse
 import base64
 import json
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+
+from memlab.book.documents import write_whole
 
 ROOT = Path(__file__).parents[2]
 CHAPTER, TITLE = "chapters/01_memory_timeline.ipynb", "The first training step of a GPT"
@@ -32,19 +36,29 @@ def saved_picture(chapter: Path, title: str) -> tuple[bytes, str]:
     raise ValueError(f"expected a picture {title!r} with a description in {chapter.name}, found none; execute it")
 
 
-def main() -> int:
-    """Write the picture and README's line that shows it."""
+def write() -> Path:
+    """Write the picture and README's line that shows it; says where the picture is. Raises ValueError, OSError."""
     image, words = saved_picture(ROOT / CHAPTER, TITLE)
-    (ROOT / PICTURE).parent.mkdir(exist_ok=True)
-    (ROOT / PICTURE).write_bytes(image)
     readme = ROOT / "README.md"
     text = readme.read_text(encoding="utf-8")
     shown = re.compile(rf"!\[[^\]]*\]\({re.escape(PICTURE)}\)")
     if not shown.search(text):
-        print(f"expected a line ![]({PICTURE}) in README.md, found none; add it where the picture belongs")
+        raise ValueError(f"expected a line ![]({PICTURE}) in README.md, found none; add it where the picture belongs")
+    (ROOT / PICTURE).parent.mkdir(exist_ok=True)
+    (ROOT / PICTURE).write_bytes(image)
+    write_whole(readme, shown.sub(lambda _: f"![{TITLE}. {words}]({PICTURE})", text))
+    return ROOT / PICTURE
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command. The exit status is 2 where chapter or README is not there, or has no place for the picture."""
+    parser = argparse.ArgumentParser(prog="python -m memlab.book.readme", description=__doc__.splitlines()[0])
+    parser.parse_args(arguments)
+    try:
+        print(f"written: {write()}")
+    except (OSError, ValueError) as error:
+        print(error, file=sys.stderr)
         return 2
-    readme.write_text(shown.sub(lambda _: f"![{TITLE}. {words}]({PICTURE})", text), encoding="utf-8")
-    print(f"written: {ROOT / PICTURE}")
     return 0
 
 

@@ -34,10 +34,19 @@ This page is made by `python -m memlab.book.verdicts`, from the chapters' saved 
 
 
 def saved_claims(chapter: str | Path) -> list[Claim]:
-    """The claims in a chapter's saved outputs, in order. Raises ValueError for one that is malformed or there twice."""
+    """The claims in a chapter's saved outputs, in order.
+
+    Raises ValueError, with the chapter's name, for one that is malformed, of another version's fields, or there twice.
+    """
     cells = json.loads(Path(chapter).read_text(encoding="utf-8"))["cells"]
     bundles = [output.get("data", {}) for cell in cells for output in cell.get("outputs", ())]
-    found = [Claim(**bundle[MIME]) for bundle in bundles if MIME in bundle]
+    try:
+        found = [Claim(**bundle[MIME]) for bundle in bundles if MIME in bundle]
+    except (ValueError, TypeError) as error:
+        raise ValueError(
+            f"{Path(chapter).name}: expected claims as this version makes them, found another ({error}); execute the "
+            "chapter again, or restore it from git"
+        ) from None
     if twice := [id for id, times in Counter(claim.id for claim in found).items() if times > 1]:
         raise ValueError(f"{Path(chapter).name}: expected each claim once; found {', '.join(twice)} more often")
     return found
