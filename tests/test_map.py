@@ -64,6 +64,12 @@ def test_a_header_without_one_of_its_parts_is_refused_by_name(tmp_path, line, mi
         read_header(chapter(tmp_path, "01_x", broken) / "01_x.ipynb")
 
 
+@pytest.mark.parametrize("peak", ["about 500 GB in the notebook's process", "little", "500 in MiB"])
+def test_a_header_whose_peak_has_no_size_is_refused(tmp_path, peak):
+    with pytest.raises(ValueError, match=f"01_x.ipynb: expected a peak with its size, such as 500 MiB; found .{peak}."):
+        read_header(chapter(tmp_path, "01_x", HEADER.replace("3 MiB of tensors", peak)) / "01_x.ipynb")
+
+
 @pytest.mark.parametrize(
     ("peak", "notebook_bytes", "peak_bytes"),
     [

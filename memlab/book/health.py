@@ -22,6 +22,7 @@ from memlab.units import MiB, format_bytes
 CHAPTERS = Path(__file__).parents[2] / "chapters"
 LAB = "python -m pip install -e '.[lab]' in the book's folder"
 PACKAGES = {"matplotlib": "pictures", "ipykernel": "running chapters", "jupyterlab": "reading chapters"}
+PACKAGES |= {"nbclient": "recording chapters", "nbformat": "recording chapters"}
 PACKAGES |= {"ipywidgets": "sliders", "anywidget": "the explorer"}
 LEAST_DISK_BYTES = 100 * MiB
 
@@ -55,7 +56,7 @@ class Health:
         ]
         for name, found in installed.items():
             if found is None:
-                self.problems.append(f"{name} is missing, which {PACKAGES[name]} needs: {LAB}")
+                self.problems.append(f"{name} is missing, which is needed for {PACKAGES[name]}: {LAB}")
         if disk < LEAST_DISK_BYTES:
             self.problems.append(f"{format_bytes(disk)} free on disk: chapters may not be saved; make room")
         self.problems += _torch_problems(bool(self.gpus))
@@ -68,21 +69,23 @@ class Health:
             try:
                 header = the_book.read_header(path)
             except (ValueError, OSError, LookupError, TypeError) as error:
-                self.problems.append(f"{path.name} cannot be read ({error}): restore it, git checkout -- {path.name}")
+                again = f"git -C {path.parent} checkout -- {path.name}"
+                self.problems.append(f"{path.name} cannot be read ({error}): restore it, {again}")
                 continue
-            lacks = "; ".join(self._lacks(header))
-            rows.append((header.title, header.minutes, header.peak, header.gpu, lacks or "enough"))
-            if lacks:
-                self.problems.append(f"chapter {path.stem}: {lacks}: close other programs, or use a larger machine")
+            lacks = dict(self._lacks(header))
+            rows.append((header.title, header.minutes, header.peak, header.gpu, "; ".join(lacks) or "enough"))
+            self.problems += [f"chapter {path.stem}: {lack}: {advice}" for lack, advice in lacks.items()]
         if not rows:
             self.problems.append(f"no chapters in {self.folder}: this memlab came without the book; get its repository")
         return Table(["chapter", "minutes on two CPU cores", "peak memory", "GPU", "this machine"], rows)
 
-    def _lacks(self, header: the_book.Header) -> Iterator[str]:
+    def _lacks(self, header: the_book.Header) -> Iterator[tuple[str, str]]:
+        """What a chapter needs that is not here, each with what to do."""
         if header.peak_bytes is not None and self.free_bytes is not None and header.peak_bytes > self.free_bytes:
-            yield f"needs {format_bytes(header.peak_bytes)}, {format_bytes(self.free_bytes)} are free"
+            lack = f"needs {format_bytes(header.peak_bytes)}, {format_bytes(self.free_bytes)} are free"
+            yield lack, "close other programs, or use a machine with more memory"
         if not header.gpu.startswith(("optional", "none")) and not self.gpus:
-            yield f"no GPU ({header.gpu})"
+            yield f"no GPU ({header.gpu})", "use a machine that has what it needs, or read its saved outputs"
 
     def records(self) -> Table:
         """What each GPU has recorded, and each device's benchmark. A stale record is a problem where its GPU is."""
@@ -114,7 +117,7 @@ class Health:
             dates, torches = (", ".join(sorted({entry[key] for entry in found})) for key in ("date", "torch"))
             state = f"{len(found)} measures recorded" + (f", {len(failed)} failed" if failed else "")
             rows.append((document["device"], "benchmark", state, dates, torches))
-        return Table(["recorded on", "what", "state", "date", "torch"], rows)
+        return Table(["recorded on", "what", "state", "date", "torch"], sorted(rows))
 
 
 def report(folder: str | Path = CHAPTERS) -> str:

@@ -48,6 +48,8 @@ PATHS = {
 
 ROWS = {"needs": "You need to know", "minutes": "Minutes on two CPU cores", "peak": "Peak memory", "gpu": "GPU"}
 
+SIZE = r"([\d.,]+ [KMGT]iB)"
+
 
 class Header(NamedTuple):
     """What a chapter's first cell promises, in its own words."""
@@ -76,7 +78,7 @@ class Header(NamedTuple):
         return next(iter(self._sizes()), None)
 
     def _sizes(self) -> list[int]:
-        sizes = re.findall(r"([\d.,]+ [KMGT]iB)(?! of imagined)", self.peak)
+        sizes = re.findall(SIZE + "(?! of imagined)", self.peak)
         return [parse_bytes(size.replace(",", "")) for size in sizes]
 
     @property
@@ -86,7 +88,7 @@ class Header(NamedTuple):
 
 
 def read_header(path: str | Path) -> Header:
-    """A chapter's header. Raises ValueError that names what is missing."""
+    """A chapter's header. Raises ValueError that names what is missing, be it the size of its peak."""
     path = Path(path)
     cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
     text = "".join(cells[0]["source"]) if cells and cells[0]["cell_type"] == "markdown" else ""
@@ -98,7 +100,10 @@ def read_header(path: str | Path) -> Header:
         found[field] = re.search(rf"^\| {words} \| (.+) \|$", text, re.MULTILINE)
     if missing := [field for field, match in found.items() if match is None]:
         raise ValueError(f"{path.name}: expected a header with {', '.join(found)}; found none of {', '.join(missing)}")
-    return Header(path, **{field: match[1].strip() for field, match in found.items()})
+    header = Header(path, **{field: match[1].strip() for field, match in found.items()})
+    if not re.search(SIZE, header.peak):
+        raise ValueError(f"{path.name}: expected a peak with its size, such as 500 MiB; found {header.peak!r}")
+    return header
 
 
 def headers(folder: str | Path = ".") -> dict[int, Header]:
