@@ -133,6 +133,7 @@ WRONG: dict[str, dict[str, str]] = {
         "equal to everything": ANYTHING + adam("Anything()"),
         "no return": "def adam_bytes(shapes):\n    sum(8 * math.prod(shape) + 4 for shape in shapes)",
         "a number instead of a function": "adam_bytes = 296",
+        "empties the list": adam("sum(8 * math.prod(shapes.pop()) + 4 for _ in range(len(shapes)))"),
         "makes the tensors": adam("sum(2 * torch.ones(shape).nbytes + 4 for shape in shapes)"),
         "memory-hungry": adam("len([0] * (20 * 2**30 // 8))"),
         "a syntax error": "def adam_bytes(shapes:\n    return 0",
@@ -464,6 +465,16 @@ RIGHT: dict[str, dict[str, str]] = {
                 if peak(middle) <= capacity_bytes:
                     return largest_batch(peak, capacity_bytes, middle, high)
                 return largest_batch(peak, capacity_bytes, low, middle)
+            """
+        ),
+        "numpy's whole numbers": "import numpy\n\n\n"
+        + search(
+            """
+            low, high = numpy.int64(0), numpy.int64(2**20)
+            while high - low > 1:
+                middle = (low + high) // 2
+                low, high = (middle, high) if peak(middle) <= capacity_bytes else (low, middle)
+            return low
             """
         ),
     },

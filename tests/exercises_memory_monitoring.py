@@ -679,7 +679,6 @@ CRASHES = {
     "memory-hungry",
     "divides by nothing",
     "a budget that is a text",
-    "without an exit",
 }
 """Mistakes whose code raises by itself."""
 

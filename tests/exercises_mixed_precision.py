@@ -183,6 +183,7 @@ WRONG: dict[str, dict[str, str]] = {
         "memory-hungry": held(SUM="len([shapes] * (20 * 2**30 // 8))"),
         "equal to everything": ANYTHING + held(SUM="Anything()"),
         "the same whatever the recipe": held(STOCHASTIC="16", BF16="16"),
+        "empties the list": held(SUM="sum(each * math.prod(shapes.pop()) + COUNTER for _ in range(len(shapes)))"),
         "an endless loop": "def held_bytes(shapes, recipe):\n    while True:\n        pass",
         "unsolved": "def held_bytes(shapes, recipe):\n    raise NotImplementedError  # your answer",
     },

@@ -235,6 +235,25 @@ def test_a_missing_return_is_asked_for_where_none_came_back_and_not_where_a_numb
     assert "float" in told_number and "return missing" not in told_number
 
 
+MAKING = [
+    ("memory_monitoring", "mended-answer", "Mended", "step"),
+    ("memory_monitoring", "sampler-answer", "Sampler", "__enter__"),
+    ("mixed_precision", "split-masters-answer", "SplitMasters", "step"),
+    ("offloading", "home-answer", "HostAdam", "step"),
+    ("data_parallelism", "sharded-answer", "ShardedAdam", "step"),
+    ("pipeline_parallelism", "lean-answer", "LeanStage", "forward"),
+]
+
+
+@pytest.mark.parametrize(("chapter", "cell", "name", "method"), MAKING)
+def test_a_method_that_is_missing_is_named_and_no_error_of_the_checks_own_is_told(chapter, cell, name, method, fast):
+    told_none, told_object = (
+        str(checked(chapter, cell, f"{name} = lambda *given: {made}")) for made in ("None", "object()")
+    )
+    assert f"to have a method {method}(), found None (is a return missing?)." in told_none
+    assert f"to have a method {method}(), found object." in told_object
+
+
 @pytest.mark.parametrize(("chapter", "cell", "style"), RIGHT)
 def test_another_right_answer_gets_its_points(chapter, cell, style, fast):
     error = checked(chapter, cell, ANSWERS[chapter].RIGHT[cell][style])

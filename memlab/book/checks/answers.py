@@ -182,11 +182,24 @@ def a_function(answer: object, name: str) -> Callable:
     return answer
 
 
+def a_method(made: object, name: str, by: str) -> Callable:
+    """The method of this name that what an answer made has; by: "SplitMasters(…)", say. Raises Wrong."""
+    if not callable(method := getattr(made, name, None)):
+        raise Wrong(f"expected {by} to have a method {name}(), found {kind_of(made)}.")
+    return method
+
+
 def plain(answer: object) -> object:
     """A number of numpy's as Python's own, an int or a float, since it is one; anything else as it is."""
     if type(answer).__module__ == "numpy" and isinstance(answer, numbers.Real):
         return answer.item()
     return answer
+
+
+def unchanged(given: list, before: list, where: str) -> None:
+    """Raise Wrong if an answer has changed the list that it was given."""
+    if given != before:
+        raise Wrong(f"{where}: your function has changed the list that it was given.")
 
 
 def two_floats(returned: object, name: str) -> tuple[float, float]:

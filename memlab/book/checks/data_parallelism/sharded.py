@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memlab.book.checks.answers import Wrong, a_function, exercise
+from memlab.book.checks.answers import Wrong, a_function, a_method, exercise
 from memlab.data_parallelism import FlatLayout
 from memlab.memory_timeline import Meter
 
@@ -64,8 +64,7 @@ class _Run:
         return meter.timeline.totals[-1]
 
     def _laid_out(self, before: list[Tensor], held_bytes: int) -> None:
-        if not callable(getattr(self.optimizer, "step", None)):
-            raise Wrong(f"expected ShardedAdam(…) to have a method step(), found {type(self.optimizer).__name__}.")
+        a_method(self.optimizer, "step", "ShardedAdam(…)")
         flat = self.flat = getattr(self.optimizer, "flat", None)
         if not isinstance(flat, Tensor) or flat.shape != (self.layout.padded,):
             found = f"one of shape {tuple(flat.shape)}" if isinstance(flat, Tensor) else type(flat).__name__

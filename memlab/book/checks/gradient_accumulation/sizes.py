@@ -9,7 +9,7 @@ from fractions import Fraction
 import torch
 from torch import nn
 
-from memlab.book.checks.answers import Wrong, a_function, exercise, plain, same_bytes
+from memlab.book.checks.answers import Wrong, a_function, exercise, plain, same_bytes, unchanged
 from memlab.book.checks.memory_arithmetic.sizes import NoTensors
 from memlab.book.workloads import GPT, MLP, text_batch
 from memlab.memory_timeline import Meter, Timeline
@@ -28,8 +28,7 @@ def weights(answer: object) -> str:
         where = f"weights({list(counts)})"
         given = list(counts)
         found = function(given)
-        if given != list(counts):
-            raise Wrong(f"{where}: your function has changed the list that it was given.")
+        unchanged(given, list(counts), where)
         if not isinstance(found, (list, tuple)) or len(found) != len(counts):
             what = f"{len(found)} of them" if isinstance(found, (list, tuple)) else type(found).__name__
             raise Wrong(f"{where}: expected a list of {len(counts)} factors, found {what}.")

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memlab.book.checks.answers import Wrong, a_function, exercise, same_bytes, whole_bytes
+from memlab.book.checks.answers import Wrong, a_function, exercise, plain, same_bytes, unchanged, whole_bytes
 from memlab.book.workloads import GPT, Block, GPTConfig, text_batch
 from memlab.memory_arithmetic import Transformer, preset, training_step
 from memlab.memory_timeline import Meter, Storage, Timeline, imagine
@@ -68,7 +68,9 @@ def adam_bytes(answer: object) -> str:
     for name, shapes in _MODELS.items():
         shapes = [torch.Size(shape) for shape in shapes]
         expected = _adam_states(tuple(shapes))
-        found = whole_bytes(function(list(shapes)), f"adam_bytes(shapes) of {name}")
+        given = list(shapes)
+        found = whole_bytes(function(given), f"adam_bytes(shapes) of {name}")
+        unchanged(given, shapes, name)
         counters = 4 * len(shapes)
         averages = expected - counters
         hint = ""
@@ -259,6 +261,7 @@ def largest_batch(answer: object) -> str:
         calls = []
 
         def peak(batch, case=case, capacity=capacity, calls=calls):
+            batch = plain(batch)
             if type(batch) is not int:
                 raise Wrong(f"peak({batch!r}): a batch is a whole number (int) of texts; divide with //.")
             if batch < 1:
@@ -271,7 +274,7 @@ def largest_batch(answer: object) -> str:
                 )
             return _peak(case, batch)
 
-        found = function(peak, capacity)
+        found = plain(function(peak, capacity))
         if type(found) is not int:
             raise Wrong(
                 f"{case}, {capacity:,} B: expected a whole number of texts (int), found {type(found).__name__}."

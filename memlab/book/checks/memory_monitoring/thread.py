@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
-from memlab.book.checks.answers import Wrong, a_function, exercise
+from memlab.book.checks.answers import Wrong, a_function, a_method, exercise
 
 _PATIENCE = 3.0  # seconds
 _LONG, _SOON = 3.0, 1.5  # a pause, and how long leaving may take in spite of it
@@ -115,6 +115,8 @@ def _samples(make: Callable) -> None:
         sampler = make(source.read, 0.02, 8)
         if set(threading.enumerate()) != threads:
             raise Wrong("Sampler(…) has started a thread; only entering the block may.")
+        for name in ("__enter__", "__exit__"):
+            a_method(sampler, name, "Sampler(…)")
         begun = time.monotonic()
         with sampler as entered:
             if entered is not sampler:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memlab.book.checks.answers import Wrong, a_function, exercise, hooks_on
+from memlab.book.checks.answers import Wrong, a_function, a_method, exercise, hooks_on
 from memlab.book.workloads import MLP
 from memlab.memory_timeline import Meter, Timeline
 
@@ -98,7 +98,7 @@ def _trained(make: Callable, steps: int) -> tuple[Timeline, int, int]:
     with _Ramps() as ramps, Meter(model, inputs=(batches, validation)) as meter:
         trainer = make(model, batches, validation)
         for n in range(steps):
-            found = trainer.step(n)
+            found = a_method(trainer, "step", "Trainer(…)")(n)
             _same(found, said[n], n)
         del found
     if any(not torch.allclose(p, q, atol=1e-6) for p, q in zip(model.parameters(), weights, strict=True)):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from memlab.book.checks.answers import Wrong, a_function, exercise, plain, same_bytes, whole_bytes
+from memlab.book.checks.answers import Wrong, a_function, exercise, plain, same_bytes, unchanged, whole_bytes
 from memlab.book.checks.memory_arithmetic.sizes import NoTensors
 from memlab.book.workloads import GPT, MLP, text_batch
 from memlab.memory_timeline import Meter, Timeline
@@ -129,8 +129,10 @@ def held_bytes(answer: object) -> str:
             sums = held(tuple(shapes), recipe)
             expected = sum(sums.values())
             where = f'held_bytes(shapes, "{recipe}") of {name}'
+            given = list(shapes)
             with NoTensors():
-                found = whole_bytes(function(list(shapes), recipe), where)
+                found = whole_bytes(function(given, recipe), where)
+            unchanged(given, list(shapes), where)
             elements, counters = sum(map(math.prod, shapes)), 4 * len(shapes)
             off = (found - expected) / elements
             hint = f"This recipe: {formats}."

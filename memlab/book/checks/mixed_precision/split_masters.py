@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from memlab.book.checks.answers import Wrong, a_function, exercise
+from memlab.book.checks.answers import Wrong, a_function, a_method, exercise
 from memlab.memory_timeline import Meter, Storage, Timeline
 from memlab.units import format_bytes
 
@@ -146,7 +146,7 @@ def _stepped(make: Callable) -> tuple[int, Timeline]:
             if step == _STEPS - 1:
                 with torch.no_grad():
                     parameters[_TURNED].neg_()
-            optimizer.step()
+            a_method(optimizer, "step", "SplitMasters(…)")()
             due = [number for number, gradient in enumerate(gradients[step]) if gradient is not None]
             if sorted(update.seen) != due:
                 raise Wrong(

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memlab.book.checks.answers import Wrong, a_function, exercise
+from memlab.book.checks.answers import Wrong, a_function, a_method, exercise
 from memlab.memory_timeline import Meter, Timeline, imagine, main_memory
 
 _CARD = "H100-80GB"
@@ -88,8 +88,7 @@ def _look(params: list[nn.Parameter], step: int) -> str:
 
 def _made(make: Callable, params: list[nn.Parameter]) -> Any:
     optimizer = make(params, _LR, main_memory)
-    if not callable(getattr(optimizer, "step", None)):
-        raise Wrong(f"expected HostAdam(params, lr, host) to have a method step(), found {type(optimizer).__name__}.")
+    a_method(optimizer, "step", "HostAdam(params, lr, host)")
     for value in (optimizer, *getattr(optimizer, "__dict__", {}).values()):
         if any(
             kind.__module__.startswith(("memlab.offloading", "memlab.mixed_precision")) for kind in type(value).__mro__

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from memlab.book.checks.answers import Wrong, a_function, exercise, kind_of, same_bytes
+from memlab.book.checks.answers import Wrong, a_function, a_method, exercise, kind_of, same_bytes
 from memlab.memory_timeline import Meter
 
 # ---- first part: as in the notebook
@@ -155,9 +155,9 @@ def _turn(stage: Any, turn: str, truth: _Truth, where: str) -> None:
     """One action of the answer, whose result is sent: afterwards nobody but the answer holds anything."""
     i = int(turn[1:])
     if turn[0] == "F":
-        found, right, name = stage.forward(i, truth.x.clone()), truth.y, "forward"
+        found, right, name = a_method(stage, "forward", "LeanStage(…)")(i, truth.x.clone()), truth.y, "forward"
     else:
-        found, right, name = stage.backward(i, truth.dy.clone()), truth.dx, "backward"
+        found, right, name = a_method(stage, "backward", "LeanStage(…)")(i, truth.dy.clone()), truth.dx, "backward"
     if found is None and name == "backward":
         raise Wrong(
             f"{where}: backward returned None, not a tensor. Does the input require a gradient? Is a return missing?"
