@@ -4,10 +4,13 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from memlab.book.pages import print_as_far_as_possible
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the health report. Returns 1 where PyTorch cannot be imported, for then there is no other report."""
     argparse.ArgumentParser(prog="python -m memlab", description=__doc__).parse_args(arguments)
+    print_as_far_as_possible()
     try:
         import torch  # noqa: F401
     except (ImportError, OSError) as error:

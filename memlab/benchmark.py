@@ -26,6 +26,7 @@ import torch
 from memlab.book import benchmarks, documents
 from memlab.book.machine import device, driver, processor
 from memlab.book.measures import MEASURES
+from memlab.book.pages import print_as_far_as_possible
 from memlab.book.recorder import RECORDED, Recorder, exit_status, signals_interrupt
 from memlab.book.tables import Table
 
@@ -89,6 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, help="the record's file, if not results/benchmark/<device>.json")
     parser.add_argument("--folder", type=Path, default=benchmarks.CHAPTERS, help="where the chapters are")
     options = parser.parse_args(arguments)
+    print_as_far_as_possible()
     rounds = QUICK if options.quick else options.rounds
     try:
         if options.rounds < FEWEST:

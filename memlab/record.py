@@ -28,7 +28,7 @@ from memlab import benchmark
 from memlab.book import documents, records, verdicts
 from memlab.book.claims import Claim
 from memlab.book.machine import device, driver
-from memlab.book.pages import CHAPTERS, chapters_in
+from memlab.book.pages import CHAPTERS, chapters_in, print_as_far_as_possible
 from memlab.book.recorder import RECORDED, Recorder, exit_status, signals_interrupt
 from memlab.book.tables import Table
 
@@ -105,6 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, help="the record's file, if not results/<gpu>.json")
     parser.add_argument("--folder", type=Path, default=CHAPTERS, help="where the chapters are")
     options = parser.parse_args(arguments)
+    print_as_far_as_possible()
     if missing := [name for name in NEEDS if importlib.util.find_spec(name) is None]:
         print(f"recording needs {', '.join(missing)}: python -m pip install {' '.join(missing)}", file=sys.stderr)
         return 2

@@ -137,6 +137,12 @@ def test_the_digest_is_of_every_page_of_the_library(tmp_path, monkeypatch):
         before = benchmark.library_digest()
 
 
+def test_of_one_row_it_is_not_said_that_they_are_rows(book, capsys):
+    book.change("two", lambda device, rounds: [("ours", "1.00×", "")])
+    assert book.run("two") == (0, [])
+    assert "[1/1] two: 1 row in " in capsys.readouterr().out
+
+
 def test_a_measure_that_fails_is_kept_as_failed_and_the_others_go_on(book, capsys):
     book.change("two", failing)
     assert book.run() == (1, ["one", "three"])

@@ -44,6 +44,17 @@ def test_a_tolerance_reaches_as_far_as_it_says_and_no_further():
     assert [at(value) for value in (0.24, 0.76)] == ["open: measured differs from the prediction"] * 2
 
 
+def test_large_whole_numbers_and_floats_are_compared_as_they_are():
+    whole = Claim("x", "values", "s", "holds", 2**60 + 1, float(2**60), 0, "tokens")
+    assert not whole.agrees and Claim("x", "values", "s", "holds", 2**60, float(2**60), 0, "tokens").agrees
+
+
+def test_what_disagrees_is_shown_in_as_many_digits_as_tell_it_apart():
+    row = lambda measured, tolerance: Claim("x", "values", "s", "holds", 3.14159, measured, tolerance, "×").row()  # noqa: E731
+    assert row(3.14161, 1e-6)[1:4] == ("3.14159 ×", "3.14161 ×", "2e-05 ×")
+    assert row(3.14161, 1e-3)[1:3] == ("3.142 ×", "3.142 ×")
+
+
 def test_a_claim_without_a_measurement_stays_open():
     row = claim("gpu", kind="time", says="It is twice as fast.", predicted=2.0, measured=None, unit="×").rows[0]
     assert list(row[1:]) == ["2 ×", "—", "—", "open: not recorded yet"]

@@ -64,6 +64,12 @@ def test_the_command_takes_no_arguments_and_says_so(capsys):
     assert told.out.startswith("usage: python -m memlab [-h]") and "unrecognized arguments: chapters" in told.err
 
 
+def test_where_no_sign_but_ascii_can_be_printed_the_command_prints_the_rest():
+    env = os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run([sys.executable, "-m", "memlab"], cwd=ROOT, env=env, capture_output=True, check=False)
+    assert done.returncode == 0 and b"01 ? " in done.stdout and done.stderr == b""
+
+
 def test_where_nothing_is_missing_nothing_is_wrong(monkeypatch):
     monkeypatch.setattr(health, "version", lambda name: "1.0")
     monkeypatch.setattr(health, "free_memory_bytes", lambda: 2**34)

@@ -194,6 +194,7 @@ def test_a_rank_without_spans_idles_all_the_time_and_none_at_all_are_refused():
     one = [Span(0, Action("forward", 0, 0), 1.0, 2.0)]
     assert idle_share(spans_by_rank([one, []])) == 0.5
     assert draw_measured([one, []]).png().startswith(PNG)
+    assert idle_share(spans_by_rank([[Span(0, Action("forward", 0, 0), 1.0, 1.0)]])) == 0, "no time passes"
     with pytest.raises(ValueError, match="expected at least one span"):
         draw_measured([[], []])
 

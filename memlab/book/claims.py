@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import asdict, dataclass
+from fractions import Fraction
 
 from memlab.book.tables import Table
 from memlab.units import format_bytes
@@ -75,7 +76,9 @@ class Claim:
     @property
     def agrees(self) -> bool:
         """Whether measured is within the tolerance of predicted; not without a measurement."""
-        return self.measured is not None and abs(self.measured - self.predicted) <= self.tolerance
+        if self.measured is None:
+            return False
+        return abs(Fraction(self.measured) - Fraction(self.predicted)) <= Fraction(self.tolerance)  # floats would round
 
     @property
     def standing(self) -> str:
@@ -90,17 +93,23 @@ class Claim:
         return f"no card: {self.on}" if self.on else ""
 
     def row(self) -> tuple[str, str, str, str, str]:
-        """What is said, predicted, measured, difference, verdict: the cells of a table."""
+        """What is said, predicted, measured, difference, verdict: the cells of a table.
+
+        Where measured disagrees, both are shown in as many digits as tell them apart.
+        """
         if self.measured is None:
             return self.says, self.text(self.predicted), "—", "—", self.standing
+        shown = [(self.text(self.predicted, n), self.text(self.measured, n)) for n in range(4, 18)]
+        apart = [pair for pair in shown if pair[0] != pair[1]]
+        predicted, measured = shown[0] if self.agrees or not apart else apart[0]
         difference, where = self.text(self.measured - self.predicted), f", on {self.on}" if self.on else ""
-        return self.says, self.text(self.predicted), self.text(self.measured) + where, difference, self.standing
+        return self.says, predicted, measured + where, difference, self.standing
 
-    def text(self, value: float) -> str:
-        """A value of this claim, with its unit."""
+    def text(self, value: float, digits: int = 4) -> str:
+        """A value of this claim, with its unit; bytes have all their digits."""
         if self.unit == "B":
             return f"{value:,} B" if abs(value) < 1024 else f"{value:,} B ({format_bytes(value)})"
-        return f"{value:,.4g} {self.unit}"
+        return f"{value:,.{digits}g} {self.unit}"
 
 
 def _is_line(text: object) -> bool:

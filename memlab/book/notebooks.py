@@ -23,6 +23,7 @@ from pathlib import Path
 import nbformat
 from nbformat import NotebookNode
 
+from memlab.book.pages import print_as_far_as_possible
 from memlab.book.run import KERNEL, NotebookError, run
 from memlab.book.style import is_sentence
 
@@ -208,6 +209,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="list problems and change nothing")
     parser.add_argument("--timeout", type=float, default=180, help="seconds a cell may take (default 180)")
     options = parser.parse_args(argv)
+    print_as_far_as_possible()
     failed = False
     for path in options.paths:
         begun = time.perf_counter()

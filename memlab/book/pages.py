@@ -1,4 +1,4 @@
-"""What the commands that make a page of the book have in common."""
+"""What the book's commands have in common."""
 
 from __future__ import annotations
 
@@ -17,6 +17,13 @@ def chapters_in(folder: Path) -> list[Path]:
     raise ValueError(f"expected chapters (NN_name.ipynb) in {folder}, found none; name their folder with --folder")
 
 
+def print_as_far_as_possible() -> None:
+    """Let this process print "?" for a letter that its terminal or file cannot take, instead of ending in an error."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
+
+
 def write_by_command(
     module: str, about: str, write: Callable[[Path], Sequence[Path]], arguments: Sequence[str] | None
 ) -> int:
@@ -28,6 +35,7 @@ def write_by_command(
     parser = argparse.ArgumentParser(prog=f"python -m {module}", description=about)
     parser.add_argument("--folder", type=Path, default=CHAPTERS, help="where the chapters are")
     folder = parser.parse_args(arguments).folder
+    print_as_far_as_possible()
     try:
         chapters_in(folder)
         print("written:", " and ".join(map(str, write(folder))))

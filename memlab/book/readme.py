@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from memlab.book.documents import write_whole
+from memlab.book.pages import print_as_far_as_possible
 
 ROOT = Path(__file__).parents[2]
 CHAPTER, TITLE = "chapters/01_memory_timeline.ipynb", "The first training step of a GPT"
@@ -54,6 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command. The exit status is 2 where chapter or README is not there, or has no place for the picture."""
     parser = argparse.ArgumentParser(prog="python -m memlab.book.readme", description=__doc__.splitlines()[0])
     parser.parse_args(arguments)
+    print_as_far_as_possible()
     try:
         print(f"written: {write()}")
     except (OSError, ValueError) as error:

@@ -106,7 +106,7 @@ class Recorder:
         self.well = self.well and not error
         status = f"failed: {error}" if error else RECORDED
         self.outcomes.append(Outcome(name, status, f"{origin['seconds']:.1f}", nothing if error else found))
-        words = ", ".join(f"{len(value)} {word}" for word, value in found.items())
+        words = ", ".join(_counted(len(value), word) for word, value in found.items())
         bar.end(status if error else f"{words} in {origin['seconds']} s")
 
     def finish(self) -> None:
@@ -173,6 +173,10 @@ class Recorder:
 
 def _today() -> str:
     return datetime.datetime.now(datetime.timezone.utc).date().isoformat()
+
+
+def _counted(number: int, things: str) -> str:
+    return f"{number} {things.removesuffix('s') if number == 1 else things}"
 
 
 def _one_line(error: Exception) -> str:

@@ -43,9 +43,10 @@ def whole_seconds(spans: Sequence[Sequence[Span]]) -> float:
 
 
 def idle_share(spans: Sequence[Sequence[Span]]) -> float:
-    """The share of all ranks' time in which none of their computations runs."""
+    """The share of all ranks' time in which none of their computations runs; 0 where no time passes."""
     busy = sum(span.end - span.begin for own in spans for span in own)
-    return 1 - busy / (len(spans) * whole_seconds(spans))
+    whole = len(spans) * whole_seconds(spans)
+    return 1 - busy / whole if whole else 0.0
 
 
 def held_micro_batches(own: Sequence[Span]) -> list[tuple[float, float]]:
