@@ -166,7 +166,8 @@ def swap_to(answer: object) -> str:
 def _check(swap: Callable, folder: Path) -> None:
     for name, backwards in (("one", 1), ("two", 2)):
         found = _run(swap, _inside(folder, name), backwards)
-        _same_values(found, _reference(backwards)[0], backwards)
+        for mine, right in zip(found.gradients, _reference(backwards)[0].gradients, strict=True):
+            _same_gradients(mine, right, "with retain_graph=True and a second backward: " * (backwards > 1))
         _lets_go(found, *_reference(backwards))
         _wrote_what_it_should(found)
         _nothing_left(found.left, f"after {name} backward{'s' * (backwards > 1)}")
@@ -181,18 +182,12 @@ def _inside(folder: Path, name: str) -> Path:
     return folder / name
 
 
-def _same_values(found: _Run, plain: _Run, backwards: int) -> None:
-    when = "" if backwards == 1 else "with retain_graph=True and a second backward"
-    for mine, right in zip(found.gradients, plain.gradients, strict=True):
-        _same_gradients(mine, right, when)
-
-
-def _same_gradients(mine: list[Tensor | None], right: list[Tensor], when: str) -> None:
+def _same_gradients(mine: list[Tensor | None], right: list[Tensor], when: str = "") -> None:
     for grad, due in zip(mine, right, strict=True):
         if grad is None or not torch.allclose(grad, due, rtol=1e-5, atol=1e-7):
             raise Wrong(
-                f"{when + ': ' if when else ''}the gradients are not those without hooks. Does each handle read the "
-                "file of its own tensor, of the same shape and dtype?"
+                f"{when}the gradients are not those without hooks. Does each handle read the file of its own tensor, "
+                "of the same shape and dtype?"
             )
 
 
@@ -250,16 +245,15 @@ def _reads_its_files(swap: Callable, folder: Path) -> None:
     inside = _inside(folder, "zeros")
     loss = _forward(swap, inside, model, tokens)
     for path in _files(inside):
-        with path.open("r+b") as file:  # not made shorter: who has mapped it reads zeros, and is not killed
-            file.write(bytes(path.stat().st_size))
+        path.write_bytes(bytes(path.stat().st_size))  # no shorter: who has mapped it reads zeros, and is not killed
     try:
         loss.backward()
-        _same_gradients([p.grad for p in model.parameters()], right, "")
+        _same_gradients([p.grad for p in model.parameters()], right)
     except Exception:
         return
     raise Wrong(
-        "the gradients are right, also when the files are filled with zeros before backward: nobody reads them, so all "
-        "they have is still in memory. A handle should hold a path, and unpack read its file."
+        "the gradients are right, also with zeros in the files: nobody reads them, so all that they had is still in "
+        "memory. A handle should hold a path, and unpack read its file."
     )
 
 
@@ -303,6 +297,6 @@ def _two_graphs(swap: Callable, folder: Path) -> None:
     losses = [_forward(swap, inside, model, tokens) for model in (one, other)]
     for loss, model, due in zip(losses, (one, other), right, strict=True):
         loss.backward()
-        _same_gradients([p.grad for p in model.parameters()], due, "two graphs in one folder at a time")
+        _same_gradients([p.grad for p in model.parameters()], due, "two graphs in one folder at a time: ")
     del loss, losses
     _nothing_left(_lying_about(inside), "after two graphs")
