@@ -206,10 +206,27 @@ def test_a_first_piece_that_is_all_masked_does_no_harm():
 def test_no_pieces_or_pieces_without_values_are_refused():
     with pytest.raises(ValueError, match="at least one piece of scores, found none"):
         online_softmax([], [])
-    with pytest.raises(ValueError, match="shorter"):
-        online_softmax([torch.randn(2, 3)], [])
+    for scores, values in (([torch.randn(2, 3)], []), ([], [torch.randn(3, 4)])):
+        with pytest.raises(ValueError, match="as many pieces of scores as of values"):
+            online_softmax(scores, values)
     with pytest.raises(ValueError, match="at least one key in every piece of scores"):
         online_softmax([torch.randn(2, 3), torch.randn(2, 0)], [torch.randn(3, 4), torch.randn(0, 4)])
+
+
+def test_pieces_of_whole_numbers_or_of_two_dtypes_are_refused():
+    with pytest.raises(TypeError, match="found torch.int64 and torch.int64"):
+        online_softmax([torch.ones(2, 3).long()], [torch.ones(3, 4).long()])
+    with pytest.raises(TypeError, match="found torch.float32 and torch.float64"):
+        online_softmax([torch.ones(2, 3)], [torch.ones(3, 4).double()])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_in_16_bits_the_softmax_in_pieces_counts_every_key_to_the_last(dtype):
+    keys = 4096  # a sum of ones in 16 bits stops at 256 in BF16, at 2048 in FP16
+    scores, values = torch.zeros(1, keys, dtype=dtype), (torch.arange(keys) >= 512).to(dtype)[:, None]
+    out, lse = online_softmax(scores.split(4, 1), values.split(4, 0))
+    torch.testing.assert_close(out, torch.tensor([[7 / 8]], dtype=dtype))
+    torch.testing.assert_close(lse, torch.tensor([[math.log(keys)]]))
 
 
 # ---- bytes

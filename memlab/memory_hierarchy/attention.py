@@ -22,7 +22,8 @@ Sources: Milakov and Gimelshein 2018 (online softmax); Rabe and Staats 2021 (att
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import zip_longest
 
 import torch
 from torch import Tensor
@@ -33,14 +34,17 @@ from memlab.memory_arithmetic.shapes import divisors, positive
 TILE_QUERIES, TILE_KEYS = 128, 256
 WIDE = {torch.float64: torch.float64, **dict.fromkeys((torch.float32, torch.bfloat16, torch.float16), torch.float32)}
 """In which dtype sums are held, for each dtype of the inputs."""
+DTYPES = ", ".join(str(dtype).removeprefix("torch.") for dtype in WIDE)
 
 
 def online_softmax(scores_in_pieces: Iterable[Tensor], values_in_pieces: Iterable[Tensor]) -> tuple[Tensor, Tensor]:
     """softmax(scores) @ values and the log-sum-exp of the scores, with no more than one piece in hand.
 
     scores_in_pieces: each (..., rows, keys of this piece); values_in_pieces: each (..., keys of this piece, width).
-    Returns (..., rows, width) and (..., rows, 1), in the dtype of the pieces; NaN for a row whose scores are all −∞.
-    Raises ValueError without a piece, for one without keys, and for more pieces of the one than of the other.
+    All of one dtype, FP64, FP32, BF16 or FP16; sums of the last two are held in FP32, where they do not stop growing.
+    Returns (..., rows, width) in that dtype and (..., rows, 1) in that of the sums; NaN for a row of nothing but −∞.
+    Raises ValueError without a piece, for one without keys, and for more pieces of the one than of the other; TypeError
+    for other dtypes.
 
     >>> online_softmax([torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0]])], [torch.eye(2, 3), torch.eye(3)[2:]])[0]
     tensor([[0.0900, 0.2447, 0.6652]])
@@ -48,9 +52,8 @@ def online_softmax(scores_in_pieces: Iterable[Tensor], values_in_pieces: Iterabl
     tensor([0.0900, 0.2447, 0.6652])
     """
     m = None
-    for s, v in zip(scores_in_pieces, values_in_pieces, strict=True):
-        if not s.shape[-1]:
-            raise ValueError("expected at least one key in every piece of scores, found one of none; leave it out")
+    for s, v in pairs(scores_in_pieces, values_in_pieces):
+        dtype, s, v = s.dtype, s.to(WIDE[s.dtype]), v.to(WIDE[v.dtype])
         if m is None:  # the lowest finite number, since −∞ − (−∞) would be no number
             m, z, a = torch.full_like(s[..., :1], torch.finfo(s.dtype).min), 0, 0
         larger = torch.maximum(m, s.amax(-1, keepdim=True))
@@ -60,7 +63,7 @@ def online_softmax(scores_in_pieces: Iterable[Tensor], values_in_pieces: Iterabl
         a = a * correction + weights @ v
     if m is None:
         raise ValueError("expected at least one piece of scores, found none")
-    return a / z, m + z.log()
+    return (a / z).to(dtype), m + z.log()
 
 
 def tiled_attention(
@@ -183,6 +186,18 @@ def carve(store: Tensor, *shape: int) -> Tensor:
     return store[: math.prod(shape)].view(shape)
 
 
+def pairs(scores_in_pieces: Iterable[Tensor], values_in_pieces: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Scores and values piece by piece. Raises the TypeError or ValueError that `online_softmax` raises for these."""
+    for s, v in zip_longest(scores_in_pieces, values_in_pieces):
+        if s is None or v is None:
+            raise ValueError("expected as many pieces of scores as of values; one of them has more")
+        if s.dtype != v.dtype or s.dtype not in WIDE:
+            raise TypeError(f"expected scores and values of one dtype, {DTYPES}; found {s.dtype} and {v.dtype}")
+        if not s.shape[-1]:
+            raise ValueError("expected at least one key in every piece of scores, found one of none; leave it out")
+        yield s, v
+
+
 def refuse(q: Tensor, k: Tensor, v: Tensor, tile_queries: int, tile_keys: int) -> None:
     """Raise the RuntimeError, TypeError or ValueError that `tiled_attention` raises for these."""
     positive("tile_queries", tile_queries)
@@ -192,7 +207,7 @@ def refuse(q: Tensor, k: Tensor, v: Tensor, tile_queries: int, tile_keys: int) -
         raise ValueError(f"expected q, k and v of shape (batch, heads, tokens, head_dim); found {shapes}")
     if not q.dtype == k.dtype == v.dtype or q.dtype not in WIDE:
         raise TypeError(
-            f"expected q, k and v of one dtype, {', '.join(str(dtype).removeprefix('torch.') for dtype in WIDE)}; "
+            f"expected q, k and v of one dtype, {DTYPES}; "
             f"found {q.dtype}, {k.dtype}, {v.dtype}; cast them, such as with k.to(q.dtype)"
         )
     if not q.device == k.device == v.device:
