@@ -560,11 +560,20 @@ def test_a_wrong_option_is_refused_with_what_is_allowed(options, error, message)
         ({"heads": 16}, {}, "heads of a multiple of 4 wide; found 2"),
         ({"heads": 32}, {"attention": "by hand"}, "heads of 2 features or more, found 32 heads for a width of 32"),
         ({"heads": 32}, {"hardware": "cpu", "dropout": 0.1}, "heads of 2 features or more"),
+        ({}, {"tokens": 1, "hardware": "cpu", "dropout": 0.1}, "stores its scores is counted for 2 tokens or more"),
+        ({}, {"tokens": 1, "attention": "by hand"}, "stores its scores is counted for 2 tokens or more, found 1"),
+        ({}, {"tokens": 1, "precision": "bf16"}, "fused attention in bf16 is counted for 2 tokens or more, found 1"),
     ],
 )
 def test_attention_that_no_fused_kernel_runs_or_nobody_has_counted_is_refused(sizes, options, message):
     with pytest.raises(ValueError, match=message):
-        training_step(Transformer(**SIZES | sizes), 1, 8, **options)
+        training_step(Transformer(**SIZES | sizes), 1, **{"tokens": 8} | options)
+
+
+@pytest.mark.parametrize("options", [{"hardware": "cpu"}, {"hardware": "cpu", "precision": "bf16"}, {"hardware": "gpu"}])
+def test_one_token_is_counted_where_the_usual_fused_kernel_takes_it(options):
+    one = Case(attention="fused", tokens=1, **options)
+    assert metered(one).peak_bytes == one.predicted().peak_bytes
 
 
 def test_heads_of_one_feature_are_refused_only_where_scores_are_stored():

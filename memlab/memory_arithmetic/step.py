@@ -103,8 +103,9 @@ def training_step(
     optimizer: "sgd", "momentum" or "adamw". implementation: "for-loop", "foreach" or "fused"; None is what torch.optim
       picks, foreach on a GPU and the for-loop on a CPU.
     attention: "fused" (scaled_dot_product_attention) or "by hand". dropout: a probability; any above 0 costs the same.
-    hardware: whose kernels run; a "gpu" is NVIDIA's Ampere or later. There, AdamW's step counters lie in main memory
-      unless it is fused.
+    hardware: whose kernels run; a "gpu" is NVIDIA's Hopper or later (before it, fused attention in 16 bits keeps 8 bytes
+      more a block, and on Ada heads above 192 features run another kernel). There, AdamW's step counters lie in main
+      memory unless it is fused.
     first_step: the optimizer has no states until its step.
     chunk_bytes: for "mixed", how many bytes of FP32 gradients the step makes at once, one parameter's at least. "auto":
       64 MiB on a GPU and 4 MiB on a CPU, as in `MasterWeights`.
@@ -131,7 +132,7 @@ def training_step(
     positive("chunk_bytes", chunk_bytes)
     positive("micro_batches", micro_batches)
     refuse_dropout(dropout)
-    refuse_attention(model, precision, attention, dropout, hardware)
+    refuse_attention(model, tokens, precision, attention, dropout, hardware)
     refuse_offload(offload, precision, hardware)
     if segments is not None:
         balanced(model.layers, segments)
@@ -226,23 +227,30 @@ def refuse_dropout(dropout: float) -> None:
         raise ValueError(f"expected dropout as a probability from 0 up to, not including, 1; found {dropout!r}")
 
 
-def refuse_attention(model: Transformer, precision: str, attention: str, dropout: float, hardware: str) -> None:
+def refuse_attention(
+    model: Transformer, tokens: int, precision: str, attention: str, dropout: float, hardware: str
+) -> None:
     """Raise ValueError for attention that a family does not have, or whose bytes on a GPU are others than counted here.
 
     FP32 takes the memory-efficient kernel, for heads of whole 16 bytes and without grouped keys; else PyTorch stores
-    the scores of every block after all, and says nothing. 16 bits take cuDNN's attention, for heads of a multiple of 8
-    up to 256; flash would pad others, and those above 256 go to the memory-efficient kernel. (PyTorch's sdp_utils.cpp.)
+    the scores of every block after all, and says nothing. 16 bits take cuDNN's attention (Hopper or later),
+    for heads of a multiple of 8 up to 256; flash would pad others, and those above 256 go to the memory-efficient
+    kernel. cuDNN's takes no single token; flash does, and keeps one number more. (PyTorch's sdp_utils.cpp.)
     Where scores are stored, a head of one feature is refused, too: heads side by side are then a view, and the Linear
-    after it makes the copy.
+    after it makes the copy. So is one token, for which nothing needs a copy.
     """
     if model.family == "llama" and (dropout or attention == "by hand"):
         asked = "dropout" if dropout else "attention='by hand'"
         raise ValueError(f"family 'llama' has no dropout and fused attention, found {asked}; use family='gpt' for it")
-    if model.heads == model.width > 1 and (attention == "by hand" or (hardware == "cpu" and dropout)):
+    stores_scores = attention == "by hand" or (hardware == "cpu" and dropout > 0)
+    if stores_scores and model.heads == model.width > 1:
         raise ValueError(
             f"attention that stores its scores is counted for heads of 2 features or more, found {model.heads} heads "
             f"for a width of {model.width}; pick fewer heads"
         )
+    if tokens == 1 and (stores_scores or (hardware == "gpu" and precision != "fp32")):
+        which = "attention that stores its scores" if stores_scores else f"a GPU's fused attention in {precision}"
+        raise ValueError(f"{which} is counted for 2 tokens or more, found 1; pass longer texts")
     if hardware == "cpu" or attention == "by hand":
         return
     width, fp32 = model.width // model.heads, precision == "fp32"

@@ -117,7 +117,7 @@ class _Count:
         one_of("hardware", hardware, HARDWARE)
         refuse_sizes(model, batch, tokens)
         refuse_dropout(dropout)
-        refuse_attention(model, "fp32" if precision == "fp32" else "bf16", "fused", dropout, hardware)
+        refuse_attention(model, tokens, "fp32" if precision == "fp32" else "bf16", "fused", dropout, hardware)
         if sequence_parallel:
             share(batch * tokens, "rows (batch · tokens)", ranks)
         if self.kv_heads != model.heads and (
