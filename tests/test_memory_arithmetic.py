@@ -43,7 +43,7 @@ class Case:
     dropout: float = 0.0
     first_step: bool = False
     hardware: str = "cpu"
-    chunk_bytes: int | str = "auto"
+    chunk_bytes: int | str | None = "auto"
 
     @property
     def model(self) -> Transformer:
@@ -121,6 +121,8 @@ CPU = {
     "GPT, master weights, first step in small chunks": Case(
         **SHORT, precision="mixed", first_step=True, chunk_bytes=16_000
     ),
+    "GPT, master weights, chunks of a size in words": Case(**SHORT, precision="mixed", chunk_bytes="16 KiB"),
+    "GPT, master weights, one chunk whatever its size": Case(**SHORT, width=256, precision="mixed", chunk_bytes=None),
     "GPT, master weights, SGD": Case(**SHORT, precision="mixed", optimizer="sgd", chunk_bytes=16_000),
     "GPT, master weights, SGD, first step": Case(**SHORT, precision="mixed", optimizer="sgd", first_step=True),
     "GPT, master weights, momentum by foreach": Case(
@@ -538,6 +540,7 @@ def test_a_wrong_size_is_refused_with_what_to_do(sizes, error, message):
         ({"tokens": 33}, ValueError, r"expected at most 32 tokens \(the context\), found 33"),
         ({"precision": "fp8"}, ValueError, "precision to be one of 'fp32', 'bf16', 'mixed', 'autocast'; found 'fp8'"),
         ({"optimizer": "adam"}, ValueError, "optimizer to be one of 'sgd', 'momentum', 'adamw'; found 'adam'"),
+        ({"implementation": False}, ValueError, "one of 'for-loop', 'foreach', 'fused'; found False"),
         ({"implementation": "loop"}, ValueError, "one of 'for-loop', 'foreach', 'fused'; found 'loop'"),
         ({"attention": "flash"}, ValueError, "attention to be one of 'fused', 'by hand'; found 'flash'"),
         ({"hardware": "tpu"}, ValueError, "hardware to be one of 'gpu', 'cpu'; found 'tpu'"),
@@ -570,7 +573,9 @@ def test_attention_that_no_fused_kernel_runs_or_nobody_has_counted_is_refused(si
         training_step(Transformer(**SIZES | sizes), 1, **{"tokens": 8} | options)
 
 
-@pytest.mark.parametrize("options", [{"hardware": "cpu"}, {"hardware": "cpu", "precision": "bf16"}, {"hardware": "gpu"}])
+@pytest.mark.parametrize(
+    "options", [{"hardware": "cpu"}, {"hardware": "cpu", "precision": "bf16"}, {"hardware": "gpu"}]
+)
 def test_one_token_is_counted_where_the_usual_fused_kernel_takes_it(options):
     one = Case(attention="fused", tokens=1, **options)
     assert metered(one).peak_bytes == one.predicted().peak_bytes
@@ -581,6 +586,13 @@ def test_heads_of_one_feature_are_refused_only_where_scores_are_stored():
     assert metered(narrow).peak_bytes == narrow.predicted().peak_bytes
     one = Case(**BY_HAND | {"width": 1, "heads": 1})
     assert metered(one).peak_bytes == one.predicted().peak_bytes
+
+
+def test_a_models_name_in_place_of_its_sizes_is_refused_with_what_makes_them():
+    with pytest.raises(
+        TypeError, match=r"expected model as a Transformer, found 'GPT-2 small'; preset\('GPT-2 small'\)"
+    ):
+        training_step("GPT-2 small", 1, 8)
 
 
 def test_an_unknown_preset_suggests_the_nearest():

@@ -140,8 +140,10 @@ def test_deepspeed_does_not_take_over_a_process_group_that_was_there(tmp_path):
     [
         ({"optimizer": "lion"}, ValueError, "expected optimizer to be one of 'sgd', .*; found 'lion'"),
         ({"implementation": "slow"}, ValueError, "expected implementation to be one of .*; found 'slow'"),
-        ({"chunk_bytes": None}, TypeError, "expected chunk_bytes as an int, found None"),
-        ({"chunk_bytes": 0}, ValueError, "expected chunk_bytes of at least 1, found 0"),
+        ({"implementation": ""}, ValueError, "expected implementation to be one of .*; found ''"),
+        ({"chunk_bytes": 0.5}, TypeError, "expected a size as int .* found 0.5; or pass 'auto', or None for no limit"),
+        ({"chunk_bytes": "Auto"}, ValueError, "chunk_bytes: .* found 'Auto'; .* or pass 'auto', or None for no limit"),
+        ({"chunk_bytes": 0}, ValueError, "expected chunk_bytes of at least 1, 'auto', or None for no limit; found 0"),
     ],
 )
 def test_a_metered_step_refuses_what_its_prediction_refuses(options, error, message):

@@ -15,6 +15,7 @@ from memlab.data_parallelism import DataParallel, ZeroOptimizer, fully_shard
 from memlab.gradient_accumulation import accumulate
 from memlab.gradient_checkpointing.hooks import checkpoint
 from memlab.memory_arithmetic import Transformer
+from memlab.memory_arithmetic.optimizers import chunk_limit
 from memlab.memory_arithmetic.shapes import balanced, one_of, positive
 from memlab.memory_arithmetic.step import PRECISIONS, refuse_offload
 from memlab.memory_hierarchy import OpCounter
@@ -37,7 +38,7 @@ def made(
     optimizer: str,
     implementation: str | None,
     precision: str,
-    chunk_bytes: int | str = "auto",
+    chunk_bytes: int | str | None = "auto",
     offload: str | None = None,
 ) -> torch.optim.Optimizer:
     """The optimizer of that name, on the host if it is offloaded, around master weights if the precision is "mixed"."""
@@ -136,7 +137,7 @@ def metered_step(
     optimizer: str = "adamw",
     implementation: str | None = None,
     first_step: bool = False,
-    chunk_bytes: int | str = "auto",
+    chunk_bytes: int | str | None = "auto",
     micro_batches: int = 1,
     segments: int | None = None,
     offload: str | None = None,
@@ -153,8 +154,8 @@ def metered_step(
     """Build the model, train it, and meter its second step (or its first). Inside `imagine`, on imagined hardware.
 
     The same words as `training_step`, which predicts it, and refused as there: ValueError for a word that is none of
-    them or for chunk_bytes or micro_batches below 1, TypeError for one that is no int. Every micro-batch has x and y of
-    its own, and all are held from the start.
+    them or for chunk_bytes or micro_batches below 1, TypeError for one of another type. Every micro-batch has x and y
+    of its own, and all are held from the start.
 
     segments: into how many equal segments the blocks are cut, each in a `checkpoint`; None, nothing is checkpointed.
     offload: "states" or "states and gradients" of an `OffloadedOptimizer`, on a GPU or an imagined card.
@@ -168,8 +169,7 @@ def metered_step(
     one_of("precision", precision, PRECISIONS)
     one_of("optimizer", optimizer, tuple(OPTIMIZERS))
     one_of("implementation", implementation, tuple(IMPLEMENTATIONS))
-    if chunk_bytes != "auto":
-        positive("chunk_bytes", chunk_bytes)
+    chunk_limit(chunk_bytes, "cpu")
     positive("micro_batches", micro_batches)
     positive("tensor_ranks", tensor_ranks)
     if ranks > 1 and tensor_ranks > 1:

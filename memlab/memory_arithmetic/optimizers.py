@@ -7,12 +7,14 @@ them; fused does everything in registers. CUDA tensors get foreach unless you as
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
 
 from memlab.memory_arithmetic.ledger import Ledger, Piece, elements
 from memlab.memory_arithmetic.shapes import added
+from memlab.units import parse_bytes
 
 OPTIMIZERS = ("sgd", "momentum", "adamw")
 IMPLEMENTATIONS = ("for-loop", "foreach", "fused")
@@ -44,7 +46,23 @@ def states(optimizer: str, itemsize: int, *, master: bool = False) -> list[Piece
 STEP_COUNTERS = Piece("step counters", "T", 4, "optimizer_state", "AdamW: one FP32 number for each parameter tensor")
 
 
-def chunks(counts: list[int], chunk_bytes: int) -> list[tuple[int, int]]:
+def chunk_limit(chunk_bytes: int | str | None, hardware: str) -> float:
+    """Of FP32 gradients, how many bytes may exist at once: "auto" is CHUNK_BYTES, None no limit, text such as "64 MiB".
+
+    Raises TypeError or ValueError for what is none of these, and below 1.
+    """
+    if chunk_bytes in ("auto", None):
+        return CHUNK_BYTES[hardware] if chunk_bytes == "auto" else math.inf
+    try:
+        limit = parse_bytes(chunk_bytes)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"chunk_bytes: {error}; or pass 'auto', or None for no limit") from None
+    if limit < 1:
+        raise ValueError("expected chunk_bytes of at least 1, 'auto', or None for no limit; found 0")
+    return limit
+
+
+def chunks(counts: list[int], chunk_bytes: float) -> list[tuple[int, int]]:
     """The parameters chunk by chunk, as (first, one after last): as many as have chunk_bytes of FP32 gradients, or one.
 
     >>> chunks([10, 20, 5, 100, 1], chunk_bytes=140)
@@ -83,7 +101,7 @@ def play_step(
     implementation: str,
     itemsize: int,
     *,
-    chunk_bytes: int | None = None,
+    chunk_bytes: float | None = None,
     made: Sequence[Piece] = (),
 ) -> None:
     """Look at the fullest instant of a step. sizes: every parameter tensor's, in order.

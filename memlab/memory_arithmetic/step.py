@@ -15,10 +15,10 @@ from memlab.memory_arithmetic.head import sum_of_losses
 from memlab.memory_arithmetic.ledger import Breakdown, Ledger, Piece
 from memlab.memory_arithmetic.ops import Setting
 from memlab.memory_arithmetic.optimizers import (
-    CHUNK_BYTES,
     IMPLEMENTATIONS,
     OPTIMIZERS,
     STEP_COUNTERS,
+    chunk_limit,
     play_step,
     states,
 )
@@ -90,7 +90,7 @@ def training_step(
     dropout: float = 0.0,
     hardware: str = "gpu",
     first_step: bool = False,
-    chunk_bytes: int | str = "auto",
+    chunk_bytes: int | str | None = "auto",
     micro_batches: int = 1,
     segments: int | None = None,
     offload: str | None = None,
@@ -103,12 +103,12 @@ def training_step(
     optimizer: "sgd", "momentum" or "adamw". implementation: "for-loop", "foreach" or "fused"; None is what torch.optim
       picks, foreach on a GPU and the for-loop on a CPU.
     attention: "fused" (scaled_dot_product_attention) or "by hand". dropout: a probability; any above 0 costs the same.
-    hardware: whose kernels run; a "gpu" is NVIDIA's Hopper or later (before it, fused attention in 16 bits keeps 8 bytes
-      more a block, and on Ada heads above 192 features run another kernel). There, AdamW's step counters lie in main
-      memory unless it is fused.
+    hardware: whose kernels run; a "gpu" is NVIDIA's Hopper or later (before it, fused attention in 16 bits keeps 8
+      bytes more a block, and on Ada heads above 192 features run another kernel). There, AdamW's step counters lie in
+      main memory unless it is fused.
     first_step: the optimizer has no states until its step.
-    chunk_bytes: for "mixed", how many bytes of FP32 gradients the step makes at once, one parameter's at least. "auto":
-      64 MiB on a GPU and 4 MiB on a CPU, as in `MasterWeights`.
+    chunk_bytes: for "mixed", how many bytes of FP32 gradients the step makes at once, one parameter's at least, as in
+      `MasterWeights`: an int or such as "16 MiB"; None: no limit; "auto": 64 MiB on a GPU and 4 MiB on a CPU.
     micro_batches: how many of (batch, tokens) accumulate gradients before the optimizer's step. From 2 on, the moments
       are those of any micro-batch but the first, and their bytes are the same for every number, except for the inputs:
       x and y of all micro-batches are held from the start. Of the losses a running sum is kept, in FP32.
@@ -118,18 +118,18 @@ def training_step(
       or "states and gradients", each of which leaves the device when it is complete.
 
     Raises TypeError or ValueError for sizes below 1, more tokens than the context, more segments than blocks, options
-    that do not exist, and an offload from a CPU or of BF16 states, which no offloaded optimizer here has.
+    that do not exist, attention that is not counted (see `refuse_attention`), and an offload from a CPU or of BF16
+    states, which no offloaded optimizer here has.
     """
-    implementation = implementation or ("foreach" if hardware == "gpu" else "for-loop")
+    if implementation is None:
+        implementation = "foreach" if hardware == "gpu" else "for-loop"
     refuse_sizes(model, batch, tokens)
     one_of("precision", precision, PRECISIONS)
     one_of("optimizer", optimizer, OPTIMIZERS)
     one_of("implementation", implementation, IMPLEMENTATIONS)
     one_of("attention", attention, ATTENTIONS)
     one_of("hardware", hardware, HARDWARE)
-    if chunk_bytes == "auto":
-        chunk_bytes = CHUNK_BYTES[hardware]
-    positive("chunk_bytes", chunk_bytes)
+    chunk_bytes = chunk_limit(chunk_bytes, hardware)
     positive("micro_batches", micro_batches)
     refuse_dropout(dropout)
     refuse_attention(model, tokens, precision, attention, dropout, hardware)
@@ -213,6 +213,10 @@ def training_step(
 
 def refuse_sizes(model: Transformer, batch: int, tokens: int) -> None:
     """Raise TypeError or ValueError for a batch that the model could not take."""
+    if not isinstance(model, Transformer):
+        raise TypeError(
+            f"expected model as a Transformer, found {model!r}; preset('GPT-2 small') makes one by its name"
+        )
     positive("batch", batch)
     positive("tokens", tokens)
     if tokens > model.context:
