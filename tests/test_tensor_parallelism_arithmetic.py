@@ -95,9 +95,7 @@ def test_a_ranks_parameters_are_the_formulas(way):
 
 @each_way
 def test_what_forward_keeps_for_backward_is_the_formulas_to_the_byte(way):
-    the_1_where_backward_begins = 4  # which the formula counts, too
-    found = kept(metered(**way)[1]) + the_1_where_backward_begins
-    assert step_activations(SHAPE, BATCH, TOKENS, **way).nbytes == found
+    assert step_activations(SHAPE, BATCH, TOKENS, **way).nbytes == kept(metered(**way)[1])
 
 
 @each_way
@@ -272,6 +270,13 @@ def test_a_step_of_both_kinds_of_ranks_and_of_a_llama_is_refused():
 def test_what_no_rank_could_hold_is_refused_with_what_could(changes, ranks, options, words):
     with pytest.raises(ValueError, match=words):
         block_activations(replace(SHAPE, **changes), BATCH, 48, ranks, **options)
+
+
+def test_a_single_token_is_refused_where_its_attention_is_not_counted():
+    for options in ({}, {"hardware": "cpu", "dropout": 0.1}):
+        with pytest.raises(ValueError, match="counted for 2 tokens or more, found 1"):
+            block_activations(SHAPE, BATCH, 1, 2, **options)
+    assert block_activations(SHAPE, BATCH, 1, 2, precision="fp32").nbytes > 0
 
 
 def test_rows_that_the_ranks_do_not_divide_are_refused_for_sequence_parallelism_only():

@@ -142,8 +142,8 @@ def _kept(model: Transformer, rows: int, tokens: int, ranks: int, **options) -> 
     """What embeddings, a block, and head and loss keep of one micro-batch."""
     one = replace(model, layers=1)
     block = [term for term in block_activations(one, rows, tokens, ranks, **options) if term.nbytes]
-    variables = ("loss", "1, where backward begins")  # a pipeline keeps the graph only, and the losses apart
-    whole = [term for term in step_activations(one, rows, tokens, ranks, **options) if term.name not in variables]
+    # Without the loss that a variable holds: a pipeline keeps the graph only, and the losses apart.
+    whole = [term for term in step_activations(one, rows, tokens, ranks, **options) if term.name != "loss"]
     begin = [term.name for term in whole].index(block[0].name)
     count = lambda terms: sum(term.nbytes for term in terms)  # noqa: E731
     return count(whole[:begin]), count(block), count(whole[begin + len(block) :])

@@ -166,7 +166,7 @@ class _Count:
         return made
 
     def end(self) -> list[Term]:
-        """What is kept after the blocks, a variable's loss and the 1 that backward begins with among it."""
+        """What is kept after the blocks, a variable's loss among it."""
         c = self.setting
         norm = layer_norm(c, "norm", "input of norm", "output of norm").forward
         pieces = [kept("input of norm", STREAM, c.stream, "residual sum; the final norm saves its input"), *norm]
@@ -174,8 +174,7 @@ class _Count:
             self._made(p, 1, [(p.size, self.gathered if p.name.startswith("output") else self.between)]) for p in pieces
         ]
         logits = kept("gradient of the logits", "b·s·v", c.compute, "the loss makes it in forward, where they were")
-        one = [kept(name, "1", 4, "a variable holds it") for name in ("loss", "1, where backward begins")]
-        one.append(kept("number of targets", "1", 8, "the mean is over these"))
+        one = [kept("loss", "1", 4, "a variable holds it"), kept("number of targets", "1", 8, "the mean is over these")]
         return [*made, self._made(logits, 1, [(logits.size, self.ranks)]), *(self._made(p, 1, [("1", 1)]) for p in one)]
 
     def term(self, piece: Piece, times: int = 1) -> Term:
