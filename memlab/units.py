@@ -8,6 +8,7 @@ source says GB, because 80 GB and 80 GiB are 5.9 GB apart.
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 
 KiB = 1024
 MiB = 1024**2
@@ -66,7 +67,9 @@ def parse_bytes(size: int | str) -> int:
             raise ValueError(
                 f"expected a size such as '16 GiB' or '80 GB', found {size!r}; units: {', '.join(_SCALES)}"
             )
-        size = round(float(match[1]) * _SCALES[match[2]])
-    if size < 0:
+        nbytes = Fraction(match[1]) * _SCALES[match[2]]  # exact, where a float would lose bytes from 8 PiB on
+    else:
+        nbytes = size
+    if nbytes < 0:
         raise ValueError(f"expected a size of at least 0 bytes, found {size}")
-    return size
+    return round(nbytes)

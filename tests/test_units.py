@@ -62,7 +62,13 @@ def test_a_size_of_another_type_is_refused(size):
         parse_bytes(size)
 
 
-@pytest.mark.parametrize("size", [-1, "-1 KiB"])
+@given(st.integers(0, 10**400), st.integers(0, 10**9 - 1))
+def test_text_of_any_length_is_read_to_the_byte(whole, part):
+    assert parse_bytes(f"{whole} B") == whole
+    assert parse_bytes(f"{whole}.{part:09} GB") == whole * 10**9 + part
+
+
+@pytest.mark.parametrize("size", [-1, "-1 KiB", "-0.4 B"])
 def test_a_size_below_zero_is_refused(size):
     with pytest.raises(ValueError, match="at least 0 bytes"):
         parse_bytes(size)
