@@ -348,8 +348,17 @@ def test_under_autograd_it_says_that_it_is_forward_only():
     ],
 )
 def test_what_does_not_fit_is_refused_with_the_shapes_found(change, error, message):
+    q, k, v = change(*qkv())
     with pytest.raises(error, match=message):
-        tiled_attention(*change(*qkv()))
+        tiled_attention(q, k, v)
+    if q.dtype == k.dtype and q.device == k.device:
+        with pytest.raises(error, match=message):
+            live_bytes(q.shape, k.shape, v.shape, q.dtype)
+
+
+def test_a_causal_that_is_neither_true_nor_false_is_refused():
+    with pytest.raises(TypeError, match="expected causal as True or False, found 'no'"):
+        tiled_attention(*qkv(), causal="no")
 
 
 @pytest.mark.parametrize("name", ["tile_queries", "tile_keys"])
@@ -357,6 +366,8 @@ def test_what_does_not_fit_is_refused_with_the_shapes_found(change, error, messa
 def test_a_tile_without_rows_or_columns_is_refused(name, size, error):
     with pytest.raises(error, match=f"expected {name} "):
         tiled_attention(*qkv(), **{name: size})
+    with pytest.raises(error, match=f"expected {name} "):
+        live_bytes((1, 2, 8, 4), (1, 2, 8, 4), (1, 2, 8, 4), **{name: size})
 
 
 # ---- as one kernel

@@ -90,10 +90,11 @@ def tiled_attention(
     every query's scores, (batch, heads, queries), in the dtype of the sums. A query that sees no key (there are none,
     or all scores are −∞) gets zeros and −∞. The bytes it holds meanwhile: `live_bytes`.
 
-    Raises RuntimeError where autograd would record it; TypeError for dtypes that are not of these or not the same, and
-    tile sizes that are no ints; ValueError for tile sizes below 1, shapes that do not fit, and several devices.
+    Raises RuntimeError where autograd would record it; TypeError for dtypes that are not of these or not the same, tile
+    sizes that are no ints, and a causal that is no bool; ValueError for tile sizes below 1, shapes that do not fit, and
+    several devices.
     """
-    refuse(q, k, v, tile_queries, tile_keys)
+    refuse(q, k, v, causal, tile_queries, tile_keys)
     (batch, heads, queries, head_dim), (kv_heads, value_dim) = q.shape, (v.shape[1], v.shape[3])
     keys = min(k.shape[2], queries) if causal else k.shape[2]
     folded, group = batch * kv_heads, heads // kv_heads
@@ -164,10 +165,13 @@ def live_bytes(
         out, lse      batch · H · queries · (value_dim · itemsize + w)
         fast memory   batch · w · (H·t·(head_dim + value_dim + u + 4) + G·u·(head_dim + value_dim)) + t·u if causal
 
+    Raises TypeError or ValueError for shapes, dtype and options that `tiled_attention` refuses.
+
     >>> shape = (1, 8, 2048, 64)
     >>> live_bytes(shape, shape, shape), 8 * 2048 * 2048 * 4  # the second: a single matrix of scores
     (6832128, 134217728)
     """
+    refuse(*(torch.empty(shape, dtype=dtype, device="meta") for shape in (q, k, v)), causal, tile_queries, tile_keys)
     (batch, heads, queries, head_dim), (_, kv_heads, keys, value_dim) = q, v
     keys = min(keys, queries) if causal else keys
     t, u, w = min(tile_queries, queries), min(tile_keys, keys), WIDE[dtype].itemsize
@@ -198,8 +202,10 @@ def pairs(scores_in_pieces: Iterable[Tensor], values_in_pieces: Iterable[Tensor]
         yield s, v
 
 
-def refuse(q: Tensor, k: Tensor, v: Tensor, tile_queries: int, tile_keys: int) -> None:
+def refuse(q: Tensor, k: Tensor, v: Tensor, causal: bool, tile_queries: int, tile_keys: int) -> None:
     """Raise the RuntimeError, TypeError or ValueError that `tiled_attention` raises for these."""
+    if not isinstance(causal, bool):
+        raise TypeError(f"expected causal as True or False, found {causal!r}")
     positive("tile_queries", tile_queries)
     positive("tile_keys", tile_keys)
     shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in {"q": q, "k": k, "v": v}.items())

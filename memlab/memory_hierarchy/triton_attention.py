@@ -43,7 +43,7 @@ def triton_attention(
     ValueError for tiles that are no power of two, fewer key-value heads, and what `tiled_attention` refuses.
     """
     tile_queries = (32 if q.dtype == torch.float32 else 64) if tile_queries is None else tile_queries
-    refuse(q, k, v, tile_queries, tile_keys)
+    refuse(q, k, v, causal, tile_queries, tile_keys)
     for name, size in {"tile_queries": tile_queries, "tile_keys": tile_keys}.items():
         if size < 16 or size & (size - 1):
             raise ValueError(f"expected {name} as a power of two from 16 on, found {size}")
