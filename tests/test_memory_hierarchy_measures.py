@@ -1,5 +1,7 @@
 """What is counted when bandwidth is measured, that nothing stays behind, and where the roofline places an op."""
 
+import contextlib
+import functools
 import math
 import os
 import sys
@@ -140,6 +142,14 @@ image = torch.randn(1, 4, 8, 8)
         lambda: x.rot90(),
         lambda: torch.masked_select(x, whole[:32] > 3),
         lambda: torch.diag_embed(x),
+        lambda: torch.eye(8),
+        lambda: torch.complex(x, y),
+        lambda: F.unfold(image, 2),
+        lambda: F.channel_shuffle(image, 2),
+        lambda: torch.index_fill(x, 0, whole[:2], 1.0),
+        lambda: x.clone().index_fill_(0, whole[:2], 1.0),
+        lambda: x.clone().put_(whole[:2], x[0, :2]),
+        lambda: [torch.view_copy(x, (32, 64)), torch.split_copy(x, 32), torch.unbind_copy(x)],
     ],
 )
 def test_what_only_moves_data_has_no_flops(run):
@@ -188,12 +198,43 @@ targets, probabilities = torch.arange(8), torch.randn(8, 1000).log_softmax(-1)
         (lambda a: a.scatter_add_(0, three, ones), 3, 3 * (8 + 3 * 4)),
         (lambda a: a.index_add_(0, three, ones), 3, 3 * (8 + 3 * 4)),
         (lambda a: a.index_copy_(0, three, ones), 0, 3 * (8 + 2 * 4)),
+        (lambda a: a.scatter_(0, three, scores[0]), 0, 3 * (8 + 2 * 4)),
+        (lambda a: a.scatter_add_(0, three, scores[0]), 3, 3 * (8 + 3 * 4)),
+        (lambda a: a.scatter_reduce_(0, three, scores[0], "sum"), 3, 3 * (8 + 3 * 4)),
+        (lambda a: a.put_(three, ones), 0, 3 * (8 + 2 * 4)),
+        (lambda a: a.put_(three, ones, accumulate=True), 3, 3 * (8 + 3 * 4)),
         (lambda a: F.nll_loss(probabilities, targets), 0, 8 * (4 + 8) + 2 * 4),
     ],
 )
 def test_an_op_that_touches_a_few_elements_moves_those_alone(run, flops, nbytes):
     ops = counted(lambda: run(torch.zeros(10000)))
     assert (ops[-1].flops, ops[-1].nbytes) == (flops, nbytes)
+
+
+def test_a_bag_of_embeddings_reads_the_rows_that_are_asked_for():
+    table, bags = torch.randn(1000, 16), torch.tensor([[1, 2, 3], [4, 5, 6]])
+    op = next(op for op in counted(lambda: F.embedding_bag(bags, table)) if "embedding_bag" in op.name)
+    assert op.flops == 6 * 16
+    assert 4 * 6 * 16 < op.nbytes < 4 * 6 * 16 + 4 * 2 * 16 + 200  # rows, sums, and a few whole numbers
+
+
+@pytest.mark.parametrize("run", [lambda a: a.set_(scores), lambda a: a.resize_(30_000), lambda a: a.resize_as_(scores)])
+def test_what_gives_a_tensor_other_memory_moves_none(run):
+    a = torch.zeros(10_000)
+    assert counted(lambda: run(a)) == []
+
+
+@pytest.mark.parametrize("name", ["exponential_", "log_normal_", "cauchy_"])
+def test_what_draws_numbers_writes_them_and_reads_none(name):
+    a = torch.zeros(10_000)
+    assert only(getattr(a, name)).nbytes == only(lambda: a.geometric_(0.5)).nbytes == a.nbytes
+
+
+def test_windows_that_share_elements_are_read_once():
+    windows = torch.zeros(100).unfold(0, 20, 1)
+    assert touched_bytes(windows) == 400 and touched_bytes(windows[:, :0]) == 0
+    assert touched_bytes(torch.zeros(9, 9)[::2, ::3]) == 4 * 5 * 3
+    assert only(windows.clone).nbytes == 400 + 4 * 81 * 20
 
 
 def test_it_does_so_on_an_imagined_card_too():
@@ -307,6 +348,58 @@ def test_after_a_step_that_raises_the_next_block_is_forward_again_and_no_hook_st
     assert {op.phase for op in counter.ops} == {"forward"}
     after = len(optimizer_page._global_optimizer_pre_hooks), len(optimizer_page._global_optimizer_post_hooks)
     assert after == before
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, functools.partial(torch.optim.LBFGS, max_iter=2)])
+@pytest.mark.parametrize("how", ["by place", "by name"])
+def test_what_a_steps_closure_runs_is_forward_and_backward(kind, how):
+    weight = torch.ones(3, requires_grad=True)
+    optimizer = kind([weight], lr=0.1)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = weight.exp().sum()
+        loss.backward()
+        return loss
+
+    ops = counted(lambda: optimizer.step(closure) if how == "by place" else optimizer.step(closure=closure))
+    assert {op.phase for op in ops if op.name == "exp"} == {"forward"}
+    assert {op.phase for op in ops} == {"forward", "backward", "optimizer"}
+    assert ops[-1].phase == "optimizer"
+
+
+def test_a_closure_that_raises_ends_the_step_and_a_step_inside_a_step_does_not():
+    weight = torch.ones(3, requires_grad=True)
+    weight.grad = torch.ones(3)
+
+    class Outer(torch.optim.SGD):
+        def step(self, closure=None):
+            torch.optim.SGD([weight], lr=0.1).step()
+            with torch.no_grad():
+                weight.exp()
+
+    def run():
+        with contextlib.suppress(ZeroDivisionError):
+            torch.optim.SGD([weight], lr=0.1).step(lambda: 1 / 0)
+        weight.detach().sin()
+        Outer([weight], lr=0.1).step()
+        weight.detach().cos()
+
+    phases = {op.name: op.phase for op in counted(run)}
+    assert (phases["sin"], phases["exp"], phases["cos"]) == ("forward", "optimizer", "forward")
+
+
+def test_a_counter_inside_of_itself_is_refused_and_stays_in_no_stack():
+    counter = OpCounter()
+    with counter:
+        with pytest.raises(RuntimeError, match="an OpCounter that is not counting"), counter:
+            pass
+        torch.ones(3)
+    torch.zeros(3)
+    assert [op.name for op in counter.ops] == ["ones"]
+    with counter:
+        pass
+    assert counter.ops == []
 
 
 def test_counting_changes_no_gradient():

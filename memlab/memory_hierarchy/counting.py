@@ -32,14 +32,6 @@ from torch.utils.flop_counter import flop_registry
 aten = torch.ops.aten
 
 
-def _matrix_by_vector(self, matrix, *_, **__) -> int:
-    return 2 * matrix.numel()
-
-
-def _sum_of_products(self, batch1, batch2, **_) -> int:
-    return 2 * batch1.numel() * batch2.shape[-1]
-
-
 def _trilinear(i1, i2, i3, expand1, expand2, expand3, *_, **__) -> int:
     """Of F.bilinear: a multiply and an add for each element of all three, broadcast."""
     shapes = [list(tensor.shape) for tensor in (i1, i2, i3)]
@@ -52,12 +44,12 @@ def _trilinear(i1, i2, i3, expand1, expand2, expand3, *_, **__) -> int:
 # With vectors: two FLOPs an element, so no more than bytes.
 VECTORS = {
     **dict.fromkeys([aten.mv, aten.dot, aten.vdot], lambda self, *_, **__: 2 * self.numel()),
-    **dict.fromkeys([aten.addmv, aten.addmv_], _matrix_by_vector),
+    **dict.fromkeys([aten.addmv, aten.addmv_], lambda self, matrix, *_, **__: 2 * matrix.numel()),
 }
 FLOPS = {
     **flop_registry,
     **VECTORS,
-    **dict.fromkeys([aten.addbmm, aten.addbmm_], _sum_of_products),
+    **dict.fromkeys([aten.addbmm, aten.addbmm_], lambda self, a, b, **_: 2 * a.numel() * b.shape[-1]),
     aten._trilinear: _trilinear,
     # The same ops in place, and attention's CPU kernel, for which the registry has no entry of their own.
     aten.addmm_: flop_registry[aten.addmm],
@@ -68,33 +60,27 @@ FLOPS = {
     ],
 }
 # By what their names start with, less "_foreach_": ops that make room and touch none of it, ...
-UNTOUCHED = ("empty", "new_empty")
+UNTOUCHED = ("empty", "new_empty", "set_.", "resize_.", "resize_as_.")
 # ... ops that move data and compute nothing, ...
 MOVES = """
-    clone copy_. copy. _to_copy cat. stack repeat flip roll constant_pad masked_fill where index_select index. gather
+    clone copy_. cat. stack repeat flip roll constant_pad masked_fill where index_select index. gather
     embedding. select_backward slice_backward tril triu zero ones full fill new_zeros new_ones new_full arange
     scalar_tensor lift_fresh _local_scalar take. index_copy scatter.src scatter.value scatter_.src scatter_.value
     nll_loss slice_scatter. select_scatter. diagonal_scatter. as_strided_scatter. pixel_shuffle pixel_unshuffle rot90
     masked_select. masked_scatter diag_embed reflection_pad1d. reflection_pad2d. reflection_pad3d. replication_pad1d.
-    replication_pad2d. replication_pad3d.
+    replication_pad2d. replication_pad3d. eye. complex. im2col. channel_shuffle. index_fill
 """
 MOVES = tuple(MOVES.split())
 # ... ops that overwrite their first argument without reading it, ...
-OVERWRITE = ("copy_.", "copy.", "zero_.", "fill_.", "normal_.", "uniform_.", "bernoulli_.", "random_.")
-OVERWRITE += ("index_copy_.", "scatter_.src", "scatter_.value")
+OVERWRITE = ("copy_.", "copy.", "zero_.", "fill_.", "normal_.", "uniform_.", "bernoulli_.", "random_.", "exponential_.")
+OVERWRITE += ("log_normal_.", "cauchy_.", "geometric_.", "index_copy_.", "scatter_.src", "scatter_.value")
 # ... ops that read no more of their first argument than they return, ...
 GATHER = ("index_select.", "index.", "gather.", "embedding.", "take.")
 # ... and ops that read or change as many elements of their first argument as the argument at this place has.
-SCATTER = {
-    "nll_loss_forward.": 1,
-    "nll_loss2d_forward.": 1,
-    "scatter_.": 2,
-    "scatter_add_.": 2,
-    "scatter_reduce_.": 2,
-    "index_add_.": 3,
-    "index_copy_.": 3,
-}
-INDEX_PUT = ("index_put_.", "_index_put_impl_.")  # which adds if it accumulates, else overwrites
+SCATTER = {"nll_loss_forward.": 1, "nll_loss2d_forward.": 1, "put_.": 1, "index_add_.": 3, "index_copy_.": 3}
+SCATTER |= {"scatter_.": 2, "scatter_add_.": 2, "scatter_reduce_.": 2}  # and as many of their source
+INDEX_PUT = ("index_put_.", "_index_put_impl_.")  # which adds if it accumulates, else overwrites, as put_ does
+BAGS = ("_embedding_bag.", "_embedding_bag_forward_only.")  # which read a row for each index
 
 
 class Op(NamedTuple):
@@ -124,24 +110,29 @@ class OpCounter:
             optimizer.step()
         counter.ops
 
-    Views and ops that move no byte are left out. A block that is entered again begins anew. Counting waits for no
-    result and looks at no value, so it works on a GPU and inside `imagine(...)` too.
+    Views and ops that move no byte are left out. A block that is entered again begins anew; inside of itself it raises
+    RuntimeError. Counting waits for no result and looks at no value, so it works on a GPU and inside `imagine(...)`.
+    A step's closure has the phases of what it runs. After a step whose own code raised, all is "optimizer" to the end.
     """
 
     def __init__(self):
         self._counts: dict[tuple, list[int]] | None = None
+        self._undo: ExitStack | None = None
 
     def __enter__(self) -> OpCounter:
-        self._counts, self._stepping = {}, False
+        if self._undo is not None:
+            raise RuntimeError("expected an OpCounter that is not counting; take another one for a block in its block")
+        self._counts, self._steps = {}, 0
         with ExitStack() as stack:
-            stack.callback(register_optimizer_step_pre_hook(functools.partial(self._steps, True)).remove)
-            stack.callback(register_optimizer_step_post_hook(functools.partial(self._steps, False)).remove)
+            stack.callback(register_optimizer_step_pre_hook(self._step_begins).remove)
+            stack.callback(register_optimizer_step_post_hook(self._step_ends).remove)
             stack.enter_context(_Dispatch(self._count))
             self._undo = stack.pop_all()
         return self
 
     def __exit__(self, *error) -> None:
-        self._undo.close()
+        undo, self._undo = self._undo, None
+        undo.close()
 
     @property
     def ops(self) -> list[Op]:
@@ -150,14 +141,25 @@ class OpCounter:
             raise RuntimeError("expected an OpCounter that has run: `with counter: ...` first, then counter.ops")
         return [Op(*key, *counts) for key, counts in self._counts.items()]
 
-    def _steps(self, stepping: bool, *_) -> None:
-        self._stepping = stepping
+    def _step_begins(self, _, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        self._steps += 1
+        outside = lambda value: functools.partial(self._closure, value) if callable(value) else value  # noqa: E731
+        return (*args[:1], *map(outside, args[1:])), {name: outside(value) for name, value in kwargs.items()}
+
+    def _closure(self, closure):
+        steps, self._steps = self._steps, 0
+        result = closure()
+        self._steps = steps  # where it raised, the step is over as well
+        return result
+
+    def _step_ends(self, *_) -> None:
+        self._steps -= 1
 
     def _count(self, func, args: tuple, kwargs: dict, result) -> None:
         read, written = traffic(func, args, kwargs, result)
         if nbytes := sum(map(touched_bytes, [*read, *written])):
             phase = "forward" if torch._C._current_graph_task_id() == -1 else "backward"
-            phase = "optimizer" if self._stepping else phase
+            phase = "optimizer" if self._steps else phase
             shapes = tuple(tuple(t.shape) for t in _tensors((args, kwargs)))
             key = (func.overloadpacket.__name__, phase, shapes)
             before = self._counts.get(key, (0, 0, 0))
@@ -197,7 +199,7 @@ def flops(func, args: tuple, kwargs: dict, result) -> int:
     results = [result] if len(func._schema.returns) == 1 else result
     values = [_tensors(value) for value in (*args, *kwargs.values(), *(results or ()))]
     floats = any(t.is_floating_point() or t.is_complex() for tensors in values for t in tensors)
-    if not floats or _name(func).startswith(MOVES) or _puts(func, args):
+    if not floats or _name(func).startswith(MOVES) or "_copy." in _name(func) or _puts(func, args):
         return 0
     if (few := _few(func, args)) is not None:
         return few
@@ -223,18 +225,21 @@ def traffic(func, args: tuple, kwargs: dict, result) -> tuple[list[Tensor], list
         read[0] = min(read[0], *made, key=touched_bytes)
     written = _distinct([*written, *made])
     if (few := _few(func, args)) is not None:
-        read, written = ([_part(t, few) if t is args[0] else t for t in tensors] for tensors in (read, written))
+        parts = args[:1] + (args[3:4] if name.startswith("scatter") else ())
+        part = lambda t: _part(t, few) if any(t is arg for arg in parts) else t  # noqa: E731
+        read, written = list(map(part, read)), list(map(part, written))
     return read, written
 
 
 def touched_bytes(tensor: Tensor) -> int:
-    """Bytes of the elements of a tensor that lie apart in memory; an expanded dimension is one.
+    """Bytes of the elements of a tensor that lie apart in memory: an expanded dimension is one, windows share theirs.
 
     >>> touched_bytes(torch.zeros(3, 4)), touched_bytes(torch.zeros(3, 1).expand(3, 4))
     (48, 12)
     """
-    sizes = (size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride or not size)
-    return math.prod(sizes) * tensor.element_size()
+    dims = [(size, stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride or not size]
+    extent = 1 + sum((size - 1) * stride for size, stride in dims)
+    return max(0, min(math.prod(size for size, _ in dims), extent)) * tensor.element_size()
 
 
 def _few(func, args: tuple) -> int | None:
@@ -242,6 +247,8 @@ def _few(func, args: tuple) -> int | None:
     name = _name(func)
     if name.startswith(INDEX_PUT):
         return _indexed(args[0], args[1])
+    if name.startswith(BAGS):
+        return args[1].numel() * args[0].shape[1]
     return next((args[place].numel() for start, place in SCATTER.items() if name.startswith(start)), None)
 
 
@@ -255,7 +262,7 @@ def _indexed(tensor: Tensor, indices: Iterable[Tensor | None]) -> int | None:
 
 
 def _puts(func, args: tuple) -> bool:
-    return _name(func).startswith(INDEX_PUT) and not (len(args) > 3 and args[3])
+    return _name(func).startswith((*INDEX_PUT, "put_.")) and not (len(args) > 3 and args[3])
 
 
 def _part(tensor: Tensor, elements: int) -> Tensor:
