@@ -6,6 +6,7 @@ import itertools
 import math
 import warnings
 from contextlib import contextmanager
+from fractions import Fraction
 
 import pytest
 import torch
@@ -141,6 +142,28 @@ def test_labels_are_counted_in_pairs_and_dicts_without_the_ignored():
     assert labels((x, y)) == labels({"input_ids": x, "labels": y}) == 4
     assert labels((x, y), ignore_index=0) == 5
     assert examples((x, y)) == 2
+
+
+@pytest.mark.parametrize(
+    ("batch", "found"),
+    [
+        (torch.zeros(4, 5, dtype=torch.long), "found a Tensor without a tensor there"),
+        ((torch.zeros(4),), "found a tuple without"),
+        ((torch.zeros(4), [1, 2]), "found a tuple without"),
+        ({"y": torch.zeros(4)}, "found a dict without"),
+        ((torch.zeros(4), torch.rand(4)), "found torch.float32"),
+        ({"labels": torch.ones(4, dtype=torch.bool)}, "found torch.bool"),
+    ],
+)
+def test_labels_of_what_has_no_class_numbers_are_refused_with_what_to_count(batch, found):
+    with pytest.raises(TypeError, match=f"expected class numbers .*{found}.*count=lambda batch"):
+        labels(batch)
+
+
+def test_a_count_may_be_a_fraction():
+    w, x = torch.ones(3, requires_grad=True), torch.ones(4, 3)
+    mean = accumulate(lambda rows: (rows * w).sum(), x.split(2), count=lambda rows: Fraction(1, 2))
+    assert mean == 12 and torch.equal(w.grad, torch.full((3,), 4.0))
 
 
 def test_the_mean_loss_is_fp32_when_the_losses_are_16_bit():
@@ -429,7 +452,8 @@ def test_a_micro_batch_without_a_label_has_no_mean():
 
 @pytest.mark.parametrize(
     ("count", "error"),
-    [(-1, ValueError), (math.inf, ValueError), (math.nan, ValueError), (None, TypeError), ("2", TypeError)],
+    [(-1, ValueError), (math.inf, ValueError), (math.nan, ValueError), (None, TypeError), ("2", TypeError)]
+    + [(True, TypeError), (torch.tensor(True), TypeError)],
 )
 def test_a_count_that_makes_no_sense_is_refused(count, error):
     with pytest.raises(error, match="expected a micro-batch's count"):

@@ -69,8 +69,19 @@ def labels(micro_batch: Any, ignore_index: int = -100) -> Tensor:
     micro_batch: (x, y), or a dict with "labels". y: class numbers of any shape; the loss skips `ignore_index`, as
     cross_entropy does. A model that shifts its labels itself, as Transformers' do, never reads the first of each text:
     count `batch["labels"][:, 1:]`. A cross_entropy with class weights is a mean over weights: count `weight[y].sum()`.
+
+    Raises TypeError for another micro-batch, such as a tensor of tokens alone, and for a y of no whole numbers.
     """
-    y = micro_batch["labels"] if isinstance(micro_batch, Mapping) else micro_batch[1]
+    if isinstance(micro_batch, Mapping):
+        y = micro_batch.get("labels")
+    else:
+        y = micro_batch[1] if isinstance(micro_batch, (tuple, list)) and len(micro_batch) > 1 else None
+    if not isinstance(y, Tensor) or y.is_floating_point() or y.is_complex() or y.dtype == torch.bool:
+        found = y.dtype if isinstance(y, Tensor) else f"a {type(micro_batch).__name__} without a tensor there"
+        raise TypeError(
+            f"expected class numbers as the second of (x, y), or as 'labels' of a dict; found {found}; count what your "
+            "loss is a mean of: count=lambda batch: batch[:, 1:].numel()"
+        )
     return (y != ignore_index).sum()
 
 
@@ -146,7 +157,7 @@ def backward(loss: Callable, micro_batch: Any, part: Count, whole: Count, reduct
 def plain(count: Count) -> Count:
     """A count as a Python number, unless its device would have to be waited for, or is imagined and has no numbers.
 
-    Raises TypeError for what is no number, ValueError for one below 0 or not finite, and for several.
+    Raises TypeError for what is no number or a bool, ValueError for one below 0 or not finite, and for several.
     """
     if isinstance(count, Tensor):
         if count.numel() != 1:
@@ -158,11 +169,11 @@ def plain(count: Count) -> Count:
         if count.device.type != "cpu" or isinstance(count, FakeTensor):
             return count
         count = count.item()
-    if not isinstance(count, Real):
+    if isinstance(count, bool) or not isinstance(count, Real):
         raise TypeError(f"expected a micro-batch's count as a number, found {type(count).__name__}")
     if not 0 <= count < math.inf:
         raise ValueError(f"expected a micro-batch's count to be at least 0 and finite, found {count}")
-    return count
+    return count if isinstance(count, int) else float(count)
 
 
 def no_sync_of(model) -> Callable:
