@@ -252,6 +252,11 @@ def test_a_spent_sampler_has_no_waste_to_tell():
         padding_waste([3, 4], batches)
 
 
+def test_a_batch_without_examples_is_refused():
+    with pytest.raises(ValueError, match="at least one example in every batch"):
+        padding_waste([3, 4], [[0, 1], []])
+
+
 @pytest.mark.parametrize(("seed", "error"), [(None, TypeError), (1.0, TypeError), (True, TypeError), (-1, ValueError)])
 def test_a_seed_that_another_rank_could_read_otherwise_is_refused(seed, error):
     with pytest.raises(error, match="expected .*seed"):

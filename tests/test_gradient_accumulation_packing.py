@@ -343,6 +343,19 @@ def test_rows_and_examples_that_cannot_be_packed_are_refused():
         pack_rows([], [], 10)
     with pytest.raises(ValueError, match="at least one example, found none"):
         pad_rows([])
+    for row_tokens, error in ((True, TypeError), (5.0, TypeError), (-1, ValueError)):
+        with pytest.raises(error, match="expected row_tokens "):
+            pack_rows(examples, [[0]], row_tokens)
+    for i in (-1, len(examples)):
+        with pytest.raises(
+            IndexError, match=f"expected indices from 0 to {len(examples) - 1} in rows, found {i} in row 1"
+        ):
+            pack_rows(examples, [[0], [i]], 10)
+
+
+def test_an_example_without_a_token_is_told_by_its_shape_when_it_is_padded_alone():
+    with pytest.raises(ValueError, match=r"shape \(tokens,\), found \(0,\) in example 0"):
+        pad_rows([torch.arange(0)])
 
 
 @pytest.mark.parametrize(("seed", "error"), [(None, TypeError), (1.0, TypeError), (True, TypeError), (-1, ValueError)])

@@ -84,17 +84,20 @@ def pack_rows(
     examples: each (tokens,) of int64. rows: lists of indices into them, as `pack` gives; a few of its rows are a batch.
     A document of one token has no label, and no part in the loss.
 
-    Raises TypeError for an example of another dtype; ValueError for one of another shape or without a token, for no
-    examples, and for a row that is too long.
+    Raises TypeError for an example of another dtype and a row_tokens that is no int; ValueError for an example of
+    another shape or without a token, for no examples, and for a row that is too long; IndexError for an index of none.
     """
     if not len(examples):
         raise ValueError("expected at least one example, found none")
+    positive("row_tokens", row_tokens)
     shape, device = (len(rows), row_tokens), getattr(examples[0], "device", None)
     full = lambda value: torch.full(shape, value, dtype=torch.int64, device=device)  # noqa: E731
     packed = Packed(x=full(padding), y=full(ignore_index), documents=full(-1), positions=full(0))
     for r, row in enumerate(rows):
         start = 0
         for document, i in enumerate(row):
+            if not 0 <= i < len(examples):
+                raise IndexError(f"expected indices from 0 to {len(examples) - 1} in rows, found {i} in row {r}")
             tokens = examples[i]
             if not isinstance(tokens, Tensor) or tokens.dtype != torch.int64:
                 found = tokens.dtype if isinstance(tokens, Tensor) else f"a {type(tokens).__name__}, no tensor,"
@@ -123,7 +126,8 @@ def pad_rows(examples: Sequence[Tensor], *, padding: int = 0, ignore_index: int 
     DataLoader.
     """
     alone = [[i] for i in range(len(examples))]
-    packed = pack_rows(examples, alone, max(map(len, examples), default=0), padding=padding, ignore_index=ignore_index)
+    longest = max(map(len, examples), default=0) or 1
+    packed = pack_rows(examples, alone, longest, padding=padding, ignore_index=ignore_index)
     return packed.x, packed.y
 
 

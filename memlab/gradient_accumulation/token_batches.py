@@ -107,11 +107,13 @@ def within(lengths: Iterable[int], name: str, limit: int) -> list[int]:
 
 
 def padded_tokens(lengths: Sequence[int], batch: Sequence[int]) -> int:
-    """Tokens of a batch as the model sees it: its examples, times the longest of them.
+    """Tokens of a batch as the model sees it: its examples, times the longest of them. Raises ValueError without any.
 
     >>> padded_tokens([30, 5, 28], [0, 1])
     60
     """
+    if not len(batch):
+        raise ValueError("expected at least one example in every batch, found one without; leave it out")
     return len(batch) * max(operator.index(lengths[i]) for i in batch)
 
 
@@ -120,7 +122,7 @@ def padding_waste(lengths: Sequence[int], batches: Iterable[Sequence[int]]) -> f
 
     batches: lists of indices into `lengths`, of `token_batches` or of any batch sampler.
 
-    Raises ValueError when there is no batch.
+    Raises ValueError when there is no batch, or one without examples.
 
     >>> padding_waste([30, 15, 28], [[0, 1]])
     0.25
