@@ -511,6 +511,7 @@ def test_each_size_has_a_speed_in_the_order_asked_and_threads_are_as_before():
     ("sizes", "options", "message"),
     [
         ([8], {}, "sizes of at least 64 bytes, found 8"),
+        ([63], {}, "sizes of at least 64 bytes, found 63"),
         ([], {}, "sizes of at least 64 bytes, found none"),
         (["4 Kib"], {}, "expected a size such as '16 GiB'"),
         ([4096], {"kind": "write"}, "expected kind to be one of 'read', 'copy'; found 'write'"),
@@ -520,6 +521,30 @@ def test_each_size_has_a_speed_in_the_order_asked_and_threads_are_as_before():
 def test_what_cannot_be_measured_is_refused(sizes, options, message):
     with pytest.raises(ValueError, match=message):
         measure_bandwidth(sizes, **options)
+
+
+@pytest.mark.parametrize("size", ["4 KiB", 4096])
+def test_one_size_without_a_list_is_refused(size):
+    with pytest.raises(TypeError, match=f"expected sizes in a list, found {size!r}"):
+        measure_bandwidth(size)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_refused():
+    with pytest.raises(RuntimeError, match="expected a GPU to measure, found none"):
+        measure_bandwidth([64], "cuda")
+
+
+def test_speeds_and_intensities_that_no_machine_and_no_op_have_are_refused():
+    op = Op("mm", "forward", (), 1, 100, 10)
+    for function, first in ((roof, 1.0), (bound_by, op), (least_seconds, op)):
+        for speeds in ((1.0, 0.0), (-1.0, 1.0), (1.0, math.nan)):
+            with pytest.raises(ValueError, match="expected FLOP/s and bytes/s above 0"):
+                function(first, *speeds)
+    with pytest.raises(ValueError, match="at least 0 FLOPs a byte, found -1"):
+        roof(-1, 1.0, 1.0)
+    with pytest.raises(ValueError, match="expected device to be one of 'cpu', 'cuda'; found 'meta'"):
+        measure_peak_flops("meta")
 
 
 def test_the_best_of_several_runs_counts_and_the_first_does_not():

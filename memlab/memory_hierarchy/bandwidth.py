@@ -54,16 +54,20 @@ def measure_bandwidth(
     seconds: passes over all sizes are repeated for about so long, each size once a pass so that a disturbance does
       not hit one size only; the first pass is always finished.
 
-    Raises ValueError for another kind or device, and for sizes below 64 bytes.
+    Raises ValueError for another kind or device, and for sizes below 64 bytes; TypeError for one size without a list;
+    RuntimeError for CUDA without a GPU.
     """
     device = torch.device(device)
     one_of("kind", kind, ("read", "copy"))
     one_of("device", device.type, ("cpu", "cuda"))
     if sizes is None:
         sizes = [2**i for i in range(SMALLEST.bit_length() - 1, LARGEST[device.type].bit_length())]
-    sizes = [parse_bytes(size) // 8 * 8 for size in sizes]
+    sizes = _in_bytes(sizes)
     if min(sizes, default=0) < 64:
         raise ValueError(f"expected sizes of at least 64 bytes, found {min(sizes, default='none')}")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise RuntimeError("expected a GPU to measure, found none; device='cpu' measures this machine's main memory")
+    sizes = [size // 8 * 8 for size in sizes]
     store, best = torch.ones(max(sizes) // 4, device=device), dict.fromkeys(sizes, 0.0)
     with _threads(threads):
         start = time.perf_counter()
@@ -72,6 +76,12 @@ def measure_bandwidth(
                 run, moved = _passes(kind, store, size, PASS_BYTES[device.type])
                 best[size] = max(best[size], moved / best_seconds(run, device, repeats=1))
     return [(size, best[size]) for size in sizes]
+
+
+def _in_bytes(sizes: Sequence[int | str]) -> list[int]:
+    if isinstance(sizes, (int, str)):
+        raise TypeError(f"expected sizes in a list, found {sizes!r}; [{sizes!r}] is a list of one")
+    return [parse_bytes(size) for size in sizes]
 
 
 def _passes(kind: str, store: torch.Tensor, size: int, pass_bytes: int) -> tuple[Callable, int]:
@@ -123,11 +133,12 @@ def transfer_bandwidth(
 
     The ways are "to the GPU, pinned", "to the GPU, pageable", "from the GPU, pinned", "from the GPU, pageable". Each
     byte counts once. Pageable memory is copied by the driver through a pinned buffer of its own, and so takes longer.
-    sizes: None is powers of four from 64 KiB to 256 MiB. Raises RuntimeError without CUDA.
+    sizes: None is powers of four from 64 KiB to 256 MiB. Raises RuntimeError without CUDA, TypeError for one size
+    without a list.
     """
     if torch.device(device).type != "cuda" or not torch.cuda.is_available():
         raise RuntimeError("expected a GPU to copy to, found none; measure_bandwidth() measures this machine's memory")
-    sizes = [parse_bytes(size) for size in (sizes or [64 * KiB * 4**i for i in range(7)])]
+    sizes = _in_bytes(sizes or [64 * KiB * 4**i for i in range(7)])
     there = torch.empty(max(sizes), dtype=torch.uint8, device=device)
     curves: dict[str, list[tuple[int, float]]] = {}
     for pinned in (True, False):
