@@ -374,13 +374,13 @@ def test_a_closure_that_raises_ends_the_step_and_a_step_inside_a_step_does_not()
 
     class Outer(torch.optim.SGD):
         def step(self, closure=None):
-            torch.optim.SGD([weight], lr=0.1).step()
+            with contextlib.suppress(ZeroDivisionError):
+                torch.optim.SGD([weight], lr=0.1).step(closure)
             with torch.no_grad():
                 weight.exp()
 
     def run():
-        with contextlib.suppress(ZeroDivisionError):
-            torch.optim.SGD([weight], lr=0.1).step(lambda: 1 / 0)
+        Outer([weight], lr=0.1).step(lambda: 1 / 0)
         weight.detach().sin()
         Outer([weight], lr=0.1).step()
         weight.detach().cos()

@@ -153,7 +153,7 @@ class OpCounter:
         return result
 
     def _step_ends(self, *_) -> None:
-        self._steps -= 1
+        self._steps = max(0, self._steps - 1)
 
     def _count(self, func, args: tuple, kwargs: dict, result) -> None:
         read, written = traffic(func, args, kwargs, result)
