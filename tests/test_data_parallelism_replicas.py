@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from memlab.book.workloads import GPT, text_batch
 from memlab.data_parallelism import DataParallel, mean_over_ranks, ring_all_reduce
+from memlab.data_parallelism.agreement import raise_on_all
 from memlab.data_parallelism.buckets import plan_buckets
 from memlab.gradient_accumulation import accumulate
 from memlab.memory_timeline import Meter, imagine
@@ -862,3 +863,21 @@ def test_what_does_not_fit_a_state_dict_is_said_by_the_models_own_names():
 def test_a_copy_of_the_wrapper_whose_gradients_nobody_would_average_is_refused(duplicate):
     with imagined_ranks(2), pytest.raises(TypeError, match="expected state_dict.* or a copy of its .module"):
         duplicate(DataParallel(nn.Linear(2, 2)))
+
+
+class DiskError(OSError):
+    """One that pickle cannot make again: its constructor wants what `args` lacks."""
+
+    def __init__(self, path, *, code):
+        super().__init__(f"{path}: code {code}")
+        self.code = code
+
+
+def test_a_problem_that_cannot_travel_is_raised_in_its_words_on_all_ranks():
+    def told(rank):
+        try:
+            raise_on_all(DiskError("/x", code=5) if rank == 1 else None)
+        except Exception as error:
+            return str(error), isinstance(error.__cause__, DiskError)
+
+    assert run_ranks(told, 3) == [("DiskError: /x: code 5", rank == 1) for rank in range(3)]

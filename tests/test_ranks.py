@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import pickle
+import subprocess
+import sys
 import threading
 import types
 from dataclasses import dataclass
+from multiprocessing import spawn
 from pathlib import Path
 
 import psutil
@@ -15,7 +18,18 @@ import torch
 from torch import distributed
 
 from memlab.memory_timeline import Meter
-from memlab.ranks import RankError, all_gather, by_value, exchange, receive, reduce_scatter, run_ranks, send
+from memlab.ranks import (
+    RankError,
+    all_gather,
+    by_value,
+    exchange,
+    receive,
+    reduce_scatter,
+    run_ranks,
+    send,
+    server,
+    worker,
+)
 from tests.ranks_helpers import planted, raises
 
 WORLD = 4
@@ -286,3 +300,51 @@ def test_whoever_a_rank_started_ends_with_it(tmp_path):
         sleeper = psutil.Process(int((tmp_path / "pid").read_text()))
         sleeper.wait(5)
         psutil.Process(sleeper.pid)
+
+
+def test_ranks_gather_and_save_objects_of_the_programs_own_classes(tmp_path):
+    """As in a script or notebook, whose classes are `__main__`'s."""
+    script = tmp_path / "own.py"
+    script.write_text(
+        "import torch\n"
+        "from torch import distributed\n"
+        "from memlab.ranks import run_ranks\n"
+        "class Own:\n"
+        "    def __init__(self, value):\n"
+        "        self.value = value\n"
+        "def fn(rank):\n"
+        "    every = [None] * 2\n"
+        "    distributed.all_gather_object(every, Own(rank))\n"
+        f"    torch.save(Own(rank), {str(tmp_path)!r} + f'/own-{{rank}}')\n"
+        "    return [one.value for one in every]\n"
+        "if __name__ == '__main__':\n"
+        "    print(run_ranks(fn, 2))\n"
+    )
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr, done.returncode) == ("[[0, 1], [0, 1]]\n", "", 0)
+
+
+def test_while_ranks_start_another_threads_processes_get_their_program():
+    with server.without_program():
+        assert "init_main_from_path" in preparation() or "init_main_from_name" in preparation()
+        assert not [key for key in preparation(worker.process_name(0)) if key.startswith("init_main")]
+
+
+def preparation(name="Process-1"):
+    return spawn.get_preparation_data(name)
+
+
+def test_a_forked_process_is_told_where_to_launch_ranks():
+    run_ranks(lambda rank: None, 1)
+    read, write = os.pipe()
+    if not (pid := os.fork()):
+        try:
+            run_ranks(lambda rank: None, 1)
+        except RuntimeError as error:
+            os.write(write, str(error).encode())
+        finally:
+            os._exit(0)
+    os.waitpid(pid, 0)
+    os.close(write)
+    with os.fdopen(read) as said:
+        assert said.read().startswith("expected run_ranks in the main process")

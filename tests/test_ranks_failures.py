@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import pickle
 import re
 import signal
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
 import torch
 from torch import distributed
 
+from memlab.data_parallelism import DataParallel, ring_all_reduce
 from memlab.ranks import RankError, processes, run_ranks
 from memlab.ranks.failures import Failure, culprit, of_death
 from tests.ranks_helpers import FAULTS, meet, planted, raises
@@ -138,10 +141,12 @@ def test_who_never_arrived_is_named_with_its_place_and_who_waits_where():
         run_ranks(never_arrives, 4, timeout=1)
     lines = str(caught.value).splitlines()
     assert lines[0] == "after 1 s, ranks 1, 2 never arrived where ranks 0, 3 wait"
-    number = never_arrives.__code__.co_firstlineno
-    waits = f"waits in all_reduce: distributed.all_reduce(torch.ones(4))   (line {number + 4} of never_arrives)"
+    number, here = never_arrives.__code__.co_firstlineno, Path(__file__).name
+    waits = (
+        f"waits in all_reduce: distributed.all_reduce(torch.ones(4))   (line {number + 4} of {here}, in never_arrives)"
+    )
     assert lines[1] == f"  rank 0 {waits}" and lines[4] == f"  rank 3 {waits}"
-    assert lines[2] == f"  rank 1 is at: time.sleep(1000)   (line {number + 2} of never_arrives)"
+    assert lines[2] == f"  rank 1 is at: time.sleep(1000)   (line {number + 2} of {here}, in never_arrives)"
     assert lines[3] == "  rank 2 has returned"
     assert caught.value.rank == 1 and "time.sleep(1000)" in caught.value.traceback
     assert no_rank_lives()
@@ -165,9 +170,87 @@ def test_a_ring_that_never_closes_is_told_by_memlabs_own_names():
 
         exchange(torch.ones(2), 1 - rank, torch.empty(2), 1 - rank) if rank else time.sleep(1000)
 
-    with pytest.raises(RankError, match="rank 0 never arrived where rank 1 waits") as caught:
+    with pytest.raises(RankError, match="rank 1 waits for messages that did not come, or were not taken") as caught:
         run_ranks(half, 2, timeout=1)
-    assert "rank 1 waits in exchange: exchange(torch.ones(2)" in str(caught.value)
+    assert "rank 1 waits in exchange: exchange(torch.ones(2)" in str(caught.value) and caught.value.rank == 0
+
+
+@pytest.mark.parametrize(("ranks", "blamed"), [(2, 0), (4, 0)])
+def test_messages_that_nobody_sends_are_no_fault_of_those_that_had_none_to_send(ranks, blamed):
+    def both_receive_first(rank):
+        from memlab.ranks import receive
+
+        if rank < 2:
+            receive(torch.zeros(4), 1 - rank)
+
+    with pytest.raises(RankError, match="ranks 0, 1 wait for ") as caught:
+        run_ranks(both_receive_first, ranks, timeout=1)
+    first = str(caught.value).splitlines()[0]
+    expected = "each other" if ranks == 2 else "messages that did not come, or were not taken"
+    assert caught.value.rank == blamed and first.endswith(f"wait for {expected}")
+
+
+def one_step_less(rank, wrap):
+    model = wrap(torch.nn.Linear(4, 4))
+    for _ in range(1 if rank == 1 else 2):
+        model(torch.ones(2, 4)).sum().backward()
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        torch.nn.parallel.DistributedDataParallel,
+        DataParallel,
+        functools.partial(DataParallel, all_reduce=ring_all_reduce),
+    ],
+    ids=["DDP", "library's all-reduce", "ring in a thread"],
+)
+def test_a_rank_with_a_batch_less_is_blamed_and_not_those_that_wait_in_backward(wrap):
+    with pytest.raises(RankError, match="rank 1 never arrived where ranks? 0") as caught:
+        run_ranks(one_step_less, 2, wrap, timeout=1.5)
+    assert caught.value.rank == 1
+
+
+def test_a_victim_that_raises_something_else_from_its_broken_connection_is_no_culprit():
+    def dies(rank):
+        if rank == 0:
+            time.sleep(0.1)
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            distributed.all_reduce(torch.ones(4))
+        except RuntimeError as error:
+            raise ValueError("step 17 failed") from error
+
+    for _ in range(5):
+        with pytest.raises(RankError, match="rank 0 was killed by SIGKILL"):
+            run_ranks(dies, 3, timeout=10)
+
+
+def test_a_death_after_the_function_returned_says_so():
+    assert "after its function had returned" in of_death(1, 0.0, 3, "", returned=True).summary
+    assert "before its function returned" in of_death(1, 0.0, 3, "").summary
+
+
+class LeavesPython(Exception):
+    def __reduce__(self):
+        return sys.exit, (9,)
+
+
+def test_an_exception_that_cannot_be_made_again_does_not_end_the_launcher():
+    def fails(rank):
+        raise LeavesPython("as it is")
+
+    with pytest.raises(RankError, match="raised .*LeavesPython: as it is") as caught:
+        run_ranks(fails, 1)
+    assert caught.value.__cause__ is None
+
+
+def test_a_rank_may_close_what_it_prints_to():
+    def closes(rank):
+        sys.stdout.close()
+        return rank
+
+    assert run_ranks(closes, 2) == [0, 1]
 
 
 def test_a_slow_function_is_no_missing_rank():

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from torch import distributed
 
 from memlab.ranks import torchrun
 
@@ -344,3 +345,8 @@ def test_a_single_rank_of_torchruns_forms_a_group_and_ends_it(monkeypatch):
     assert sys.excepthook is hook
     with one_rank("cpu"), pytest.raises(RuntimeError, match="expected no process group, since run_ranks forms one"):
         run_ranks(print, 1)
+    with pytest.raises(RuntimeError, match="expected run_ranks outside of ranks, found it in rank 0: use this rank's"):
+        run_ranks(lambda rank: run_ranks(print, 1), 1)
+    with pytest.raises(RuntimeError, match="found that the function ended it: leave that to run_ranks"):
+        run_ranks(lambda rank: distributed.destroy_process_group(), 1)
+    assert sys.excepthook is hook and run_ranks(lambda rank: rank, 1) == [0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import threading
 
 import pytest
@@ -114,6 +115,28 @@ def test_one_rank_is_a_mesh_of_ones_and_nothing_is_left_behind():
             distributed.all_reduce(x, group=made.get_group(axis))
         assert x.item() == 1
     assert not distributed.is_initialized() and threading.active_count() == threads
+
+
+@pytest.mark.parametrize("group", [lambda: one_rank("cpu"), lambda: imagined_ranks(2)], ids=["one rank", "imagined"])
+def test_a_block_that_ends_the_group_itself_ends_as_it_would(group):
+    hook = sys.excepthook
+    with pytest.raises(ZeroDivisionError), group():
+        distributed.destroy_process_group()
+        _ = 1 / 0
+    assert sys.excepthook is hook and not distributed.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("group", "error", "message"),
+    [
+        (lambda: imagined_ranks("4"), TypeError, "expected world as a whole number, found '4'"),
+        (lambda: imagined_ranks(4, 1.0), TypeError, "expected rank as a whole number, found 1.0"),
+        (lambda: one_rank("tpu"), ValueError, "expected device \"cpu\".*found 'tpu'; leave it out"),
+    ],
+)
+def test_ranks_that_cannot_be_are_refused(group, error, message):
+    with pytest.raises(error, match=message), group():
+        pass
 
 
 def sums(rank):

@@ -268,8 +268,8 @@ def test_where_gloo_meets_a_gpus_tensor_another_tensor_goes_over_the_wire(monkey
     monkeypatch.setattr(point_to_point, "_host", lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype))
     monkeypatch.setattr(distributed, "batch_isend_irecv", carry)
     outgoing, incoming = torch.arange(3.0), torch.zeros(3)
-    with one_rank("cpu"):
-        assert exchange(outgoing, 0, incoming, 0) is incoming
+    with imagined_ranks(2):
+        assert exchange(outgoing, 1, incoming, 1) is incoming
     assert incoming.tolist() == [0, 1, 2]
     assert seen[0].tensor is not outgoing and seen[1].tensor is not incoming
 
@@ -282,3 +282,62 @@ def test_main_memory_needs_no_staging_and_gloo_asks_for_it_on_a_gpu():
         assert not point_to_point.staged(X) and point_to_point.staged(OnGPU)
     with imagined_ranks(2):
         assert not point_to_point.staged(OnGPU)
+
+
+# ---- what has no usual shape
+
+
+def test_a_rank_that_sends_no_rows_receives_those_of_the_others():
+    def rows(rank):
+        counts = [[0, 0], [2, 1]]  # what each rank sends to each
+        sends, receives = counts[rank], [counts[other][rank] for other in range(2)]
+        out = torch.empty(sum(receives), 3)
+        with Traffic() as traffic:
+            distributed.all_to_all_single(out, torch.ones(sum(sends), 3), receives, sends)
+        return traffic.sent_bytes, traffic.received_bytes
+
+    assert run_ranks(rows, 2) == [(0, 2 * 12), (2 * 12, 0)]
+
+
+def test_uneven_pieces_of_a_reduce_scatter_are_counted_as_the_ring_sends_them():
+    def uneven(rank):
+        pieces = [torch.ones(2 * (r + 1)) for r in range(4)]
+        with Traffic() as traffic:
+            distributed.reduce_scatter(torch.empty_like(pieces[rank]), pieces)
+        return traffic.sent_bytes, traffic.received_bytes
+
+    sizes = [8, 16, 24, 32]
+    assert run_ranks(uneven, 4) == [(80 - sizes[rank], 80 - sizes[rank - 1]) for rank in range(4)]
+
+
+def test_sparse_gradients_are_reduced_inside_a_traffic():
+    def reduced(rank):
+        sparse = torch.eye(4).to_sparse()
+        with Traffic() as traffic:
+            distributed.all_reduce(sparse)
+        return sparse.to_dense()[0, 0].item(), traffic.sent_bytes
+
+    whole = 4 * 4 + 2 * 4 * 8  # values, and two indices of each
+    assert run_ranks(reduced, 2) == [(2.0, whole)] * 2
+
+
+def test_dtensors_change_of_the_sharded_dimension_is_an_all_to_all():
+    with imagined_ranks(4), Traffic() as traffic:
+        group = distributed.group.WORLD.group_name
+        torch.ops._dtensor.shard_dim_alltoall(torch.ones(4, 4), 0, 1, group)
+    assert [(record.name, record.sent_bytes) for record in traffic.records] == [("all_to_all", 48)]
+
+
+def test_a_message_that_was_not_sent_is_not_counted():
+    with imagined_ranks(2), Traffic() as traffic:
+        with pytest.raises(ValueError, match="expected another rank than this one, found 0; copy the tensor"):
+            exchange(torch.ones(3), 0, torch.ones(3), 0)
+        with pytest.raises(ValueError, match="rank 'one'"):
+            send(torch.ones(3), "one")
+    assert traffic.records == []
+
+
+@pytest.mark.parametrize("nbytes", [-12, 0.5])
+def test_bytes_that_no_tensor_has_are_refused(nbytes):
+    with pytest.raises(ValueError, match="expected tensor_bytes as a whole number"):
+        ring_bytes("all_reduce", nbytes, 2)

@@ -6,6 +6,7 @@ company, is settled in company first.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -27,10 +28,24 @@ def told_by_all(mine: Any, group=None) -> list:
 
 
 def raise_on_all(problem: Exception | None, group=None) -> None:
-    """Raise on every rank what the first rank that has a problem found; without one on any, nothing."""
-    for one in told_by_all(problem, group):
+    """Raise on every rank what the first rank that has a problem found; without one on any, nothing.
+
+    One that cannot travel is a RuntimeError in its words on all others.
+    """
+    for one in told_by_all(_that_travels(problem), group):
         if one is not None:
             raise one
+
+
+def _that_travels(problem: Exception | None) -> Exception | None:
+    """It, or if its class cannot be pickled, or made again from `args`, its words."""
+    try:
+        pickle.loads(pickle.dumps(problem))
+    except Exception:
+        words = RuntimeError(f"{type(problem).__name__}: {problem}")
+        words.__cause__ = problem
+        return words
+    return problem
 
 
 @torch.no_grad()

@@ -249,7 +249,7 @@ class MasterWeights(Optimizer):
     def _masters(self, chunk: list[tuple[dict, Tensor]], weights: list[Tensor]) -> tuple[list[Tensor], list[dict]]:
         """Their FP32 weights, up to date with what others wrote to them, and their states; made, where missing."""
         states, all_unchanged = list(map(self.state.get, weights)), self._versions.unchanged(weights)
-        if all(all_unchanged) and all(["master" in state if state else False for state in states]):
+        if all(all_unchanged) and all(state is not None and "master" in state for state in states):
             return [state["master"] for state in states], states
         masters, states = [], []
         for (group, p), unchanged in zip(chunk, all_unchanged, strict=True):

@@ -7,9 +7,9 @@ PyTorch), `traffic` (how many bytes that takes), `point_to_point` (from one rank
 each axis).
 
 Being several: `launch` (`run_ranks`: a function in several processes), `by_value` (how it gets there), `server` (what
-they are forked from), `processes` (as the launcher sees them), `worker` (what happens in each), `failures` (who was to
-blame), `torchrun` (where the processes are there already), `imagined` (where there are none) and `example` (all three
-behind one command line).
+they are forked from), `processes` (as the launcher sees them), `worker` (what happens in each), `failures` (which rank
+was to blame), `stacks` and `timeouts` (where each was when time ran out), `torchrun` (where the processes are there
+already), `imagined` (where there are none) and `example` (all three behind one command line).
 """
 
 from memlab.ranks.collectives import all_gather, reduce_scatter

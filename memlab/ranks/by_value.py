@@ -7,11 +7,13 @@ quotes no line, and a meter there knows no line that made a byte. So the name tr
 from __future__ import annotations
 
 import io
+import pickle
 from collections.abc import Callable
 from types import CodeType
 from typing import Any
 
 import cloudpickle
+import torch
 
 
 class Pickler(cloudpickle.Pickler):
@@ -25,10 +27,24 @@ class Pickler(cloudpickle.Pickler):
         return super().reducer_override(obj)
 
 
-def dumps(obj: Any) -> bytes:
-    """`obj` for `pickle.loads` in another process. Raises what pickle raises for what cannot travel."""
+class _ToMainMemory(Pickler):
+    def reducer_override(self, obj):
+        """As ever, but a GPU's tensors arrive in main memory."""
+        if isinstance(obj, torch.Tensor) and obj.is_cuda:
+            moved = obj.detach().cpu()
+            if isinstance(obj, torch.nn.Parameter):
+                return torch.nn.Parameter, (moved, obj.requires_grad)
+            return moved.requires_grad_(obj.requires_grad).__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        return super().reducer_override(obj)
+
+
+def dumps(obj: Any, *, in_main_memory: bool = False) -> bytes:
+    """`obj` for `pickle.loads` in another process. Raises what pickle raises for what cannot travel.
+
+    in_main_memory: a GPU's tensors go there.
+    """
     content = io.BytesIO()
-    Pickler(content).dump(obj)
+    (_ToMainMemory if in_main_memory else Pickler)(content).dump(obj)
     return content.getvalue()
 
 

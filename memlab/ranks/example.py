@@ -30,7 +30,7 @@ CARD = "H100-80GB"
 
 @dataclass
 class Trained:
-    """What a rank came to. losses: of each step, the mean over ranks; none where there are no values.
+    """A rank's results. losses: of each step, the mean over ranks; none where there are no values.
 
     device: where it computed, `example_device()`.
     """

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import linecache
 import math
+import multiprocessing
 import os
 import pickle
 import tempfile
@@ -22,7 +23,8 @@ from torch import distributed
 
 from memlab.ranks import by_value, worker
 from memlab.ranks.processes import Processes
-from memlab.ranks.torchrun import run_this_rank, under_torchrun
+from memlab.ranks.server import fork_server_is_anothers
+from memlab.ranks.torchrun import in_function, run_this_rank, under_torchrun
 
 
 def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 60.0) -> list:
@@ -37,34 +39,44 @@ def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 6
 
     fn: may stand in a notebook's cell, and may use what other cells define. It and `args` are copied to every rank.
       The default process group is there; so are RANK, WORLD_SIZE and LOCAL_RANK, and a rank has its share of the CPU's
-      threads. Seed it yourself: ranks that do not all draw the same random numbers, which the next run of the program
-      does not, and under torchrun each draws its own.
-    Results are copied back, tensors in main memory. So return `meter.timeline`, not the model.
+      threads. Set the seed in `fn`. Without one, PyTorch and NumPy draw the same numbers on all ranks, in every launch
+      of this program, and others when it is run again; Python's `random` draws its own on each. Default dtype, grad
+      mode and what else is set in PyTorch stay behind: set them in `fn`, too. Pages of memlab are as they were at the
+      first launch: having edited one, restart Python.
+    Results are copied back, tensors in main memory; a view brings all of its memory, unless you clone it. So return
+      `meter.timeline`, not the model.
     The group takes CPU tensors, which go through gloo; where there is a GPU for each rank (`cuda:<rank>` is then the
     current one), it takes GPU tensors, too, which go through NCCL.
-    What ranks print is shown afterwards, grouped by rank, behind "rank 0 │".
+    What ranks print is shown afterwards, grouped by rank, behind "rank 0 │": the last MiB of it.
     timeout: seconds from when all ranks are ready.
 
     Raises RankError, which names the rank, when one raises, dies, does not end in time, or returns what cannot travel;
-    TypeError or ValueError for a call that cannot work; RuntimeError in a rank. Whatever happens, no process remains:
-    also when this one is interrupted or killed; but for those that a rank started in a session of their own. (The
-    server that forks ranks ends with this process.)
+    TypeError or ValueError for a call that cannot work; RuntimeError in a rank, and in a process that multiprocessing
+    started as a daemon or forked. No process remains, even if this one is interrupted or killed, except those that a
+    rank started in a session of their own. (The server that forks ranks ends with this process; if it was killed, a
+    folder of sockets remains in the system's folder of temporary files.)
 
     On several machines, start the same program with PyTorch's own launcher, on each of them:
 
         torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m package.module
 
     Each process then is one rank already. There, `run_ranks(fn, 8, ...)` launches nothing: it is this rank's call, and
-    returns all ranks' results in every one of them.
+    returns all ranks' results in every one of them. Errors are then each rank's own, as Python raises them; torchrun
+    ends the others. And `timeout` is that of each collective.
     """
     _check(fn, world, timeout)
-    if worker.in_rank():
+    if worker.in_rank() or in_function():
         raise RuntimeError(
             f"expected run_ranks outside of ranks, found it in rank {os.environ['RANK']}: use this rank's process "
             "group (torch.distributed.new_group makes smaller ones), or launch more ranks at once"
         )
     if under_torchrun():
         return run_this_rank(fn, world, args, timeout)
+    if multiprocessing.current_process().daemon or fork_server_is_anothers():
+        raise RuntimeError(
+            "expected run_ranks in the main process, found it in one that multiprocessing started as a daemon, or that "
+            "was forked from one that had launched ranks; call it before, and pass on its results"
+        )
     try:
         work = by_value.dumps((fn, args))
     except Exception as error:
@@ -86,7 +98,7 @@ def _check(fn, world, timeout) -> None:
         raise TypeError(f"expected world as a number of ranks, found {type(world).__name__}: run_ranks(fn, world)")
     if world < 1:
         raise ValueError(f"expected at least one rank, found world={world}")
-    if not isinstance(timeout, (int, float)) or not 0 < timeout < math.inf:
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout < math.inf:
         raise ValueError(f"expected timeout in seconds, more than 0 and finite, found {timeout!r}")
 
 

@@ -19,27 +19,27 @@ from memlab.ranks.membership import place_in
 from memlab.ranks.traffic import counted
 
 
-def send(tensor: Tensor, to: int, group=None) -> None:
-    """Send a tensor to rank `to` of the group; it waits there for `receive`. tensor: any shape and dtype."""
-    _run([("send", tensor, to)], group)
+def send(tensor: Tensor, dst: int, group=None) -> None:
+    """Send a tensor to rank `dst` of the group; it waits there for `receive`. tensor: any shape and dtype."""
+    _run([("send", tensor, dst)], group)
 
 
-def receive(tensor: Tensor, frm: int, group=None) -> Tensor:
-    """Fill `tensor`, of the shape and dtype that rank `frm` of the group sends, and return it."""
-    _run([("receive", tensor, frm)], group)
+def receive(tensor: Tensor, src: int, group=None) -> Tensor:
+    """Fill `tensor`, of the shape and dtype that rank `src` of the group sends, and return it."""
+    _run([("receive", tensor, src)], group)
     return tensor
 
 
-def exchange(outgoing: Tensor, to: int, incoming: Tensor, frm: int, group=None) -> Tensor:
+def exchange(outgoing: Tensor, dst: int, incoming: Tensor, src: int, group=None) -> Tensor:
     """Send one tensor while receiving another, and return the one received, when both are done.
 
         right, left = (rank + 1) % ranks, (rank - 1) % ranks
         exchange(mine, right, theirs, left)
 
-    to, frm: ranks of the group, also one and the same. incoming: of the shape and dtype that `frm` sends; it shares no
-    memory with `outgoing`. On a GPU "done" is as of the current stream, as for every op there.
+    dst, src: other ranks of the group, also one and the same. incoming: of the shape and dtype that `src` sends; it
+    shares no memory with `outgoing`. On a GPU "done" is as of the current stream, as for every op there.
     """
-    _run([("send", outgoing, to), ("receive", incoming, frm)], group)
+    _run([("send", outgoing, dst), ("receive", incoming, src)], group)
     return incoming
 
 
@@ -50,7 +50,7 @@ def staged(tensor: Tensor, group=None) -> bool:
 
 
 class Transfer:
-    """A tensor on its way: `wait()` returns it when it is there, or gone. Until then leave it alone.
+    """A tensor on its way: `wait()` returns it once it has arrived, or has been sent. Until then leave it alone.
 
     It holds the tensor, whose memory a backend reads or writes meanwhile; so keep the Transfer until it is waited for.
     On a GPU only the current stream waits, as for every op: what is computed afterwards finds the tensor there, and its
@@ -81,16 +81,18 @@ def begin(messages: Sequence[tuple[str, Tensor, int]], group=None) -> list[Trans
     order decides which receive a send meets, over all calls; sends and receives do not wait for each other within one.
     With NCCL, each call waits for the one before, and the group's first talk must be one of all its ranks.
 
-    Raises ValueError, before anything is sent, for another word and for a rank that is not of the group.
+    Raises ValueError, before anything is sent, for another word, and for a rank that is not another one of the group.
     """
-    _, ranks = place_in(group)
+    mine, ranks = place_in(group)
     operations, transfers = [], []
     for name, tensor, peer in messages:
-        if name not in ("send", "receive") or not 0 <= peer < ranks:
+        if name not in ("send", "receive") or not isinstance(peer, int) or not 0 <= peer < ranks:
             raise ValueError(
                 f'expected "send" or "receive", a tensor, and a rank of the group, 0 to {ranks - 1}, found {name!r} '
-                f"and rank {peer}; count ranks as the group does"
+                f"and rank {peer!r}; count ranks as the group does"
             )
+        if peer == mine:
+            raise ValueError(f"expected another rank than this one, found {peer}; copy the tensor instead")
         sends = name == "send"
         wire = _wire(tensor, sends, group)
         operations.append(

@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from memlab.ranks import worker
-from memlab.ranks.failures import Failure, RankError, culprit, of_death, of_timeout, place_of
+from memlab.ranks.failures import Failure, RankError, culprit, of_death
 from memlab.ranks.server import fork_server, uninterrupted, without_program
+from memlab.ranks.timeouts import of_timeout, place_of
 
 START_SECONDS = 120.0  # until all ranks have formed a group, on a slow machine and a slow disk
 LEAVE_SECONDS = 10.0
@@ -140,13 +141,17 @@ class Processes:
             told = pickle.loads((self.folder / f"failure-{rank.number}").read_bytes())
             cause = None
             if told["cause"] is not None:
-                with contextlib.suppress(Exception):
+                try:
                     cause = pickle.loads(told["cause"])
+                except KeyboardInterrupt:
+                    raise
+                except BaseException:  # of a class whose constructor does anything
+                    cause = None
             self.failures.append(Failure(rank.number, told["at"], told["summary"], told["traceback"], cause))
         elif gone:
-            rank.state = "dead"
-            exit_code = rank.process.exitcode
-            self.failures.append(of_death(rank.number, time.monotonic(), exit_code, self._read("stacks", rank)))
+            stacks, returned, rank.state = self._read("stacks", rank), rank.state == "returned", "dead"
+            death = of_death(rank.number, time.monotonic(), rank.process.exitcode, stacks, returned=returned)
+            self.failures.append(death)
 
     def _say(self, word: bytes) -> None:
         for rank in self.ranks:
@@ -169,7 +174,9 @@ class Processes:
     def _load(self, rank: _Rank) -> Any:
         try:
             return pickle.loads((self.folder / f"result-{rank.number}").read_bytes())
-        except Exception as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
             raise RankError(
                 f"rank {rank.number} returned what cannot be read here: {type(error).__name__}: {error}; return "
                 "numbers, tensors, Timelines, dataclasses, or lists of them",
@@ -198,6 +205,8 @@ class Processes:
             with (self.folder / f"{kind}-{rank.number}").open("rb") as file:
                 left_out = max(0, file.seek(0, os.SEEK_END) - SHOWN_BYTES)
                 file.seek(left_out)
+                if left_out:
+                    left_out += len(file.readline())  # what is left of a line
                 text = file.read().decode(errors="replace")
         except FileNotFoundError:
             return ""

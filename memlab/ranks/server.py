@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import os
 import signal
 import subprocess
 import sys
@@ -17,6 +18,9 @@ from collections.abc import Iterator
 from multiprocessing import spawn, util
 from unittest import mock
 
+RANK = "memlab-rank-"
+"""How the names of ranks' processes begin."""
+_OF: int | None = None  # whose server it is: this process's number
 _ONE_AT_A_TIME = threading.RLock()
 _preparation = spawn.get_preparation_data
 
@@ -38,7 +42,14 @@ def fork_server() -> multiprocessing.context.BaseContext:
         with mock.patch.object(util, "spawnv_passfds", _apart):
             resource_tracker.ensure_running()
             forkserver.ensure_running()
+    global _OF
+    _OF = os.getpid()
     return context
+
+
+def fork_server_is_anothers() -> bool:
+    """Whether this process was forked from one that had a server running, which is of no use here."""
+    return _OF is not None and os.getpid() != _OF
 
 
 def _apart(path: bytes, args: list, passfds: list[int]) -> int:
@@ -58,7 +69,10 @@ def without_program() -> Iterator[None]:
     """What is started in this block does not run the launching program's file again: a rank needs nothing of it."""
 
     def preparation(name: str) -> dict:
-        return {key: value for key, value in _preparation(name).items() if not key.startswith("init_main")}
+        told = _preparation(name)
+        if not name.startswith(RANK):
+            return told  # a process of another thread, which needs its program
+        return {key: value for key, value in told.items() if not key.startswith("init_main")}
 
     with _ONE_AT_A_TIME, mock.patch.object(spawn, "get_preparation_data", preparation):
         yield

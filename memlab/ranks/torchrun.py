@@ -12,6 +12,7 @@ import torch
 from torch import distributed
 
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_RUNNING: list[str] = []  # this rank, while its function runs
 
 
 def under_torchrun() -> bool:
@@ -19,10 +20,16 @@ def under_torchrun() -> bool:
     return all(os.environ.get(name) for name in _NEEDED)
 
 
+def in_function() -> bool:
+    """Whether this process is in a function that `run_this_rank` called."""
+    return bool(_RUNNING)
+
+
 def run_this_rank(fn: Callable[..., Any], world: int, args: tuple, timeout: float) -> list:
     """This rank's part of `run_ranks`: form the group, call the function, gather all results, end the group.
 
-    Raises ValueError where the launcher started another number of ranks; RuntimeError where there is a group already.
+    Raises ValueError where the launcher started another number of ranks; RuntimeError where there is a group already,
+    or the function has ended this one.
     """
     rank, found = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if found != world:
@@ -45,11 +52,19 @@ def run_this_rank(fn: Callable[..., Any], world: int, args: tuple, timeout: floa
     distributed.init_process_group(
         "cpu:gloo,cuda:nccl" if gpus else "gloo", timeout=timedelta(seconds=timeout), device_id=device
     )
+    _RUNNING.append(f"rank {rank}")
     try:
-        results: list = [None] * world
-        distributed.all_gather_object(results, fn(rank, *args))
+        mine, results = fn(rank, *args), [None] * world
+        if not distributed.is_initialized():
+            raise RuntimeError(
+                "expected the process group still there, to gather what ranks return; found that the function ended "
+                "it: leave that to run_ranks"
+            )
+        distributed.all_gather_object(results, mine)
         distributed.barrier()
         return results
     finally:
-        distributed.destroy_process_group()
+        _RUNNING.clear()
         sys.excepthook = hook
+        if distributed.is_initialized():
+            distributed.destroy_process_group()

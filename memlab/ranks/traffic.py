@@ -7,7 +7,8 @@ the formula of the algorithm that moves the fewest bytes, for n bytes in all and
     all_gather, reduce_scatter      n·(N − 1)/N   ring: all pieces but one
     all_to_all                      n·(N − 1)/N   all but one's own part
     broadcast, reduce               n             a chain: each passes it on, but the last sends nothing
-    scatter, gather                 n·(N − 1)/N   from the root, or to it; n/N by each of the others to it
+    scatter                         n·(N − 1)/N   by the root, the others nothing
+    gather                          n/N           by each but the root, which sends nothing
 
 NCCL's rings send these. gloo may choose other algorithms, and adds headers.
 
@@ -17,10 +18,12 @@ Source: Patarasuk and Yuan 2009; Thakur, Rabenseifner and Gropp 2005; Rajbhandar
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor, distributed
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.distributed_c10d import _resolve_process_group
@@ -48,6 +51,7 @@ _NAMES = {
     "alltoall_": "all_to_all",
     "alltoall_base_": "all_to_all",
     "all_to_all_single": "all_to_all",
+    "shard_dim_alltoall": "all_to_all",
     "isend": "send",
     "recv": "receive",
     "recv_any_source": "receive",
@@ -68,7 +72,7 @@ class Message:
 
     name: "all_reduce", "send" …   tensor_bytes: of the whole, so for all_gather what all pieces have together.
     sent_bytes, received_bytes: by this rank.   ranks: how many are in the group.
-    exact: whether the bytes were counted (send and receive), or computed by the algorithm's formula.
+    exact: whether the bytes are those of a tensor that was sent or received, or computed by the algorithm's formula.
     event: the moment in the open Meter's timeline, `totals[event]` being held then, where all memory is on one device
       (`Meter.event`); None without a Meter.
     """
@@ -83,7 +87,7 @@ class Message:
 
 
 class Traffic(TorchDispatchMode):
-    """Counts the bytes that this rank sends and receives in its `with` block; a context manager.
+    """Counts the bytes that this rank sends and receives in its `with` block, which is not entered twice.
 
         with Meter(model) as meter, Traffic() as traffic:
             ...
@@ -91,7 +95,8 @@ class Traffic(TorchDispatchMode):
 
     Sees what is called in this thread and in backward: torch.distributed's collectives, DDP's, FSDP2's, DTensor's. In
     other threads it sees memlab's own send, receive and exchange, and nothing else. Inside a Meter's block, it also
-    notes at which moment of the timeline each one began. Several may be open; each counts everything.
+    notes at which moment of the timeline each one began. Several may be open; each counts everything. Sparse tensors
+    count with their indices, by a dense one's formula.
 
     Travels as its records: return it from a rank.
     """
@@ -124,7 +129,7 @@ class Traffic(TorchDispatchMode):
         return all(record.exact for record in self.records)
 
     def by_name(self) -> dict[str, int]:
-        """Bytes sent, by the collective's name, in the order of their first use."""
+        """Bytes sent, by the collective's name, in the order of their first use. A receive sends none."""
         sent: dict[str, int] = {}
         for record in self.records:
             sent[record.name] = sent.get(record.name, 0) + record.sent_bytes
@@ -147,7 +152,7 @@ class Traffic(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ and kind is not FakeTensor for kind in types):
             return NotImplemented  # a wrapper such as DTensor: let it unwrap itself, and see the ops on what is inside
-        if func.namespace in ("c10d", "_c10d_functional") and not getattr(_THREAD, "counting", False):
+        if func.namespace in ("c10d", "_c10d_functional", "_dtensor") and not getattr(_THREAD, "counting", False):
             for record in _read(func, args, kwargs or {}):
                 self._add(record)
         return func(*args, **(kwargs or {}))
@@ -159,29 +164,32 @@ class Traffic(TorchDispatchMode):
 
 @contextlib.contextmanager
 def counted(sent: Sequence[Tensor], received: Sequence[Tensor], group=None) -> Iterator[None]:
-    """Count these tensors as sent and received by this rank, in every open Traffic, and nothing else in the block."""
+    """Count these tensors as sent and received by this rank, in every open Traffic, and nothing else in the block.
+
+    If the block raises, nothing was sent, and nothing is counted.
+    """
     if not _OPEN:
         yield
         return
     ranks = distributed.get_world_size(group)
     records = [Message("send", tensor.nbytes, tensor.nbytes, 0, ranks, True) for tensor in sent]
     records += [Message("receive", tensor.nbytes, 0, tensor.nbytes, ranks, True) for tensor in received]
-    with _GUARD:
-        for traffic in _OPEN:
-            for record in records:
-                traffic._add(record)
     _THREAD.counting = True
     try:
         yield
     finally:
         _THREAD.counting = False
+    with _GUARD:
+        for traffic in _OPEN:
+            for record in records:
+                traffic._add(record)
 
 
 def ring_bytes(name: str, tensor_bytes: int, ranks: int) -> int:
     """Bytes that each rank sends in an all_reduce, all_gather, reduce_scatter or all_to_all, rounded up to whole bytes.
 
     tensor_bytes: of the whole tensor, which for all_gather and reduce_scatter is `ranks` pieces.
-    Raises ValueError for another collective, and for ranks below 1.
+    Raises ValueError for another collective, for ranks below 1, and for bytes that are negative or a fraction.
 
     >>> ring_bytes("all_reduce", 1000, 4), ring_bytes("all_gather", 1000, 4)
     (1500, 750)
@@ -191,6 +199,9 @@ def ring_bytes(name: str, tensor_bytes: int, ranks: int) -> int:
         raise ValueError(f"expected one of {', '.join(rounds)}, which go in rings, found {name!r}")
     if ranks < 1:
         raise ValueError(f"expected at least one rank, found {ranks}")
+    if tensor_bytes < 0 or tensor_bytes != int(tensor_bytes):
+        raise ValueError(f"expected tensor_bytes as a whole number, 0 or more, found {tensor_bytes!r}")
+    tensor_bytes = int(tensor_bytes)
     return -(-rounds[name] * tensor_bytes * (ranks - 1) // ranks)
 
 
@@ -207,7 +218,7 @@ def _read(func, args: tuple, kwargs: dict) -> Iterator[Message]:
     if name not in _KNOWN:
         return  # barriers, waiting
     given = {**dict(zip((a.name for a in func._schema.arguments), args, strict=False)), **kwargs}
-    functional = func.namespace == "_c10d_functional"
+    functional = func.namespace != "c10d"
     if functional:
         group = given["group_name"]
         group = _resolve_process_group(group) if isinstance(group, str) else group
@@ -216,7 +227,7 @@ def _read(func, args: tuple, kwargs: dict) -> Iterator[Message]:
     ranks, rank = group.size(), group.rank()
     root = given.get("root_rank", given.get("src"))
     data = args[0] if functional else args[_WHERE_INPUT.get(name, 0)]
-    own = sum(tensor.nbytes for tensor in tree_leaves(data) if isinstance(tensor, Tensor))
+    own = sum(_nbytes(tensor) for tensor in tree_leaves(data) if isinstance(tensor, Tensor))
     whole, sent, received = own, 0, 0
     if name in ("send", "receive"):
         sent, received = (own, 0) if name == "send" else (0, own)
@@ -225,6 +236,9 @@ def _read(func, args: tuple, kwargs: dict) -> Iterator[Message]:
         sent = received = own * (ranks - 1)
     elif name == "all_to_all":
         sent, received = _all_to_all(given, own, ranks, rank)
+    elif name == "reduce_scatter" and not functional and len(data) and isinstance(data[0], (list, tuple)):
+        pieces = [sum(_nbytes(of_group[r]) for of_group in data) for r in range(ranks)]  # of any sizes
+        sent, received = own - pieces[rank], own - pieces[(rank - 1) % ranks]
     elif name in ("all_reduce", "reduce_scatter"):
         sent = received = ring_bytes(name, own, ranks)
     elif ranks > 1 and name == "broadcast":  # root → root + 1 → … → root − 1
@@ -240,15 +254,22 @@ def _read(func, args: tuple, kwargs: dict) -> Iterator[Message]:
     yield Message(name, whole, sent, received, ranks, exact=name in ("send", "receive"))
 
 
+def _nbytes(tensor: Tensor) -> int:
+    """Of its elements; of a sparse tensor's indices and values."""
+    if tensor.layout == torch.sparse_coo:
+        return tensor._indices().nbytes + tensor._values().nbytes
+    return tensor.nbytes
+
+
 def _all_to_all(given: dict, own: int, ranks: int, rank: int) -> tuple[int, int]:
     """All parts but one's own. Parts are equal, unless the call says how many rows each has, or lists them."""
     if "output_tensors" in given:
         parts = [[tensor.nbytes for tensor in given[which]] for which in ("input_tensors", "output_tensors")]
         return tuple(sum(sizes) - sizes[rank] for sizes in parts)
     tensor = given["input"]
-    row = tensor[:1].nbytes if tensor.dim() else tensor.nbytes
+    row = math.prod(tensor.shape[1:]) * tensor.itemsize  # not of a first row: a rank may have none to send
     both = []
     for which in ("input_split_sizes", "output_split_sizes"):
-        rows = [int(n) for n in given[which]]
+        rows = [int(n) for n in given.get(which, ())]
         both.append((sum(rows) - rows[rank]) * row if rows else own * (ranks - 1) // ranks)
     return tuple(both)

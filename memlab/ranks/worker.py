@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import inspect
 import io
 import linecache
 import multiprocessing
@@ -30,11 +31,11 @@ import torch
 from torch import distributed
 
 from memlab.ranks import by_value
+from memlab.ranks.server import RANK
 
 READY, BEGIN, RETURNED, FAILED, LEAVE = b"ready", b"begin", b"returned", b"failed", b"leave"
 STACK_SIGNAL = getattr(signal, "SIGUSR1", None)  # Windows has none
 LONGEST_SECONDS = 10.0**6
-_NAME = "memlab-rank-"
 
 
 @dataclass
@@ -53,12 +54,12 @@ class Setup:
 
 def process_name(rank: int) -> str:
     """The name of a rank's process, from which it knows itself."""
-    return f"{_NAME}{rank}"
+    return f"{RANK}{rank}"
 
 
 def in_rank() -> bool:
     """Whether this process is a rank that `run_ranks` launched."""
-    return multiprocessing.current_process().name.startswith(_NAME)
+    return multiprocessing.current_process().name.startswith(RANK)
 
 
 def run(rank: int, folder: Path, end: Connection) -> None:
@@ -73,6 +74,7 @@ def run(rank: int, folder: Path, end: Connection) -> None:
         try:
             _prepare(rank, folder, setup, stacks)
             fn, args = pickle.loads(setup.work)
+            _be_the_program(fn)
             _join_group(rank, folder, setup)
             end.send_bytes(READY)
             words[BEGIN].wait()  # for all: a rank that is through at once would break the others' connecting
@@ -128,6 +130,16 @@ def _prepare(rank: int, folder: Path, setup: Setup, stacks: io.TextIOBase) -> No
     faulthandler.dump_traceback_later(min(setup.timeout, LONGEST_SECONDS) + 120, exit=True, file=stacks)
 
 
+def _be_the_program(fn) -> None:
+    """Let `__main__` have what the function's cell or script has, as far as it came along: pickle looks there for
+    classes, when ranks gather objects, or one saves a model.
+    """
+    fn = inspect.unwrap(getattr(fn, "func", fn))  # functools.partial's
+    if getattr(fn, "__module__", None) == "__main__":
+        names = getattr(fn, "__globals__", {})
+        vars(sys.modules["__main__"]).update((name, names[name]) for name in names if not name.startswith("__"))
+
+
 def _join_group(rank: int, folder: Path, setup: Setup) -> None:
     """Form the process group. It waits longer than the launch does, so that the launch can say who is missing."""
     device = None
@@ -152,9 +164,7 @@ def _tell(end: Connection, word: bytes, file: Path, content: bytes) -> None:
 
 def _returned(folder: Path, rank: int, result: Any) -> tuple[bytes, Path, bytes]:
     try:
-        content = io.BytesIO()
-        _Pickler(content).dump(result)
-        return RETURNED, folder / f"result-{rank}", content.getvalue()
+        return RETURNED, folder / f"result-{rank}", by_value.dumps(result, in_main_memory=True)
     except BaseException as error:
         summary = (
             f"returned a {type(result).__name__} that cannot be sent to the launcher: {type(error).__name__}: {error}; "
@@ -162,19 +172,6 @@ def _returned(folder: Path, rank: int, result: Any) -> tuple[bytes, Path, bytes]
         )
         failure = pickle.dumps({"at": time.monotonic(), "summary": summary, "traceback": None, "cause": None})
         return FAILED, folder / f"failure-{rank}", failure
-
-
-class _Pickler(by_value.Pickler):
-    """By value, a cell's classes too; a GPU's tensors arrive in main memory."""
-
-    def reducer_override(self, obj):
-        """As ever, except for tensors on a GPU."""
-        if isinstance(obj, torch.Tensor) and obj.is_cuda:
-            moved = obj.detach().cpu()
-            if isinstance(obj, torch.nn.Parameter):
-                return torch.nn.Parameter, (moved, obj.requires_grad)
-            return moved.requires_grad_(obj.requires_grad).__reduce_ex__(pickle.HIGHEST_PROTOCOL)
-        return super().reducer_override(obj)
 
 
 def _failure(error: BaseException) -> bytes:
@@ -190,7 +187,8 @@ def _failure(error: BaseException) -> bytes:
 
 
 def _flush() -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(ValueError):  # the function has closed it
+            stream.flush()
     if os.name == "posix":
         ctypes.CDLL(None).fflush(None)  # what C and C++ printed
