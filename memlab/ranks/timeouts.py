@@ -63,7 +63,8 @@ class Place:
         if place is None:
             return "is somewhere that cannot be told"
         file, line, name = place
-        where = f"{linecache.getline(file, line).strip() or file}   (line {line} of {_short(file)}, in {name})"
+        inside = f"{os.path.basename(file)}, in {name}" if os.path.isfile(file) else name  # a cell is in no file
+        where = f"{linecache.getline(file, line).strip() or file}   (line {line} of {inside})"
         return f"waits in {self.talk}: {where}" if self.talk else f"is at: {where}"
 
 
@@ -111,8 +112,3 @@ def _ranks(ranks: Sequence[int]) -> str:
 def _of_python(file: str) -> bool:
     """Whether it is of Python's own library, where a thread or its result is waited for."""
     return file.startswith(_PYTHON) and not file.startswith(_INSTALLED)
-
-
-def _short(file: str) -> str:
-    """A file's name; a notebook's cell has none that tells anything."""
-    return os.path.basename(file) if os.path.isfile(file) else "a cell"
