@@ -21,12 +21,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from memlab.memory_arithmetic.optimizers import CHUNK_BYTES
+from memlab.memory_arithmetic.optimizers import chunk_limit
 from memlab.memory_timeline import in_main_memory
 from memlab.mixed_precision.fitting import HALVES, Counters, keep_options, refuse_class, refuse_shared
 from memlab.mixed_precision.gradient_block import GradientBlock
 from memlab.mixed_precision.versions import Versions
-from memlab.units import parse_bytes
 
 
 class MasterWeights(Optimizer):
@@ -67,9 +66,8 @@ class MasterWeights(Optimizer):
         **defaults,
     ):
         refuse_class(optimizer_class)
-        self.chunk_bytes = chunk_bytes if chunk_bytes in ("auto", None) else parse_bytes(chunk_bytes)
-        if self.chunk_bytes == 0:
-            raise ValueError("expected chunk_bytes of at least 1, 'auto', or None for no limit; found 0")
+        chunk_limit(chunk_bytes, "cpu")  # refuses what is none
+        self.chunk_bytes = chunk_bytes
         self._make = functools.partial(optimizer_class, **defaults)
         self._inner = self._make(params)
         self._inner.state.clear()
@@ -148,9 +146,7 @@ class MasterWeights(Optimizer):
 
     def _most_bytes(self, p: Tensor) -> float:
         """Of a chunk where this parameter is; the imagined card's are on a GPU."""
-        if self.chunk_bytes == "auto":
-            return CHUNK_BYTES["cpu" if in_main_memory(p) else "gpu"]
-        return torch.inf if self.chunk_bytes is None else self.chunk_bytes
+        return chunk_limit(self.chunk_bytes, "cpu" if in_main_memory(p) else "gpu")
 
     def _step_chunk(self, chunk: list[tuple[dict, Tensor]]) -> list[tuple[dict, dict]]:
         """One step of these parameters. Returns their groups, each with what the optimizer made of its options."""
