@@ -536,7 +536,7 @@ def test_a_record_is_stale_when_a_page_that_the_chapter_measures_has_changed(tmp
     entry = {"source": records.source_of(path)}
     assert not records.is_stale("01_x", entry, tmp_path)
     with open(library / page, "a") as file:
-        file.write("\n# said otherwise\n\n'''A note\n\nof two lines.'''\n")
+        file.write("\n# said otherwise\n\n'A note.'\n")
     assert not records.is_stale("01_x", entry, tmp_path)
     with open(library / page, "a") as file:
         file.write("\nCHANGED = '# not prose'\n")

@@ -174,7 +174,6 @@ def _install(unit: Unit, param_dtype: torch.dtype | None) -> None:
         "forward": functools.partial(_forward, unit, module.forward, param_dtype),
         "no_sync": functools.partial(no_sync, module),
         "zero_grad": functools.partial(_zero_grad, module, module.zero_grad),
-        "zero_grad": functools.partial(_zero_grad, module, module.zero_grad),
         "_apply": _refuse,
         "__deepcopy__": _refuse,
         "__reduce_ex__": _refuse_pickle,
@@ -265,14 +264,6 @@ def no_sync(module: nn.Module) -> Iterator[None]:
     finally:
         for gathering, before in gatherings.items():
             gathering.syncing = before
-
-
-def _zero_grad(module: nn.Module, parts_zero_grad: Callable, set_to_none: bool = True) -> None:
-    """In place of a module's `zero_grad`: also what no_sync added up, which is in no part's gradient yet."""
-    for each in module.modules():
-        if hasattr(each, UNIT):
-            getattr(each, UNIT).forget_gradients()
-    parts_zero_grad(set_to_none)
 
 
 def _zero_grad(module: nn.Module, parts_zero_grad: Callable, set_to_none: bool = True) -> None:
