@@ -324,14 +324,11 @@ def test_ranks_gather_and_save_objects_of_the_programs_own_classes(tmp_path):
     assert (done.stdout, done.stderr, done.returncode) == ("[[0, 1], [0, 1]]\n", "", 0)
 
 
-def test_while_ranks_start_another_threads_processes_get_their_program():
+def test_while_ranks_start_another_threads_processes_get_their_program(monkeypatch):
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", types.SimpleNamespace(name="program"))
     with server.without_program():
-        assert "init_main_from_path" in preparation() or "init_main_from_name" in preparation()
-        assert not [key for key in preparation(worker.process_name(0)) if key.startswith("init_main")]
-
-
-def preparation(name="Process-1"):
-    return spawn.get_preparation_data(name)
+        assert spawn.get_preparation_data("Process-1")["init_main_from_name"] == "program"
+        assert not [key for key in spawn.get_preparation_data(worker.process_name(0)) if key.startswith("init_main")]
 
 
 def test_a_forked_process_is_told_where_to_launch_ranks():

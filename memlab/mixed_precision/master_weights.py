@@ -199,7 +199,7 @@ class MasterWeights(Optimizer):
             raise
 
     def _widen(self, weights: list[Tensor], masters: list[Tensor]) -> None:
-        """Give each of these masters its weight's gradient in its own dtype."""
+        """Give each of these masters its weight's gradient, in the master's dtype."""
         copied, wide = [], []  # or of another layout: fused kernels read a gradient in its master's order
         for p, m in zip(weights, masters, strict=True):
             gradient = self._gradient(p)
