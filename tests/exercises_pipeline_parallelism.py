@@ -99,6 +99,29 @@ def ahead(value: str) -> str:
     return f"def ahead(rank, ranks, chunks, micro_batches):\n    return {value}"
 
 
+def again(*lines):
+    """A stage that keeps only inputs, and in backward computes y from x once more, by these lines."""
+    return cell(
+        """
+        class LeanStage:
+            def __init__(self, module):
+                self.module, self.kept = module, {}
+
+            def forward(self, i, x):
+                self.kept[i] = x
+                with torch.no_grad():
+                    return self.module(x)
+
+            def backward(self, i, dy):
+                x = self.kept.pop(i).requires_grad_()
+                AGAIN
+                y.backward(dy)
+                return x.grad
+        """,
+        AGAIN=("\n" + " " * 8).join(lines),
+    )
+
+
 def lean(**changes: str) -> str:
     """LeanStage, right but for the changes."""
     terms = {
@@ -379,42 +402,8 @@ WRONG: dict[str, dict[str, str]] = {
         "gradients never let go": lean(LESS="self.other[i] = dy"),
         "gradients never let go, for good": "held = []\n" + lean(LESS="held.append(x.grad)"),
         "what is sent has the graph": lean(SENT="y"),
-        "computed again": cell(
-            """
-            class LeanStage:
-                def __init__(self, module):
-                    self.module, self.kept = module, {}
-
-                def forward(self, i, x):
-                    self.kept[i] = x
-                    with torch.no_grad():
-                        return self.module(x)
-
-                def backward(self, i, dy):
-                    x = self.kept.pop(i).requires_grad_()
-                    self.module(x).backward(dy)
-                    return x.grad
-            """
-        ),
-        "computed again, layer by layer": cell(
-            """
-            class LeanStage:
-                def __init__(self, module):
-                    self.module, self.kept = module, {}
-
-                def forward(self, i, x):
-                    self.kept[i] = x
-                    with torch.no_grad():
-                        return self.module(x)
-
-                def backward(self, i, dy):
-                    y = x = self.kept.pop(i).requires_grad_()
-                    for layer in self.module:
-                        y = layer(y)
-                    y.backward(dy)
-                    return x.grad
-            """
-        ),
+        "computed again": again("y = self.module(x)"),
+        "computed again, layer by layer": again("y = x", "for layer in self.module:", "    y = layer(y)"),
         "the last one alone": lean(TAKEN="self.kept.popitem()[1]"),
         "the first one first": lean(TAKEN="self.kept.pop(next(iter(self.kept)))"),
         "no gradient of the input": lean(INPUT="pass"),
