@@ -41,14 +41,15 @@ def distance(found: torch.Tensor, truth: torch.Tensor) -> float:
 
 
 def seeded(seed: int, *shape: int, dtype=torch.float64) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+    wide = torch.complex128 if dtype.is_complex else torch.float64
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=wide).to(dtype)
 
 
 def whole_layer(inputs: int = IN, outputs: int = OUT, bias: bool = True, dtype=torch.float64) -> nn.Linear:
     linear = nn.Linear(inputs, outputs, bias, dtype=dtype)
     with torch.no_grad():
         for number, p in enumerate(linear.parameters()):
-            p.copy_(seeded(number, *p.shape))
+            p.copy_(seeded(number, *p.shape, dtype=dtype))
     return linear
 
 
@@ -64,10 +65,11 @@ def equal_to_linear(rank):
     ranks, far = distributed.get_world_size(), {}
     for shape in SHAPES:
         for name, mode in MODES.items():
-            for bias in (True, False):
+            for bias, dtype in ((True, torch.float64), (False, torch.float64), (True, torch.complex128)):
                 if mode and len(shape) == 1:
                     continue
-                linear, x, g = whole_layer(bias=bias), seeded(7, *shape), seeded(8, *shape[:-1], OUT)
+                linear = whole_layer(bias=bias, dtype=dtype)
+                x, g = seeded(7, *shape, dtype=dtype), seeded(8, *shape[:-1], OUT, dtype=dtype)
                 x.requires_grad_()
                 y = linear(x)
                 y.backward(g)
@@ -81,7 +83,7 @@ def equal_to_linear(rank):
                 found.backward(part_of_last(g, cut))
                 pairs = [(found, part_of_last(y, cut)), (mine.grad, own(x.grad))]
                 pairs += [(p.grad, cut_of(p).part_of(whole.grad)) for p, whole in zip_parameters(column, linear)]
-                far["column", shape, name, bias] = max(distance(*pair) for pair in pairs)
+                far["column", shape, name, bias, dtype] = max(distance(*pair) for pair in pairs)
 
                 if name == "gathered rows kept":
                     continue
@@ -94,7 +96,7 @@ def equal_to_linear(rank):
                     (p.grad, whole.grad if cut_of(p) is None else cut_of(p).part_of(whole.grad))
                     for p, whole in zip_parameters(row, linear)
                 ]
-                far["row", shape, name, bias] = max(distance(*pair) for pair in pairs)
+                far["row", shape, name, bias, dtype] = max(distance(*pair) for pair in pairs)
 
         linear, x, g = whole_layer(), seeded(7, *shape).requires_grad_(), seeded(8, *shape[:-1], OUT)
         y = linear(x)
@@ -120,6 +122,7 @@ def regions(rank):
     ranks, wrong = distributed.get_world_size(), []
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.complex128):
         whole = torch.arange(4 * 8, dtype=torch.float64).view(8, 4).to(dtype)  # exact in each of them
+        whole = whole * (2 + 1j) if dtype.is_complex else whole
         of_rank = [whole + r for r in range(ranks)]
         total = sum(of_rank)
         rows, width = 8 // ranks, 4 // ranks
@@ -140,9 +143,11 @@ def regions(rank):
                 torch.Tensor.contiguous,
                 lambda t: t.mT.contiguous().mT,
                 lambda t: t.repeat_interleave(2, 1)[:, ::2],
+                lambda t: t.conj().resolve_conj().conj(),  # of complex numbers: with signs that are in no memory
+                lambda t: torch._neg_view(-t),
             ):
                 x = lay(given.clone()).requires_grad_()
-                y = region(x * 1)
+                y = region(lay(x * 1))
                 y.backward(lay(dy.clone()))
                 if not (torch.equal(y, expected) and torch.equal(x.grad, dx) and x.grad.dtype == dtype):
                     wrong.append((str(region), dtype))
@@ -450,7 +455,7 @@ def found():
 def test_split_layers_are_the_whole_layer_in_fp64(found, ranks):
     for here in found[ranks]:
         far = here["equal_to_linear"]
-        assert len(far) == 2 * len(SHAPES) + 2 * (len(SHAPES) * 5 - 3)
+        assert len(far) == 2 * len(SHAPES) + 3 * (len(SHAPES) * 5 - 3)
         assert max(far.values()) <= 1e-12, max(far, key=far.get)
 
 

@@ -295,6 +295,9 @@ def test_checksums_differ_where_one_bit_or_two_places_do():
             assert checksum(x) != checksum(y)
     assert checksum(torch.zeros(3)) != checksum(torch.tensor([0.0, -0.0, 0.0]))
     assert checksum(torch.empty(0)) == 0 and checksum(torch.ones(6, 4).t()) == checksum(torch.ones(4, 6))
+    x = torch.randn(5, dtype=torch.complex128)
+    assert checksum(x.conj()) == checksum(x.conj().resolve_conj()) != checksum(x)
+    assert checksum(x.conj().imag) == checksum(x.conj().imag.resolve_neg()) != checksum(x.imag)
     rows = torch.sparse_coo_tensor([[2, 0, 2]], torch.tensor([[1.0, 2], [3, 4], [5, 6]]), (4, 2), check_invariants=True)
     assert checksum(rows) == checksum(torch.tensor([[3.0, 4], [0, 0], [6, 8], [0, 0]])) != checksum(2 * rows)
 

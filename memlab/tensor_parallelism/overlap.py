@@ -83,7 +83,7 @@ class _ColumnLinear(Function):
         if rows is not None and ctx.gathers_again:
             rows, gathering = rows_of_all(rows, group, async_op=True)
         if weight is not None:
-            dx = dy @ weight
+            dx = dy @ weight.conj()  # of real numbers: itself
             if ctx.sending.sequence_parallel:
                 dx, summing = own_rows_of_sum(dx, group, async_op=True)
             else:
@@ -95,7 +95,7 @@ class _ColumnLinear(Function):
         if gathering is not None:
             gathering.wait()
         if rows is not None:
-            dw = dy.t() @ torch.atleast_2d(rows).flatten(0, -2)
+            dw = dy.t() @ torch.atleast_2d(rows).flatten(0, -2).conj()
         for start, stop, copies in ctx.sending.shared:
             alike = [d[start:stop] for d in (dw, db) if d is not None]
             works += [sum_over_ranks(d, neighbours(copies, group), async_op=True) for d in alike]

@@ -177,13 +177,18 @@ def under_own_handle(gradient: Tensor) -> Tensor:
 def rows_of_all(x: Tensor, group=None, async_op: bool = False):
     """(rows / ranks, ...) → (rows, ...), and Work or None."""
     whole = x.new_empty(place_in(group)[1] * x.shape[0], *x.shape[1:])
-    return whole, all_gather(whole, x.contiguous(), group, async_op)
+    return whole, all_gather(whole, _in_memory(x), group, async_op)
 
 
 def own_rows_of_sum(x: Tensor, group=None, async_op: bool = False):
     """(rows, ...) → (rows / ranks, ...), and Work or None. Raises ValueError for rows that the ranks do not divide."""
     own = x.new_empty(share(x.shape[0], "rows", place_in(group)[1]), *x.shape[1:])
-    return own, reduce_scatter(own, x.contiguous(), group, async_op)
+    return own, reduce_scatter(own, _in_memory(x), group, async_op)
+
+
+def _in_memory(x: Tensor) -> Tensor:
+    """x, contiguous, with signs that only PyTorch knows of (`conj`, and what `.imag` makes of it) written out."""
+    return x.contiguous().resolve_conj().resolve_neg()
 
 
 _NEIGHBOURS: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # process group → {copies: the smaller group}

@@ -97,7 +97,7 @@ def check_replicas(model: nn.Module) -> Iterator[None]:
 @torch.no_grad()
 def checksum(tensor: Tensor) -> Tensor:
     """64 bits that differ where a tensor's bits do. (...) of any dtype and layout → () of int64, on its device."""
-    dense = tensor if tensor.layout == torch.strided else tensor.to_dense()
+    dense = (tensor if tensor.layout == torch.strided else tensor.to_dense()).resolve_conj().resolve_neg()
     flat = (torch.view_as_real(dense) if dense.is_complex() else dense.detach()).reshape(-1)
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
     for number, chunk in enumerate(flat.split(_CHUNK)):
