@@ -424,6 +424,18 @@ def test_what_a_layer_keeps_and_returns_is_sent_as_it_was_then(order):
         torch.testing.assert_close(p.grad, q.grad)
 
 
+def test_micro_batches_that_are_single_numbers_train_and_make_no_batch_of_outputs():
+    numbers = [torch.tensor(2.0, dtype=torch.float64), torch.tensor(3.0, dtype=torch.float64)]
+    plan = plan_pipeline([nn.PReLU(dtype=torch.float64), nn.Tanh()], gpipe(1, 2), numbers)
+    with one_rank():
+        pipeline = Pipeline(plan, lambda out, y: out * y)
+        loss = pipeline.step(numbers, numbers)
+        torch.testing.assert_close(loss, sum(x.tanh() * x for x in numbers) / 2)
+        assert torch.equal(pipeline.evaluate(numbers, numbers), loss)
+        with pytest.raises(ValueError, match="found a single number of a micro-batch; .* give evaluate y"):
+            pipeline.evaluate(numbers)
+
+
 def test_a_weight_that_a_stage_returns_is_copied_and_what_it_makes_is_not():
     run = StageRun(Counts())
     for mode in (torch.enable_grad, torch.no_grad):

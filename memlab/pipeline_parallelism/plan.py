@@ -131,9 +131,10 @@ def plan_pipeline(
     tied = tuple(tied_names(tied))
     device = next((t.device for t in (x if isinstance(x, (list, tuple)) else [x])), torch.device("cpu"))
     made = rehearse(layers, parts, micro_batches, device, trains=schedule.trains, tied=tied)
-    rows, *rest = micro_batches[0].shape
-    alike = all(one.shape == micro_batches[0].shape for one in micro_batches)
-    batch = Wire((rows * schedule.micro_batches, *rest), micro_batches[0].dtype, False) if alike else None
+    shape = micro_batches[0].shape
+    batch = None
+    if shape and all(one.shape == shape for one in micro_batches):
+        batch = Wire((shape[0] * schedule.micro_batches, *shape[1:]), micro_batches[0].dtype, False)
     return PipelinePlan(layers, schedule, parts, made.wires, tied, made.facts, batch)
 
 

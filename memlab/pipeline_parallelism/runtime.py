@@ -152,7 +152,8 @@ class Pipeline:
         """Forwards alone, without gradients, in eval mode. x, y: as for `step`.
 
         Returns on the last stage's rank the mean loss; without y what the last layer returns, (batch, …) or a tuple of
-        such. None elsewhere. Raises as `step` does for a batch, an output or a loss.
+        such. None elsewhere. Raises as `step` does for a batch, an output or a loss; ValueError for outputs without
+        rows, if there is no y.
         """
         head = lambda out, i, ys: scalar_loss(self.loss_fn(out, ys[i])) if ys else out  # noqa: E731
         with evaluating(self.modules.values()):
@@ -265,6 +266,11 @@ def evaluating(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 def whole_batch(made: list[tuple[Tensor, ...]]) -> Tensor | tuple[Tensor, ...]:
     """Micro-batches' outputs, each a tuple of (rows, …), as one batch: (batch, …), or a tuple of several such."""
+    if any(t.dim() == 0 for outputs in made for t in outputs):
+        raise ValueError(
+            "expected outputs of rows, (rows, …), to make a batch of, found a single number of a micro-batch; if it is "
+            "a loss, give evaluate y, too, which makes the mean"
+        )
     whole = tuple(map(torch.cat, zip(*made, strict=True)))
     return whole[0] if len(whole) == 1 else whole
 
