@@ -16,6 +16,7 @@ from memlab.book.style import Picture, canvas, caption, is_sentence
 from memlab.book.tables import Table, by_category, holders, storages
 from memlab.book.workloads import GPT, text_batch
 from memlab.memory_timeline import CATEGORIES, Event, Line, Meter, Storage, Timeline
+from memlab.memory_timeline.storages import Storages
 from memlab.units import GiB, MiB, format_bytes
 
 
@@ -209,11 +210,9 @@ def test_storages_lists_the_largest_first(step):
 
 
 def test_show_source_shows_what_stands_in_the_library():
-    shown = show_source(Meter._note_storage)
-    assert "def _note_storage" in repr(shown) and shown._repr_markdown_().startswith(
-        "```python\n# memlab.memory_timeline"
-    )
-    assert '"""' not in show_source(Meter._note_storage, docstring=False).text
+    shown = show_source(Storages.note)
+    assert "def note" in repr(shown) and shown._repr_markdown_().startswith("```python\n# memlab.memory_timeline")
+    assert '"""' not in show_source(Storages.note, docstring=False).text
     with pytest.raises(TypeError, match="expected a function, class or module"):
         show_source(len)
 

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 from memlab.gradient_checkpointing import checkpoint as our_checkpoint
 from memlab.memory_timeline import Meter, Timeline
 from memlab.memory_timeline.nodes import STRETCH
+from memlab.memory_timeline.storages import Storages
 from tests.memory_timeline_helpers import Run, one_thread  # noqa: F401
 
 ROWS = 20
@@ -256,7 +257,7 @@ def test_higher_order_ops_run_under_the_meter():
 
 @pytest.fixture
 def ctrl_c_in_the_first_death(monkeypatch):
-    died, interrupted = Meter._died, []
+    died, interrupted = Storages.died, []
 
     def first_interrupted(self, death):
         if not interrupted:
@@ -264,7 +265,7 @@ def ctrl_c_in_the_first_death(monkeypatch):
             signal.raise_signal(signal.SIGINT)
         died(self, death)
 
-    monkeypatch.setattr(Meter, "_died", first_interrupted)
+    monkeypatch.setattr(Storages, "died", first_interrupted)
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # in a shell's background it is ignored
     yield
     signal.signal(signal.SIGINT, handler)

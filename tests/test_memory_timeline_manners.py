@@ -116,7 +116,7 @@ def test_a_step_that_raised_does_not_colour_what_follows():
     assert [op.phase for op in meter._history.ops if op.name == "addmm"] == ["forward"]
 
 
-@pytest.mark.parametrize("stage", ["register_optimizer_step_post_hook", "watch_resizing", "super"])
+@pytest.mark.parametrize("stage", ["recognition.register_optimizer_step_post_hook", "meter.watch_resizing", "super"])
 def test_an_exception_while_entering_takes_everything_off_again(monkeypatch, stage):
     def fails(*_, **__):
         raise RuntimeError("no")
@@ -128,7 +128,7 @@ def test_an_exception_while_entering_takes_everything_off_again(monkeypatch, sta
         if stage == "super":
             patch.setattr(TorchDispatchMode, "__enter__", fails)
         else:
-            patch.setattr(f"memlab.memory_timeline.meter.{stage}", fails)
+            patch.setattr(f"memlab.memory_timeline.{stage}", fails)
         with pytest.raises(RuntimeError, match="no"):
             meter.__enter__()
     assert installed(model) == before

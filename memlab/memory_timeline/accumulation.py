@@ -28,6 +28,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from memlab.memory_timeline.history import History
+
 ADD = torch.ops.aten.add.Tensor
 ADD_ = torch.ops.aten.add_.Tensor
 
@@ -89,3 +91,34 @@ def would_add_in_place(args: tuple[Tensor, Tensor], sole_owner: tuple[int, int, 
         and old.device == var.device
         and torch.ops.aten.is_non_overlapping_and_dense(old)
     )
+
+
+class GradientSums:
+    """Tells the engine's own sums of gradients from the additions of formulas.
+
+    live: a storage's address → its number in the history. imagined: of fake tensors, which the caller's block makes.
+    """
+
+    def __init__(self, history: History, live: dict[int, int], *, imagined: bool):
+        self._history, self._live, self._sole_owner = history, live, sole_owner_counts(imagined)
+
+    def is_one(self, args: tuple, kwargs: dict | None, evaluated, node: int) -> bool:
+        """Whether this addition is the engine joining two gradients, which it would do in place if it were not watched.
+
+        A node's own formula may add too, and may read the first operand again: so the first operand must be a
+        gradient that another node made and that the present one has not read, or one of two that it made for the
+        same input. evaluated, node: the present one, and its number.
+        """
+        if kwargs or len(args) != 2 or evaluated is None or torch.is_grad_enabled():
+            return False
+        if not would_add_in_place(args, self._sole_owner):
+            return False
+        number = self._live.get(args[0].untyped_storage()._cdata)
+        if number is None:
+            return False
+        ops, birth, last_read = self._history.ops, self._history.births[number].op, self._history.last_read[number]
+        born_here = birth >= 0 and ops[birth].node == node
+        if born_here:
+            targets = [target for target in evaluated.next_functions if target[0] is not None]
+            return len(set(targets)) < len(targets)
+        return last_read < 0 or ops[last_read].node != node

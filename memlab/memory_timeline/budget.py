@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 
 import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.nn.modules import module as nn_module
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from memlab.memory_timeline.history import History
 from memlab.memory_timeline.meter import Meter
 from memlab.memory_timeline.ownership import Owned, gradients_of, owned_by_optimizer, owned_inputs
+from memlab.memory_timeline.storages import Storages
 from memlab.units import format_bytes
 
 MOST_HOLDERS = 5
@@ -20,6 +23,19 @@ MOST_HOLDERS = 5
 
 class OutOfMemory(torch.OutOfMemoryError):
     """An imagined card is full. The message names the request, the line, and who holds the rest."""
+
+
+class _Bounded(Storages):
+    """Storages that are checked whenever one is noted: `check` gets its number, and under what it was noted."""
+
+    def __init__(self, check: Callable[[int, int, str, int], None], *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self._check = check
+
+    def note(self, storage, tensor, op: int, phase: str, line: int) -> int:
+        number = super().note(storage, tensor, op, phase, line)
+        self._check(number, op, phase, line)
+        return number
 
 
 class Budget(Meter):
@@ -39,6 +55,7 @@ class Budget(Meter):
             ("buffer", nn_module.register_module_buffer_registration_hook),
         ):
             stack.callback(watch(self._registered(category)).remove)
+        stack.callback(register_optimizer_step_pre_hook(lambda optimizer, *_: self._optimizers.add(optimizer)).remove)
 
     def _registered(self, category: str):
         def hook(module: Module, name: str, tensor: Tensor | None) -> None:
@@ -49,25 +66,24 @@ class Budget(Meter):
 
     def counts(self, batch: Iterable[Tensor]) -> None:
         """Hold tensors that come in from outside against the budget, as inputs."""
-        self._adopt(owned_inputs(list(batch)))
+        self._recognition.adopt(owned_inputs(list(batch)))
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, *more) -> None:
-        super()._before_step(optimizer, *more)
-        self._optimizers.add(optimizer)
+    def _make_storages(self, history: History) -> Storages:
+        return _Bounded(self._check, history, self._here, self._log, imagined=True)
 
-    def _note_storage(self, storage, tensor, op: int, phase: str, line: int) -> int:
-        number = super()._note_storage(storage, tensor, op, phase, line)
+    def _check(self, number: int, op: int, phase: str, line: int) -> None:
         if self._history.held > self._budget_bytes:
             raise OutOfMemory(self._explain(number, op, phase, line))
-        return number
 
     def _explain(self, number: int, op: int, phase: str, line: int) -> str:
         for reference, category, name in self._owned:
             tensor = reference()
             if tensor is not None:
-                self._recognise([Owned(tensor, category, name), *gradients_of([tensor], {id(tensor): name})])
+                self._recognition.recognise(
+                    [Owned(tensor, category, name), *gradients_of([tensor], {id(tensor): name})]
+                )
         for optimizer in self._optimizers:
-            self._recognise(owned_by_optimizer(optimizer, {}))
+            self._recognition.recognise(owned_by_optimizer(optimizer, {}))
         timeline = self.timeline.on(f"imagined {self._card}")  # main memory may hold more
         asked = self._history.sizes[number]
         groups: dict[tuple, list[int]] = {}

@@ -11,50 +11,30 @@ was kept, is worked out once, afterwards, from the notes.
 
 from __future__ import annotations
 
-import itertools
 import sys
 import threading
-import weakref
-from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from types import FrameType
 
 import torch
-from torch import Tensor, UntypedStorage
-from torch.nn.parameter import is_lazy
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _disable_current_modes,
-    _get_current_dispatch_mode_stack,
-)
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-from memlab.memory_timeline.accumulation import ADD, ADD_, sole_owner_counts, would_add_in_place
-from memlab.memory_timeline.history import BACKWARD, BEFORE, FORWARD, OPTIMIZER, OUTSIDE, History
+from memlab.memory_timeline.accumulation import ADD, ADD_, GradientSums
+from memlab.memory_timeline.history import BACKWARD, FORWARD, OPTIMIZER, History
 from memlab.memory_timeline.interrupts import noticing_interrupts
-from memlab.memory_timeline.lines import AUTOGRAD, BACKWARD_CALLS, ENGINE
+from memlab.memory_timeline.lines import AUTOGRAD, ENGINE
 from memlab.memory_timeline.lines import OPTIMIZER as OPTIMIZER_CODE
 from memlab.memory_timeline.nodes import Nodes
-from memlab.memory_timeline.ownership import (
-    Members,
-    Owned,
-    ParameterNames,
-    gradients_of,
-    modules_of,
-    named_roots,
-    owned_by_optimizer,
-    owned_inputs,
-    storages_of,
-)
+from memlab.memory_timeline.ownership import Members, modules_of, named_roots, owned_inputs
+from memlab.memory_timeline.recognition import Recognition
 from memlab.memory_timeline.resizing import watch_resizing
+from memlab.memory_timeline.storages import Storages
 from memlab.memory_timeline.timeline import Timeline
 from memlab.memory_timeline.uncompiled import uncompiled
 from memlab.memory_timeline.whereabouts import Whereabouts
 from memlab.memory_timeline.workspace import CPULog, CUDACounters, CUDALevels
 
-META = torch.device("meta")
 DEVICE_OF = torch.ops.prim.device.default
-LIFT_FRESH = torch.ops.aten.lift_fresh.default
 CALL, MODE = torch._ops.OpOverload.__call__.__code__, "__torch_dispatch__"  # how a mode hands an op on
 
 _current_task = torch._C._current_graph_task_id  # -1 outside backward
@@ -73,12 +53,6 @@ class _Kinds(dict):
 
 
 _KINDS = _Kinds()
-
-
-class _Death(weakref.ref):
-    """A weak reference to a storage that still knows its numbers when the storage is gone."""
-
-    __slots__ = ("address", "number")
 
 
 class Meter(TorchDispatchMode):
@@ -140,7 +114,6 @@ class Meter(TorchDispatchMode):
                 "expected workspace=False, since imagined hardware runs no kernels; found True: measure it on a GPU"
             )
         self._changing = True  # so long, any number of interrupts wait
-        self._sole_owner = sole_owner_counts(imagined=bool(self._imagined))
         with ExitStack() as stack:
             self._set_up(stack)
             super().__enter__()
@@ -148,7 +121,7 @@ class Meter(TorchDispatchMode):
             if self._interrupted:
                 raise KeyboardInterrupt
             self._undo = stack.pop_all()
-        del self._inputs, self._optimizer
+        del self._modules, self._optimizer, self._inputs  # the record may outlive the model
         self._changing = False
         return self
 
@@ -158,12 +131,11 @@ class Meter(TorchDispatchMode):
             if self._interrupted:
                 self._interrupt()
         finally:
-            self._deaths.clear()  # what dies from here on dies after the block
+            self._storages.forget()
             try:
                 self._undo.close()
             finally:
-                self._modules = []  # the record may outlive the model
-                self._parameter_names.forget()
+                self._recognition.forget()
         if self._interrupted:
             raise KeyboardInterrupt
 
@@ -180,48 +152,46 @@ class Meter(TorchDispatchMode):
     def _set_up(self, stack: ExitStack) -> None:
         history = self._history = History(self._imagined and f"imagined {self._imagined}")
         self._ops, self._lines, self._numbers = history.ops, history.lines, history.lines.numbers
-        self._last_read, self._read_in_backward, self._sizes = (
-            history.last_read,
-            history.read_in_backward,
-            history.sizes,
-        )
+        self._last_read, self._read_in_backward = history.last_read, history.read_in_backward
+        self._sizes = history.sizes
         self._interrupted = False
-        stack.enter_context(noticing_interrupts(self._notice_interrupt, self._died))
-        self._live: dict[int, int] = {}  # a storage's address → its number; addresses are used again after a free
-        self._deaths: dict[int, _Death] = {}
-        stack.callback(self._deaths.clear)
         roots = named_roots(self._modules)
-        self._here = Whereabouts(roots, history.lines)
-        self._nodes = Nodes(self._here.thread)
-        history.functions = self._nodes.functions
         members = Members.of(roots)
         members.check_memory()
-        self._parameter_names = ParameterNames()
-        self._parameter_names.learn(roots, members)
-        self._strangers: set[int] = set()  # ids of parameters that optimizers have, and the models have not
-
         device = members.parameters[0][1].device if members.parameters else torch.device("cpu")
         levels = CUDALevels(history, device) if device.type == "cuda" else None
         self._log = None
         if self._workspace:
             self._log = CPULog(history) if levels is None else CUDACounters(history, device, levels)
-        self._adopt(members.owned())
-        if self._optimizer is not None:
-            self._adopt(owned_by_optimizer(self._optimizer, self._parameter_names))
-            self._place_counters(self._optimizer)
-        self._adopt(owned_inputs(self._inputs))
-        self._adopted = self.event_count
-        stack.callback(self._recognise_model)
+        self._here = here = Whereabouts(roots, history.lines)
+        self._nodes = Nodes(here.thread)
+        history.functions = self._nodes.functions
+        self._storages = storages = self._make_storages(history)
+        self._live = storages.live
+        self._sums = GradientSums(history, storages.live, imagined=bool(self._imagined))
+        self._recognition = recognition = self._make_recognition(storages)
 
-        stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
-        stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
-        self._here.watch(stack)
-        for _, parameter in members.parameters:
-            if parameter.requires_grad and parameter.is_leaf and not is_lazy(parameter):
-                stack.callback(parameter.register_post_accumulate_grad_hook(self._accumulated).remove)
-        for context in (watch_resizing(self._resized), levels, self._log):
+        stack.enter_context(noticing_interrupts(self._notice_interrupt, storages.died))
+        stack.callback(storages.forget)
+        recognition.names.learn(roots, members)
+        recognition.adopt(members.owned())
+        if self._optimizer is not None:
+            recognition.adopt_optimizer(self._optimizer)
+        recognition.adopt(owned_inputs(self._inputs))
+        self._adopted = self.event_count
+        stack.callback(recognition.recognise_model)
+
+        here.watch(stack)
+        recognition.watch([parameter for _, parameter in members.parameters], stack)
+        for context in (watch_resizing(storages.resized), levels, self._log):
             if context is not None:
                 stack.enter_context(context)
+
+    def _make_storages(self, history: History) -> Storages:
+        return Storages(history, self._here, self._log, imagined=bool(self._imagined))
+
+    def _make_recognition(self, storages: Storages) -> Recognition:
+        return Recognition(self._modules, storages, imagined=self._imagined)
 
     @property
     def timeline(self) -> Timeline:
@@ -282,13 +252,15 @@ class Meter(TorchDispatchMode):
         in_backward = in_formula or task != -1
         if in_backward and (evaluated := _current_node()) is not None:
             node, forward_op = nodes.find(evaluated, task, caller, thread)
-            if in_formula and func is ADD and self._engine_accumulates(args, kwargs, evaluated, node):
+            if in_formula and func is ADD and self._sums.is_one(args, kwargs, evaluated, node):
                 func = ADD_
         if in_formula:
             phase = BACKWARD
             if forward_op >= 0:
                 line, module = flat[6 * forward_op + 2], flat[6 * forward_op + 3]
-            elif (birthplace := self._birthplace(args)) is not None:  # such as of what accumulates into a .grad
+            elif (
+                birthplace := self._storages.birthplace(args)
+            ) is not None:  # such as of what accumulates into a .grad
                 line, module = birthplace
             else:
                 line, module = self._lines.number(here.owners.climb(caller)[0]), here.modules[-1]
@@ -328,7 +300,7 @@ class Meter(TorchDispatchMode):
                     try:
                         storage = live[argument.untyped_storage()._cdata]
                     except (KeyError, NotImplementedError):
-                        self._meet(argument, number, phase, line)
+                        self._storages.meet(argument, number, phase, line)
                     else:
                         self._last_read[storage] = number
                         if forward_op >= 0 and phase is BACKWARD:
@@ -336,7 +308,7 @@ class Meter(TorchDispatchMode):
                 elif kind is list:
                     for item in argument:
                         if isinstance(item, Tensor):
-                            self._meet(item, number, phase, line)
+                            self._storages.meet(item, number, phase, line)
 
         if self._log is not None:
             result = self._log.run(number, func, args, kwargs or {})
@@ -348,91 +320,14 @@ class Meter(TorchDispatchMode):
             try:
                 storage = result.untyped_storage()
             except NotImplementedError:  # sparse
-                self._note(result, number, phase, line)
+                self._storages.made(result, number, phase, line)
             else:
                 known = live.get(storage._cdata)
                 if known is None or storage.nbytes() != self._sizes[known]:
-                    self._note_storage(storage, result, number, phase, line)
+                    self._storages.note(storage, result, number, phase, line)
         elif kind is list:
-            self._note_all(result, number, phase, line)
+            self._storages.all_made(result, number, phase, line)
         return result
-
-    def _birthplace(self, args: tuple) -> tuple[int, str] | None:
-        """Line and module of the op that made the first argument, a gradient; None if nobody saw that."""
-        if args and isinstance(args[0], Tensor):
-            for storage in storages_of(args[0]):
-                number = self._live.get(storage._cdata)
-                if number is not None and (born := self._history.births[number].op) >= 0:
-                    return (op := self._ops[born]).line, op.module
-        return None
-
-    def _meet(self, tensor: Tensor, op: int, phase: str, line: int) -> None:
-        """An op's argument: note that it was read, and that it is there if nobody saw it being born."""
-        history = self._history
-        for storage in storages_of(tensor):
-            number = self._live.get(storage._cdata)
-            if number is None:
-                fresh = self._ops[op].func is LIFT_FRESH
-                if fresh and self._imagined:
-                    continue  # the real tensor of which an imagined one is made
-                number = self._note_storage(storage, tensor, op, phase, line)
-                if number >= 0 and not fresh:  # torch.tensor(...) makes it, and tells later
-                    history.owners[number] = OUTSIDE
-            else:
-                history.last_read[number] = op
-                if (forward_op := self._ops[op].forward_op) >= 0 and phase is BACKWARD:
-                    history.read_in_backward += (number, forward_op)
-
-    def _note_all(self, results: list | tuple, op: int, phase: str, line: int) -> None:
-        """An op's results, in lists of any depth: all_gather's are in three."""
-        for item in results:
-            if isinstance(item, Tensor):
-                self._note(item, op, phase, line)
-            elif isinstance(item, (list, tuple)):
-                self._note_all(item, op, phase, line)
-
-    def _note(self, tensor: Tensor, op: int, phase: str, line: int) -> None:
-        """An op's result: its storages are new, have another size, or are as they were."""
-        for storage in storages_of(tensor):
-            known = self._live.get(storage._cdata)
-            if known is None or storage.nbytes() != self._sizes[known]:
-                self._note_storage(storage, tensor, op, phase, line)
-
-    def _note_storage(self, storage: UntypedStorage, tensor: Tensor | None, op: int, phase: str, line: int) -> int:
-        """Note a storage as op number `op` (-1: before the first) left it. Returns its own number."""
-        address = storage._cdata
-        number = self._live.get(address)
-        nbytes = storage.nbytes()
-        if number is None:
-            if (storage.device == META and not self._imagined) or is_lazy(tensor) or tensor._is_zerotensor():
-                return -1  # a shape, and no bytes
-            number = self._live[address] = self._history.born(tensor, nbytes, op, phase, line)
-            if self._imagined and hasattr(storage, "in_main_memory"):
-                self._history.moved(number, "cpu")
-            self._deaths[number] = death = _Death(storage, self._died)
-            death.address, death.number = address, number
-        else:
-            self._history.resized(number, nbytes, op, phase, line)
-        if self._log is not None:
-            self._log.placed(number, storage.data_ptr(), op)
-        return number
-
-    @uncompiled
-    def _died(self, death: _Death) -> None:
-        number = death.number
-        if self._live.get(death.address) == number:
-            del self._live[death.address]
-        caller = sys._getframe().f_back
-        if caller is None or caller.f_code is ENGINE:
-            phase, line = BACKWARD, self._ops.flat[-4] if len(self._ops) else -1  # by the node evaluated last
-        elif self._here.in_torchs_step(caller):
-            phase, line = OPTIMIZER, self._here.step_line
-        else:
-            phase, line = self._here.place(caller)
-            if caller is not None and caller.f_code in BACKWARD_CALLS:  # the gradient that backward began with
-                phase = BACKWARD
-        self._history.resized(number, 0, len(self._ops) - 1, phase, line)
-        self._deaths.pop(number, None)
 
     def _notice_interrupt(self) -> bool:
         """A Ctrl-C inside the meter. Returns whether it waits: the second one in a long op does not."""
@@ -442,131 +337,5 @@ class Meter(TorchDispatchMode):
     def _interrupt(self) -> None:
         """Note the deaths that a Ctrl-C kept from being noted, and let it through."""
         self._interrupted = False
-        for death in [death for death in self._deaths.values() if death() is None]:
-            self._died(death)
+        self._storages.note_missed_deaths()
         raise KeyboardInterrupt
-
-    # ---- the engine's sum of two gradients (see accumulation.py)
-
-    def _engine_accumulates(self, args, kwargs, evaluated, node: int) -> bool:
-        """Whether this addition is the engine joining two gradients, which it would do in place if it were not watched.
-
-        A node's own formula may add too, and may read the first operand again: so the first operand must be a
-        gradient that another node made and that the present one has not read, or one of two that it made for the
-        same input.
-        """
-        if kwargs or len(args) != 2 or evaluated is None or _grad_enabled():
-            return False
-        if not would_add_in_place(args, self._sole_owner):
-            return False
-        number = self._live.get(args[0].untyped_storage()._cdata)
-        if number is None:
-            return False
-        birth, last_read = self._history.births[number].op, self._history.last_read[number]
-        born_here = birth >= 0 and self._ops[birth].node == node
-        if born_here:
-            targets = [target for target in evaluated.next_functions if target[0] is not None]
-            return len(set(targets)) < len(targets)
-        return last_read < 0 or self._ops[last_read].node != node
-
-    # ---- who owns what
-
-    def _adopt(self, owned: Iterable[Owned]) -> None:
-        """Note tensors that exist already, and whose they are."""
-        for tensor, category, name in owned:
-            for storage in storages_of(tensor):
-                if (number := self._note_storage(storage, tensor, -1, BEFORE, -1)) >= 0:
-                    self._history.owners.setdefault(number, (category, name))
-
-    def _recognise(self, owned: Iterable[Owned]) -> None:
-        """Storages seen being born turn out to belong to somebody: say to whom."""
-        for tensor, category, name in owned:
-            for storage in storages_of(tensor):
-                number = self._live.get(storage._cdata)
-                if number is not None and self._history.owners.get(number, OUTSIDE) == OUTSIDE:
-                    self._history.owners[number] = (category, name)
-
-    def _recognise_model(self) -> None:
-        self._recognise(Members.of(named_roots(self._modules)).owned())
-
-    @uncompiled
-    def _accumulated(self, parameter: Tensor) -> None:
-        gradient = parameter.grad
-        if type(gradient) is Tensor and gradient.layout is torch.strided:  # nearly all: _recognise, written out
-            number = self._live.get(gradient.untyped_storage()._cdata)
-            if number is not None and self._history.owners.get(number, OUTSIDE) == OUTSIDE:
-                self._history.owners[number] = ("gradient", self._parameter_names.get(id(parameter), "a parameter"))
-        else:
-            self._recognise(gradients_of([parameter], self._parameter_names))
-
-    @uncompiled
-    def _before_step(self, optimizer: torch.optim.Optimizer, *_) -> None:
-        # An optimizer that steps inside backward frees a gradient before the meter's own hook comes to see it.
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        unknown = {id(p) for p in parameters if self._parameter_names.get(id(p)) is None}
-        if not unknown <= self._strangers:  # are they new in the model?
-            self._parameter_names.learn_again()
-            self._strangers |= unknown
-        names = [(p, self._parameter_names.get(id(p))) for p in parameters if not is_lazy(p)]
-        self._recognise(Owned(p, "parameter", name) for p, name in names if name is not None)  # for a conversion's end
-        self._recognise(gradients_of(parameters, self._parameter_names))
-        self._here.begin_step(optimizer)
-        if _this_thread() == self._here.thread:  # another thread's step is another meter's
-            self._meet_held(parameters, optimizer)
-
-    def _meet_held(self, parameters: list[Tensor], optimizer: torch.optim.Optimizer) -> None:
-        """What an optimizer holds from before, and nobody named to the meter, is there when its first step begins."""
-        names = self._parameter_names
-        outside = (Owned(parameter, *OUTSIDE) for parameter in parameters)
-        held = itertools.chain(outside, gradients_of(parameters, names), owned_by_optimizer(optimizer, names))
-        met = [(s, owned) for owned in held for s in storages_of(owned.tensor) if s._cdata not in self._live]
-        if met:
-            op, (phase, line) = self._note_op("step", sys._getframe())
-            if self._log is not None:
-                self._log.run(op, bool, (), {})  # nothing: only its marker, under which the log finds them
-            for storage, (tensor, *whose) in met:
-                if (number := self._note_storage(storage, tensor, op, phase, line)) >= 0:
-                    self._history.owners.setdefault(number, tuple(whose))
-
-    @uncompiled
-    def _after_step(self, optimizer: torch.optim.Optimizer, *_) -> None:
-        self._recognise(owned_by_optimizer(optimizer, self._parameter_names))
-        self._place_counters(optimizer)
-        self._here.end_step(optimizer)
-
-    def _place_counters(self, optimizer: torch.optim.Optimizer) -> None:
-        """On a GPU torch's optimizers keep step counters in main memory, unless fused, and but for ASGD's: so here."""
-        if self._imagined in (None, "cpu") or isinstance(optimizer, torch.optim.ASGD):
-            return
-        kinds = [kind for kind in type(optimizer).__mro__ if kind is not torch.optim.Optimizer]
-        if not any(kind.__module__.startswith("torch.optim.") for kind in kinds):
-            return
-        for group in optimizer.param_groups:
-            if not (group.get("fused") or group.get("capturable")):
-                for parameter in group["params"]:
-                    step = optimizer.state.get(parameter, {}).get("step")
-                    counts = isinstance(step, Tensor) and step.numel() == 1
-                    number = self._live.get(step.untyped_storage()._cdata) if counts else None
-                    if number is not None:  # else it is from before, of an optimizer that the meter was not given
-                        self._history.moved(number, "cpu")
-
-    # ---- sizes that change without an op (see resizing.py)
-
-    @uncompiled
-    def _resized(self, storage: UntypedStorage, resize: Callable[[], UntypedStorage], caller: FrameType):
-        """Note a storage's other size under an op of its own, if it is known, or comes to have bytes only now."""
-        known = storage._cdata in self._live
-        if not known and (storage.nbytes() or _this_thread() != self._here.thread):
-            return resize()
-        op, (phase, line) = self._note_op("resize_", caller)
-        result = resize() if self._log is None else self._log.run(op, resize, (), {})
-        with _disable_current_modes():
-            tensor = None if known else torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-        self._note_storage(storage, tensor, op, phase, line)
-        return result
-
-    def _note_op(self, name: str, caller: FrameType) -> tuple[int, tuple[str, int]]:
-        """Note something that is no op of PyTorch's as one. Returns its number, and its phase and line."""
-        phase, line = self._here.place(caller)
-        self._ops.flat += (name, phase, line, "", -1, -1)
-        return len(self._ops) - 1, (phase, line)

@@ -41,6 +41,8 @@ from torch.utils._pytree import tree_leaves
 
 from memlab.memory_timeline import Line, Meter
 from memlab.memory_timeline.ownership import Members, Owned, gradients_of, named_roots, owned_by_optimizer, storages_of
+from memlab.memory_timeline.recognition import Recognition
+from memlab.memory_timeline.storages import Storages
 from memlab.mixed_precision.looking import Seen, Span, bytes_of, floats_in, look, numbers_of, sums, writes
 
 PLACING = ("fill", "full", "where", "scalar_tensor", "pad")  # ops whose scalar is put into the result as it is
@@ -131,9 +133,6 @@ class Followed:
         first = min((value.origin for value in unread), default=None)
         return None if first is None else self._origins[first]
 
-    def placed(self, *_) -> None:
-        """A log is told the address of every storage; this one has no use for it."""
-
     def keep(self, result: object) -> None:
         """What the run returns is no memory that it gave back."""
         self._returned = [bytes_of(leaf) for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
@@ -210,6 +209,28 @@ class Followed:
         return len(self._origins) - 1 if origin else None
 
 
+class _Arrivals(Recognition):
+    """Also what comes in only during the run is given its name before an op reads it."""
+
+    def learn(self, model: Module) -> None:
+        """The names in a model that the run turns out to use."""
+        self._here.learn(model, own=type(model).__name__)
+        members = Members.of(roots := named_roots([model]))
+        self.names.learn(roots, members)
+        self.adopt_unseen(members.owned())
+
+    def meet_held(self, parameters: list[Tensor], optimizer: torch.optim.Optimizer) -> None:
+        """What an optimizer holds from before came in with it: it was not made in the run."""
+        self.adopt_unseen(gradients_of(parameters, self.names))
+        self.adopt_unseen(owned_by_optimizer(optimizer, self.names))
+
+    def adopt_unseen(self, owned: Iterable[Owned]) -> None:
+        """Adopt those that nobody has seen yet."""
+        self.adopt(
+            each for each in owned if all(storage._cdata not in self._live for storage in storages_of(each.tensor))
+        )
+
+
 class _Watch(Meter):
     """A Meter knows every op's phase, module and line; this one also what is from outside, and by which name."""
 
@@ -217,6 +238,9 @@ class _Watch(Meter):
         super().__init__()
         self._arguments = arguments
         self.followed = Followed(self)
+
+    def _make_recognition(self, storages: Storages) -> _Arrivals:
+        return _Arrivals(self._modules, storages, imagined=self._imagined)
 
     def _set_up(self, stack: ExitStack) -> None:
         stack.callback(register_module_forward_pre_hook(self._meet_model).remove)  # before the meter's, which names it
@@ -226,33 +250,17 @@ class _Watch(Meter):
         for name, value in self._arguments.items():
             for leaf in tree_leaves(value):
                 if isinstance(leaf, Module):
-                    self._learn(leaf)
+                    self._recognition.learn(leaf)
                 elif isinstance(leaf, Tensor):
-                    self._adopt_unseen([Owned(leaf, "input", name)])
+                    self._recognition.adopt_unseen([Owned(leaf, "input", name)])
 
     def _meet_model(self, module: Module, args: tuple) -> None:
         if self._here.name(module) is None and self._here.modules == [""]:
-            self._learn(module)
+            self._recognition.learn(module)
             for place, leaf in enumerate(tree_leaves(args)):
                 if isinstance(leaf, Tensor):
-                    self._adopt_unseen([Owned(leaf, "input", f"argument {place} of {type(module).__name__}")])
-
-    def _meet_held(self, parameters: list[Tensor], optimizer: torch.optim.Optimizer) -> None:
-        """What an optimizer holds from before came in with it: it was not made in the run."""
-        self._adopt_unseen(gradients_of(parameters, self._parameter_names))
-        self._adopt_unseen(owned_by_optimizer(optimizer, self._parameter_names))
-
-    def _learn(self, model: Module) -> None:
-        """The names in a model that the run turns out to use."""
-        self._here.learn(model, own=type(model).__name__)
-        members = Members.of(roots := named_roots([model]))
-        self._parameter_names.learn(roots, members)
-        self._adopt_unseen(members.owned())
-
-    def _adopt_unseen(self, owned: Iterable[Owned]) -> None:
-        self._adopt(
-            each for each in owned if all(storage._cdata not in self._live for storage in storages_of(each.tensor))
-        )
+                    name = f"argument {place} of {type(module).__name__}"
+                    self._recognition.adopt_unseen([Owned(leaf, "input", name)])
 
     def judge(self, number: int, tensor: Tensor, after: Seen, inputs: list, seen: list[Seen]) -> NonFinite | None:
         """A new origin: `tensor` is not finite after an op that saw `inputs`. None if that is on purpose."""
