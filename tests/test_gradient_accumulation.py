@@ -147,9 +147,9 @@ def test_labels_are_counted_in_pairs_and_dicts_without_the_ignored():
 @pytest.mark.parametrize(
     ("batch", "found"),
     [
-        (torch.zeros(4, 5, dtype=torch.long), "found a Tensor without a tensor there"),
+        (torch.zeros(4, 5, dtype=torch.long), "found a Tensor without;"),
         ((torch.zeros(4),), "found a tuple without"),
-        ((torch.zeros(4), [1, 2]), "found a tuple without"),
+        ((torch.zeros(4), [1, 2]), "found list there"),
         ({"y": torch.zeros(4)}, "found a dict without"),
         ((torch.zeros(4), torch.rand(4)), "found torch.float32"),
         ({"labels": torch.ones(4, dtype=torch.bool)}, "found torch.bool"),

@@ -77,7 +77,8 @@ def labels(micro_batch: Any, ignore_index: int = -100) -> Tensor:
     else:
         y = micro_batch[1] if isinstance(micro_batch, (tuple, list)) and len(micro_batch) > 1 else None
     if not isinstance(y, Tensor) or y.is_floating_point() or y.is_complex() or y.dtype == torch.bool:
-        found = y.dtype if isinstance(y, Tensor) else f"a {type(micro_batch).__name__} without a tensor there"
+        kind = type(micro_batch).__name__
+        found = y.dtype if isinstance(y, Tensor) else f"a {kind} without" if y is None else f"{type(y).__name__} there"
         raise TypeError(
             f"expected class numbers as the second of (x, y), or as 'labels' of a dict; found {found}; count what your "
             "loss is a mean of: count=lambda batch: batch[:, 1:].numel()"
