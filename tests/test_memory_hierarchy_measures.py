@@ -74,6 +74,11 @@ N = 64 * 32 * 4
     [
         (lambda: x + y, 64 * 32, 3 * N),
         (lambda: x + x, 64 * 32, 2 * N),
+        (lambda: square + square.t(), 64 * 64, 2 * 64 * 64 * 4),
+        (lambda: square @ square.t(), 2 * 64**3, 2 * 64 * 64 * 4),
+        (lambda: x.view(-1) * x.view(32, 64).reshape(-1), 64 * 32, 2 * N),
+        (lambda: square[:32, :32] + square[:32, :32].t(), 32 * 32, 2 * 32 * 32 * 4),
+        (lambda: square[:32] + square[:, :32].t(), 32 * 64, 3 * 32 * 64 * 4),
         (lambda: x + y[0], 64 * 32, 2 * N + 32 * 4),
         (lambda: x[0] + y[:, :1], 64 * 32, 32 * 4 + 64 * 4 + N),
         (lambda: x.expand(5, 64, 32) * 2, 5 * 64 * 32, N + 5 * N),
@@ -142,6 +147,8 @@ image = torch.randn(1, 4, 8, 8)
         lambda: x.rot90(),
         lambda: torch.masked_select(x, whole[:32] > 3),
         lambda: torch.diag_embed(x),
+        lambda: F.interpolate(image, scale_factor=2),
+        lambda: F.max_unpool2d(image, torch.arange(256).view(1, 4, 8, 8) % 64, 1),
         lambda: torch.eye(8),
         lambda: torch.complex(x, y),
         lambda: F.unfold(image, 2),
@@ -154,6 +161,47 @@ image = torch.randn(1, 4, 8, 8)
 )
 def test_what_only_moves_data_has_no_flops(run):
     assert sum(op.flops for op in counted(run)) == 0
+
+
+POOLS = {  # read in backward besides the result's gradient, in bytes
+    "max pool": (lambda x: F.max_pool2d(x, 2), 4 * 4 * 4 * 8),
+    "max pool to a size": (lambda x: F.adaptive_max_pool2d(x, 4), 4 * 4 * 4 * 8),
+    "mean pool": (lambda x: F.avg_pool2d(x, 2), 0),
+    "mean pool to a size": (lambda x: F.adaptive_avg_pool2d(x, 4), 0),
+    "mean pool of volumes": (lambda x: F.avg_pool3d(x[None], (1, 2, 2)), 0),
+    "mirrored edges": (lambda x: F.pad(x, (1, 1, 1, 1), mode="reflect"), 0),
+    "repeated edges": (lambda x: F.pad(x, (1, 1, 1, 1), mode="replicate"), 0),
+}
+
+
+@pytest.mark.parametrize("kind", POOLS)
+def test_the_backward_of_a_pool_and_of_a_pad_does_not_read_the_input(kind):
+    run, more = POOLS[kind]
+    leaf = image.clone().requires_grad_()
+    y = run(leaf)
+    ops = [op for op in counted(lambda: y.backward(torch.ones_like(y))) if "pool" in op.name or "pad" in op.name]
+    assert [op.nbytes for op in ops] == [y.nbytes + leaf.nbytes + more]
+
+
+def test_ops_are_those_that_run_without_a_counter_too():
+    norm, leaf = torch.nn.BatchNorm2d(4), image.clone().requires_grad_()
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad):
+            assert [op.name for op in counted(lambda: norm.eval()(leaf))] == ["native_batch_norm"]
+            assert [op.name for op in counted(lambda: norm.train()(leaf))] == ["add_", "native_batch_norm"]
+            found = only(lambda: F.interpolate(leaf, scale_factor=2))
+            assert (found.name, found.nbytes) == ("upsample_nearest2d", leaf.nbytes + 4 * leaf.nbytes)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_ops_on_a_jagged_tensor_are_those_on_its_values_and_on_a_strided_nested_one_none():
+    layer, parts = torch.nn.Linear(8, 16), [torch.randn(3, 8), torch.randn(5, 8)]
+    jagged = torch.nested.nested_tensor(parts, layout=torch.jagged, requires_grad=True)
+    strided = torch.nested.nested_tensor(parts)
+    products = [(op.phase, op.flops) for op in counted(lambda: layer(jagged).sum().backward()) if op.name in MATRIX]
+    assert products == [("forward", 2 * 8 * 8 * 16), *[("backward", 2 * 8 * 8 * 16)] * 2]
+    with torch.inference_mode():
+        assert counted(lambda: [layer(strided), strided * 2, torch.nested.to_padded_tensor(strided, 0.0)]) == []
 
 
 def test_sparse_tensors_are_left_out():

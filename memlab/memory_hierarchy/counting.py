@@ -7,7 +7,8 @@ that only move data (those listed here), and those on whole numbers, have none.
 
 Too low by far is that bound for products inside of other ops: fused recurrent layers (LSTM and GRU on a CPU or by
 cuDNN), distances (cdist), factorisations and solvers, FFTs. Of sparse tensors neither bytes nor elements are counted; a
-product of one has the FLOPs of a dense one.
+product of one has the FLOPs of a dense one. Ops on a jagged nested tensor are those on its values; ops on a strided
+nested one are not counted.
 
 Bytes are what an op must read and write once, if all that it reads twice comes from a cache, and nothing stays in the
 cache from one op to the next. Views move nothing. A kernel that reads its input twice moves more.
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from collections.abc import Iterable
 from contextlib import ExitStack
 from itertools import zip_longest
@@ -25,11 +27,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from memlab.memory_hierarchy.touched import distinct, touched_bytes
+
 aten = torch.ops.aten
+COMPOSITE = "CompositeImplicitAutograd"
 
 
 def _trilinear(i1, i2, i3, expand1, expand2, expand3, *_, **__) -> int:
@@ -68,12 +73,15 @@ MOVES = """
     scalar_tensor lift_fresh _local_scalar take. index_copy scatter.src scatter.value scatter_.src scatter_.value
     nll_loss slice_scatter. select_scatter. diagonal_scatter. as_strided_scatter. pixel_shuffle pixel_unshuffle rot90
     masked_select. masked_scatter diag_embed reflection_pad1d. reflection_pad2d. reflection_pad3d. replication_pad1d.
-    replication_pad2d. replication_pad3d. eye. complex. im2col. channel_shuffle. index_fill
+    replication_pad2d. replication_pad3d. eye. complex. im2col. channel_shuffle. index_fill diagonal_backward
+    upsample_nearest1d. upsample_nearest2d. upsample_nearest3d. max_unpool
 """
 MOVES = tuple(MOVES.split())
 # ... ops that overwrite their first argument without reading it, ...
 OVERWRITE = ("copy_.", "copy.", "zero_.", "fill_.", "normal_.", "uniform_.", "bernoulli_.", "random_.", "exponential_.")
 OVERWRITE += ("log_normal_.", "cauchy_.", "geometric_.", "index_copy_.", "scatter_.src", "scatter_.value")
+# ... ops that are given their second one for its shape's sake, ...
+SHAPE_OF_SECOND = re.compile(r"(nll_loss|\w+pool\dd|\w+_pad\dd)\w*_backward\.")
 # ... ops that read no more of their first argument than they return, ...
 GATHER = ("index_select.", "index.", "gather.", "embedding.", "take.")
 # ... and ops that read or change as many elements of their first argument as the argument at this place has.
@@ -180,13 +188,15 @@ class _Dispatch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if not isinstance(func, torch._ops.OpOverload) or func.namespace == "prim":
+        nested = any(isinstance(leaf, Tensor) and leaf.is_nested for leaf in tree_leaves((args, kwargs)))
+        if nested and any(map(is_traceable_wrapper_subclass_type, types)):
+            return NotImplemented  # its class is asked next, whose ops on the values inside come here
+        if nested or not isinstance(func, torch._ops.OpOverload) or func.namespace == "prim":
             return func(*args, **kwargs)
-        if func.overloadpacket not in FLOPS:  # in inference mode, ops arrive that are made of others, such as linear
+        made_of_others = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), COMPOSITE)
+        if made_of_others and func.overloadpacket not in FLOPS:  # such as linear, which arrives in inference mode
             with self:
-                result = func.decompose(*args, **kwargs)
-            if result is not NotImplemented:
-                return result
+                return func._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
         result = func(*args, **kwargs)
         self._count(func, args, kwargs, result)
         return result
@@ -218,28 +228,17 @@ def traffic(func, args: tuple, kwargs: dict, result) -> tuple[list[Tensor], list
         return [], []
     unread = {argument for argument in given if argument.is_out}
     unread |= set(arguments[:1]) if name.startswith(OVERWRITE) or _puts(func, args) else set()
-    unread |= set(arguments[1:2]) if name.startswith(("nll_loss_backward", "nll_loss2d_backward")) else set()
+    unread |= set(arguments[1:2]) if SHAPE_OF_SECOND.match(name) else set()
     unread |= set(arguments) if name.startswith("new_") or "_like." in name else set()
-    read = _distinct(t for argument, tensors in given.items() if argument not in unread for t in tensors)
+    read = distinct(t for argument, tensors in given.items() if argument not in unread for t in tensors)
     if name.startswith(GATHER) and made:
         read[0] = min(read[0], *made, key=touched_bytes)
-    written = _distinct([*written, *made])
+    written = distinct([*written, *made])
     if (few := _few(func, args)) is not None:
         parts = args[:1] + (args[3:4] if name.startswith("scatter") else ())
         part = lambda t: _part(t, few) if any(t is arg for arg in parts) else t  # noqa: E731
         read, written = list(map(part, read)), list(map(part, written))
     return read, written
-
-
-def touched_bytes(tensor: Tensor) -> int:
-    """Bytes of the elements of a tensor that lie apart in memory: an expanded dimension is one, windows share theirs.
-
-    >>> touched_bytes(torch.zeros(3, 4)), touched_bytes(torch.zeros(3, 1).expand(3, 4))
-    (48, 12)
-    """
-    dims = [(size, stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride or not size]
-    extent = 1 + sum((size - 1) * stride for size, stride in dims)
-    return max(0, min(math.prod(size for size, _ in dims), extent)) * tensor.element_size()
 
 
 def _few(func, args: tuple) -> int | None:
@@ -277,8 +276,8 @@ def _name(func) -> str:
 
 
 def _tensors(value) -> list[Tensor]:
-    """Those in it whose elements lie in a storage: no sparse ones."""
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.layout == torch.strided]
+    """Those in it whose elements lie in a storage at strides: no sparse ones, and no nested."""
+    return [t for t in tree_leaves(value) if isinstance(t, Tensor) and t.layout == torch.strided and not t.is_nested]
 
 
 def _writes(argument, kwargs: dict) -> bool:
@@ -288,8 +287,3 @@ def _writes(argument, kwargs: dict) -> bool:
         and argument.alias_info.is_write
         and (argument.name != "grads" or kwargs.get("grad_scale") is not None)
     )
-
-
-def _distinct(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Each once: two that view the same elements are the same bytes."""
-    return list({(t.untyped_storage()._cdata, t.storage_offset(), t.shape, t.stride()): t for t in tensors}.values())
