@@ -332,6 +332,61 @@ def test_batchnorm_of_16_bit_input_keeps_statistics_of_32_bit_on_a_gpu():
     assert model.weight.grad.dtype is x.grad.dtype is BF16
 
 
+@pytest.mark.parametrize(
+    ("dtype", "weights", "kept_in_evaluation"),
+    [
+        (BF16, BF16, (4,)),
+        (BF16, torch.float32, (4,)),
+        (torch.float16, torch.float16, (4,)),
+        (torch.float16, torch.float32, (0,)),
+        (torch.float32, torch.float32, (0,)),
+        (torch.float32, None, (4,)),
+    ],
+)
+def test_batchnorm_keeps_statistics_in_evaluation_where_it_is_not_cudnns(dtype, weights, kept_in_evaluation):
+    with imagine("H100-80GB"):
+        norm = nn.BatchNorm2d(4, affine=weights is not None, dtype=weights)
+        x = torch.randn(2, 4, 8, 8, dtype=dtype, requires_grad=True)
+        for training, kept_then in ((True, (4,)), (False, kept_in_evaluation)):
+            _, *statistics = torch.native_batch_norm(
+                x, norm.weight, norm.bias, norm.running_mean, norm.running_var, training, 0.1, 1e-5
+            )
+            assert [(each.shape, each.dtype) for each in statistics] == [(kept_then, torch.float32)] * 2
+            norm.train(training)(x).sum().backward()
+
+
+def test_logsigmoid_keeps_its_input_alone_on_a_gpu():
+    for card, kept_bytes in {"cpu": 4 * 64, "H100-80GB": 0}.items():
+        with imagine(card):
+            x = torch.randn(64, requires_grad=True)
+            with Meter(inputs=x) as meter:
+                y = F.logsigmoid(x)
+            assert meter.timeline.totals[-1] == x.nbytes + y.nbytes + kept_bytes
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_a_bag_of_embeddings_notes_the_bag_of_each_index_on_a_gpu(mode):
+    with imagine("H100-80GB"):
+        table, bags = torch.randn(100, 16, requires_grad=True), torch.zeros(5, 7, dtype=torch.long)
+        with Meter(inputs=(table, bags)) as meter:
+            out = F.embedding_bag(bags, table, mode=mode)
+        notes = 8 * (5 * 7 + 5 + 5) + 8 * out.numel() * (mode == "max")  # bags of indices, sizes and beginnings of bags
+        assert meter.timeline.totals[-1] == meter.timeline.totals[0] + out.nbytes + notes
+        out.sum().backward()
+        assert table.grad.shape == table.shape
+
+
+@pytest.mark.parametrize("card", ["cpu", "H100-80GB"])
+def test_one_hot_holds_its_result_alone(card):
+    with imagine(card):
+        index = torch.zeros(8, 4, dtype=torch.long)
+        with Meter(inputs=index) as meter:
+            found = F.one_hot(index, 10)
+        assert found.shape == (8, 4, 10) and found.dtype is torch.long
+        assert meter.timeline.peak_bytes == index.nbytes + found.nbytes
+    assert torch.equal(F.one_hot(torch.tensor([1]), 2), torch.tensor([[0, 1]]))
+
+
 def test_rmsnorm_is_one_op_on_a_gpu_and_keeps_one_float_a_row(bf16):
     with imagine("H100-80GB"):
         x = torch.randn(8, 16, requires_grad=True)
@@ -1037,6 +1092,70 @@ def test_another_thread_trains_for_real_meanwhile_and_cannot_imagine_too():
 def test_asking_for_values_says_that_there_are_none(ask):
     with imagine("cpu"), pytest.raises(RuntimeError, match="imagined tensors have shapes and no values"):
         ask(torch.ones(3))
+
+
+def test_an_op_in_place_that_would_grow_its_tensor_is_refused_as_a_real_one_is():
+    for imagined in (contextlib.nullcontext(), imagine("cpu"), imagine("H100-80GB")):
+        with imagined:
+            for name in ("add_", "pow_", "clamp_min_", "copysign_", "lt_"):
+                with pytest.raises(RuntimeError, match="shape"):
+                    getattr(torch.ones(5, 1), name)(torch.ones(5, 5))
+            changed = torch.ones(2, 3).t_().unsqueeze_(0).resize_(7).squeeze_()
+            assert changed.set_(torch.ones(9)).shape == (9,)
+
+
+def gaussian_loss(x):
+    return nn.GaussianNLLLoss()(x, x * 2, x.square())
+
+
+def sampled(x):
+    policy = torch.distributions.Categorical(logits=x)
+    return policy.log_prob(policy.sample())
+
+
+def variational(x):
+    q = torch.distributions.Normal(x, x.exp())
+    return q.rsample() + torch.distributions.kl_divergence(q, torch.distributions.Normal(torch.zeros(8), torch.ones(8)))
+
+
+@pytest.mark.parametrize("card", ["cpu", "H100-80GB"])
+@pytest.mark.parametrize("run", [gaussian_loss, sampled, variational])
+def test_what_torch_asks_to_check_its_arguments_is_answered(run, card):
+    with imagine(card):
+        x = torch.randn(4, 8, requires_grad=True)
+        run(x).sum().backward()
+        assert x.grad.shape == (4, 8)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+@pytest.mark.parametrize("card", ["cpu", "H100-80GB"])
+def test_a_sparse_tensor_whose_bytes_nobody_knows_is_refused(card):
+    real_sparse = torch.eye(4).to_sparse()
+    with imagine(card) as gpu:
+        embedding = nn.Embedding(100, 8, sparse=True)
+        for make in (
+            lambda: embedding(torch.zeros(4, dtype=torch.long)).sum().backward(),
+            lambda: torch.eye(4).to_sparse(),
+            lambda: torch.eye(4).to_sparse_csr(),
+            lambda: gpu.imagined(real_sparse),
+        ):
+            with pytest.raises(NotImplementedError, match=r"expected dense tensors.*sparse=False"):
+                make()
+
+
+def test_a_layer_that_learns_its_sizes_is_refused_by_name_and_built_outside():
+    with imagine("cpu"), pytest.raises(NotImplementedError, match="found LazyLinear, which learns them"):
+        nn.LazyLinear(4)
+    assert nn.LazyLinear(4)(torch.ones(2, 3)).shape == (2, 4)
+
+
+@pytest.mark.parametrize("card", ["cpu", "H100-80GB"])
+def test_what_an_op_made_outside_comes_in_as_a_leaf(card):
+    made = torch.randn(8, requires_grad=True) * 2
+    with imagine(card) as gpu:
+        x = gpu.imagined(made)
+        (x * x).sum().backward()
+        assert x.is_leaf and x.grad.shape == (8,)
 
 
 def test_a_real_tensor_among_imagined_ones_says_how_to_bring_it_in():

@@ -11,10 +11,12 @@ from contextlib import ExitStack
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import Module, Parameter
+from torch.nn import functional as F
+from torch.nn.modules.lazy import LazyModuleMixin
 from torch.optim import optimizer as optim
 from torch.utils import _foreach_utils as foreach
 
-from memlab.memory_timeline.gpu_ops import replaced
+from memlab.memory_timeline.gpu_ops import imagining, replaced
 from memlab.memory_timeline.places import in_main_memory, main_memory
 
 MASKS, PACKING = "transformers.masking_utils", "find_packed_sequence_indices"
@@ -30,6 +32,8 @@ def usable_fake_tensors() -> Iterator[None]:
                 stack.callback(supported.remove, FakeTensor)
         stack.enter_context(replaced(Module, "_apply", _apply))
         stack.enter_context(replaced(FakeTensor, "__deepcopy__", _deepcopy))
+        stack.enter_context(replaced(F, "one_hot", _one_hot))
+        stack.enter_context(replaced(LazyModuleMixin, "__init__", _lazy(LazyModuleMixin.__init__)))
         stack.enter_context(_unpacked())
         yield
 
@@ -72,6 +76,25 @@ def _apply(module: Module, fn, recurse: bool = True) -> Module:
             if buffer is not None:
                 each._buffers[name] = fn(buffer)
     return module
+
+
+def _one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
+    """For real tensors PyTorch writes ones among zeros; for fake ones it would compare each index with all classes."""
+    if not isinstance(tensor, FakeTensor) or num_classes < 1 or tensor.dtype is not torch.long:
+        return torch._C._nn.one_hot(tensor, num_classes)
+    return torch.zeros(*tensor.shape, num_classes, dtype=torch.long).scatter_(-1, tensor.unsqueeze(-1), 1)
+
+
+def _lazy(init):
+    def __init__(self, *args, **kwargs):
+        if imagining():
+            raise NotImplementedError(
+                f"expected layers that are told their sizes, found {type(self).__name__}, which learns them from its "
+                "first batch and then changes what its parameters are, as fake tensors cannot; name the sizes"
+            )
+        init(self, *args, **kwargs)
+
+    return __init__
 
 
 @contextlib.contextmanager

@@ -6,8 +6,8 @@ choices are made as CUDA would make them:
 - dropout keeps a mask of one byte an element, not of the input's dtype;
 - fused attention is flash (16 bit), cuDNN's on Hopper and Blackwell, or memory-efficient (32 bit, or a mask elsewhere),
   and keeps one float a query;
-- LayerNorm and BatchNorm keep their mean and deviation in 32 bit when their input has 16, and so does RMSNorm, in one
-  fused op;
+- RMSNorm is one fused op, which keeps one float of 32 bit a row;
+- other ops return other dtypes and sizes (gpu_results.py);
 - optimizers and gradient clipping work on all tensors at once (*foreach*) unless told otherwise;
 - autocast runs softmax, norms and losses in 32 bit (gpu_autocast.py);
 - tensors move between the card and main memory (places.py).
@@ -17,7 +17,7 @@ stay as they are. So names that were imported from torch.nn.functional one by on
 PyTorch prefers cuDNN's attention from cuDNN 9.15.1 on, which its builds for CUDA 13 bring along; one for CUDA 12 takes
 flash on Hopper too, and keeps 8 bytes more.
 Source: aten/src/ATen/native (Dropout.cpp, transformers/attention.cpp, transformers/cuda/sdp_utils.cpp,
-cuda/layer_norm_kernel.cu, cuda/Normalization.cu), torch/optim/optimizer.py.
+cuda/layer_norm_kernel.cu), torch/optim/optimizer.py.
 """
 
 from __future__ import annotations
@@ -110,18 +110,6 @@ def _dropout(on_cpu: Callable) -> Callable:
         return torch.native_dropout(input, p, True)[0]
 
     return dropout
-
-
-def as_cuda_returns(func, args: tuple, result):
-    """The result of an op on `args`, with the dtypes, and in the memory, in which CUDA's kernel returns it."""
-    if func in (aten.native_layer_norm.default, aten.native_batch_norm.default) and result[0].dtype in HALF:
-        return result[0], result[1].float(), result[2].float()
-    if func is aten._scaled_dot_product_efficient_attention.default:
-        for random_state in result[2:]:
-            random_state.untyped_storage().in_main_memory = True
-    if func is aten._scaled_dot_product_cudnn_attention.default and not args[4]:
-        return result[0], result[1].new_empty(0), *result[2:]  # without a backward to come it keeps no rows
-    return result
 
 
 def _rms_norm(input: Tensor, normalized_shape, weight: Tensor | None = None, eps: float | None = None) -> Tensor:

@@ -11,11 +11,12 @@
 Tensors made in the block are PyTorch's fake tensors: each has a shape, a dtype, a storage of so many bytes, and no
 values. The code is the real code, autograd is the real autograd, so births and deaths are real; only arithmetic is
 left out. A model of 70 billion parameters fits a laptop. Ops that a GPU does differently are done its way
-(gpu_ops.py).
+(gpu_ops.py, gpu_results.py).
 
-What it cannot know, because no kernel runs: what kernels take for themselves (cuBLAS's workspace, cuDNN's reserve),
-how the allocator rounds and splits, what the driver's context takes (some 0.5 GiB), and anything that depends on
-values. Its figures are at the *storages* level, a lower bound of what the card's own tools will show.
+What it cannot know, because no kernel runs: what kernels take for themselves (cuBLAS's workspace, cuDNN's reserve, and
+on a CPU what oneDNN keeps for an LSTM's backward), how the allocator rounds and splits, what the driver's context takes
+(some 0.5 GiB), and anything that depends on values, as the bytes of a sparse tensor do. Its figures are at the
+*storages* level, a lower bound of what the card's own tools will show.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from memlab.memory_timeline.budget import Budget
 from memlab.memory_timeline.fake_tensors import usable_fake_tensors
-from memlab.memory_timeline.gpu_ops import as_cuda_returns, choose_as_cuda_does, imagining
+from memlab.memory_timeline.gpu_ops import choose_as_cuda_does, imagining
+from memlab.memory_timeline.gpu_results import as_cuda_returns
 from memlab.memory_timeline.meter import DEVICE_OF, Meter
 from memlab.units import format_bytes, parse_bytes
 
@@ -67,7 +69,9 @@ CARDS = {
 aten = torch.ops.aten
 _HERE = os.path.dirname(__file__) + os.sep
 _TORCH = os.path.dirname(torch.__file__) + os.sep
-_READ_VALUES = tuple(os.path.join(_TORCH, *parts) for parts in (("optim", ""), ("nn", "init.py"), ("amp", "")))
+_READ_VALUES = ("optim", ""), ("nn", "init.py"), ("nn", "functional.py"), ("amp", "")
+_READ_VALUES = tuple(os.path.join(_TORCH, *parts) for parts in _READ_VALUES)
+_CHECK_VALUES = (os.path.join(_TORCH, "distributions", ""),)
 _ONE_AT_A_TIME = threading.Lock()  # what is replaced is the process's, so two machines would undo each other
 
 
@@ -81,7 +85,8 @@ def imagine(card: str, budget_bytes: int | str | None = None) -> ImaginedHardwar
     `main_memory()` are what is beside it (places.py).
 
     The block's value has `capacity_bytes` (None for "cpu") and `imagined(batch)`, which brings real tensors in.
-    Raises ValueError for an unknown card, or a budget of 0; in the block, RuntimeError where code asks for values.
+    Raises ValueError for an unknown card, or a budget of 0; in the block, RuntimeError where code asks for values, and
+    NotImplementedError where a tensor is sparse.
     """
     if card != "cpu" and card not in CARDS:
         names = {name.lower(): name for name in CARDS}
@@ -132,7 +137,8 @@ class ImaginedHardware:
     def imagined(self, batch):
         """Imagined tensors of the same shapes and dtypes. batch: a real tensor, or tuples, lists, dicts of them.
 
-        A slice comes to a card as what it shows, not with all the memory behind it; what stands twice comes once.
+        A slice comes to a card as what it shows, not with all the memory behind it; what stands twice comes once. What
+        an op made comes as a leaf.
         Raises RuntimeError outside the block.
         """
         mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
@@ -146,9 +152,10 @@ class ImaginedHardware:
 
     def _brought_in(self, mode: _Imagination, real: Tensor) -> Tensor:
         with _disable_current_modes():
-            shown = mode.from_tensor(real)
-            if self.card not in CARDS or real.layout is not torch.strided:
-                return shown
+            _must_be_dense(real)
+            shown = mode.from_tensor(real.detach() if real.grad_fn is not None else real)
+            if self.card not in CARDS:
+                return shown.requires_grad_(real.requires_grad)
             with mode:
                 return torch.empty_like(shown).requires_grad_(real.requires_grad)
 
@@ -179,11 +186,15 @@ class _Imagination(FakeTensorMode):
         kwargs = kwargs or {}
         if (device := kwargs.get("device")) is not None and device.type == "cuda":
             kwargs = {**kwargs, "device": torch.device("cpu")}  # the imagined card is the only one there is
+        if func._schema.name[-1] == "_" and len(args) > 1:
+            _must_fit_in_place(func, args)
         try:
             result = super().__torch_dispatch__(func, types, args, kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
-            if func is aten._local_scalar_dense.default and _asked_by_torch():
+            if func is aten._local_scalar_dense.default and _asked_in(_READ_VALUES):
                 return args[0].dtype is not torch.bool  # 1, or no: which ends every loop that asks "is there any left?"
+            if func is aten._local_scalar_dense.default and _asked_in(_CHECK_VALUES):
+                return True  # 1, or yes: every parameter of a distribution is valid
             raise RuntimeError(
                 f"expected code that needs no values, found {func}: imagined tensors have shapes and no values, so "
                 ".item(), .tolist(), bool(...), print of a number, nonzero and masks as an index have no answer; make "
@@ -196,9 +207,10 @@ class _Imagination(FakeTensorMode):
                 f"expected imagined tensors, found a real one in {func}: build the model inside the block, and bring a "
                 "batch in with gpu.imagined(batch)"
             ) from None
+        _must_be_dense(result)
         if func in REDUCED and _reduces(*args[3 if func is BINARY_CROSS_ENTROPY else 2 :][:1], **kwargs):
             result = _in_place_of_all(result, *args[:2])
-        if func is aten.lift_fresh.default and self.imagines in CARDS and _asked_by_torch():
+        if func is aten.lift_fresh.default and self.imagines in CARDS and _asked_in(_READ_VALUES):
             result.untyped_storage().in_main_memory = True  # an optimizer's number, which is on no GPU either
         if self.beside_card or (kwargs.get("pin_memory") and self.imagines in CARDS):
             before = {id(leaf.untyped_storage()) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
@@ -225,11 +237,30 @@ def _in_place_of_all(result: Tensor, input: Tensor, target: Tensor) -> Tensor:
     return result.new_empty(torch.broadcast_shapes(input.shape, target.shape)).as_strided((), ())
 
 
-def _asked_by_torch() -> bool:
-    """Whether a value is read by torch's own initialisation, optimizers or loss scaling, which no reader can change."""
+def _must_fit_in_place(func, args: tuple) -> None:
+    """Refuses what would make the tensor that is changed larger: a real one is not, and a fake one would be."""
+    if torch.Tag.pointwise in func.tags or func._schema.arguments[1].name == "other":
+        shapes = [arg.shape for arg in args if isinstance(arg, Tensor)]
+        if len(shapes) > 1 and (found := torch.broadcast_shapes(*shapes)) != shapes[0]:
+            raise RuntimeError(
+                f"expected operands that broadcast to the shape of the tensor that {func} changes in place, "
+                f"{tuple(shapes[0])}, found some that broadcast to {tuple(found)}"
+            )
+
+
+def _must_be_dense(made) -> None:
+    if isinstance(made, Tensor) and made.layout is not torch.strided:
+        raise NotImplementedError(
+            f"expected dense tensors, found one of layout {made.layout} and shape {tuple(made.shape)}: its bytes are "
+            "those of its values, and imagined tensors have none; use sparse=False, or meter it for real"
+        )
+
+
+def _asked_in(files: tuple[str, ...]) -> bool:
+    """Whether a value is read by these of torch's own files, which no reader can change."""
     frame = sys._getframe(2)
     while frame is not None and frame.f_code.co_filename.startswith((_TORCH, _HERE)):
-        if frame.f_code.co_filename.startswith(_READ_VALUES):
+        if frame.f_code.co_filename.startswith(files):
             return True
         frame = frame.f_back
     return False
