@@ -843,13 +843,15 @@ def test_an_iteration_in_which_no_optimizer_has_gradients_cannot_end_here_nor_in
             scaler.update()
 
 
-def test_gradients_that_come_after_unscale_are_refused_here_and_in_gradscaler():
-    for scaler, error in zip(scalers(), (RuntimeError, AssertionError), strict=True):
+@pytest.mark.parametrize("fused", [False, True])  # where GradScaler gives found_inf as an int, which has no device
+def test_gradients_that_come_after_unscale_are_refused_here_and_in_gradscaler(fused):
+    errors = RuntimeError, AttributeError if fused else AssertionError
+    for scaler, error in zip(scalers(), errors, strict=True):
         parameter = nn.Parameter(torch.ones(1))
-        optimizer, loss = torch.optim.SGD([parameter], lr=1.0), scaler.scale(parameter.sum())
+        optimizer, loss = torch.optim.SGD([parameter], lr=1.0, fused=fused), scaler.scale(parameter.sum())
         scaler.unscale_(optimizer)
         loss.backward()
-        with pytest.raises(error, match="without any when it was unscaled|No inf checks"):
+        with pytest.raises(error, match="without any when it was unscaled|No inf checks|device"):
             scaler.step(optimizer)
         assert parameter.item() == 1.0
 

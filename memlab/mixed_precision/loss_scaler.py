@@ -75,6 +75,9 @@ class LossScaler:
     gradients nobody divides or checks. Its scale may fall to 0. It passes itself to a step that asks for `grad_scaler`,
     which is deprecated. Many of its errors are AssertionErrors.
 
+    With either, torch 2.13's fused SGD goes on from a momentum that nobody wrote where its first step was skipped:
+    begin with a scale that does not overflow, or use foreach=True.
+
     Raises TypeError or ValueError for settings that make no sense.
     """
 
@@ -150,18 +153,23 @@ class LossScaler:
             raise RuntimeError("expected step() without a closure, whose gradients nobody could check; found one")
         if (stage := self._stage(optimizer)) == STEPPED:
             raise RuntimeError("expected one step() of an optimizer per update(), found a second; call update() first")
-        if getattr(optimizer, "_step_supports_amp_scaling", False):
+        by_itself = getattr(optimizer, "_step_supports_amp_scaling", False)
+        if stage == READY and not by_itself:
+            self.unscale_(optimizer)
+        unchecked = optimizer not in self._found_inf
+        if unchecked and by_itself:  # it checks now, or was unscaled; it runs without gradients too, not on scaled ones
+            has_gradients = (p.grad is not None for group in optimizer.param_groups for p in group["params"])
+            unchecked = stage == UNSCALED and any(has_gradients)
+        if unchecked:
+            self._stages[optimizer] = stage  # nothing was divided: after an error the next step divides
+            raise RuntimeError(
+                "expected an optimizer with gradients, found one without any when it was unscaled: first call "
+                "backward() on a scaled loss that depends on its parameters (where only some ranks have gradients, "
+                "give LossScaler an `agree`)"
+            )
+        if by_itself:
             result = self._step_itself(optimizer, stage, *args, **kwargs)
         else:
-            if stage == READY:
-                self.unscale_(optimizer)
-            if optimizer not in self._found_inf:
-                self._stages[optimizer] = stage  # nothing was divided: after an error the next step divides
-                raise RuntimeError(
-                    "expected an optimizer with gradients, found one without any when it was unscaled: first call "
-                    "backward() on a scaled loss that depends on its parameters (where only some ranks have gradients, "
-                    "give LossScaler an `agree`)"
-                )
             result = None if self._found_inf[optimizer].item() else optimizer.step(*args, **kwargs)
         self._stages[optimizer], self._latest[optimizer] = STEPPED, self._found_inf.get(optimizer, self._bad_loss)
         return result
