@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import _get_current_dispatch_mode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from memlab.book.workloads import GPT, text_batch
@@ -378,10 +379,16 @@ POWERS = torch.tensor([2.0, 0.0, 1.0], requires_grad=True)
         (lambda x: x.cumprod(0), torch.tensor([0.0, 1.0, 0.0])),
         (lambda x: (x + torch.finfo(x.dtype).min).softmax(0), torch.tensor([0.0, -3e38])),
         (ctc, torch.linspace(-1, 1, 60).view(6, 2, 5)),
+        (lambda x: (x * 1e30 * 1e30).nan_to_num(), torch.ones(1)),
+        (lambda x: (x * 1e30 * -1e30).clamp_min_(0), torch.ones(3)),
     ],
 )
 def test_an_inf_or_nan_that_the_next_op_forgives_is_no_finding(fn, x):
     assert first_nonfinite(with_gradient, fn, x) is None
+
+
+def where_finite(x):
+    return torch.where(x.isfinite(), x, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -392,6 +399,7 @@ def test_an_inf_or_nan_that_the_next_op_forgives_is_no_finding(fn, x):
         lambda x: x.log()[1:].sum(),
         lambda x: ctc(torch.zeros(6, 2, 5)),
         lambda x: torch.where(x > 0, x.log().long(), 0),
+        lambda x: where_finite(x.log()),
     ],
 )
 def test_an_inf_that_is_dropped_is_no_finding(fn):
@@ -432,6 +440,22 @@ def test_a_transformers_t5_is_healthy_and_its_culprit_is_named():
     assert first_nonfinite(step) is None
     model.encoder.block[0].layer[-1].DenseReluDense.wo.weight.data.fill_(3e38)
     assert report(step).module == "encoder.block.0.layer.1.DenseReluDense.wo"
+
+
+def test_an_inf_that_was_only_tested_is_found_be_it_as_a_copy():
+    assert report(lambda: (torch.ones(3) * 1e30 * 1e30).isfinite()).op == "mul"
+    assert report(lambda: (torch.ones(3) * 1e30 * 1e30).clone() > 0).op == "mul"
+    assert report(lambda: where_finite(torch.zeros(3).log()) + torch.zeros(3).log().abs()).op == "log"
+
+
+def test_an_overflow_is_found_though_a_nan_was_placed_beside_it_on_purpose():
+    kept = torch.tensor([True, False, True])
+    assert report(lambda: torch.where(kept, torch.full((3,), -1e30) * 1e30, NAN).nanmedian()).op == "mul"
+
+
+def test_a_gradient_of_zeros_without_memory_is_finite():
+    assert first_nonfinite(with_gradient, torch.sgn, torch.ones(3)) is None
+    assert report(with_gradient, lambda x: (x - 1).sgn() / 0, torch.ones(3)).op == "div"
 
 
 def test_a_nan_that_argmax_read_or_that_a_finite_neighbour_hides_is_still_found():
@@ -681,3 +705,55 @@ def test_arguments_are_passed_on_and_fn_runs_once():
 
     assert first_nonfinite(functools.partial(fn, 1), 2, three=3) is None
     assert calls == [((1, 2), {"three": 3})]
+
+
+# ---- all ops of torch
+
+NAN_AFTER_ALL = ("masked.log_softmax", "masked.logaddexp")  # -inf where everything is masked, on purpose
+
+
+def finite(values):
+    tensors = [x.to_dense() if x.layout is not torch.strided else x for x in tree_leaves(values) if torch.is_tensor(x)]
+    return all(bool(x.isfinite().all()) for x in tensors if x.is_floating_point() or x.is_complex())
+
+
+def differentiated(op, sample, broken):
+    """Forward and backward of a sample, whose first number sqrt has made nan, if it is to be broken; the results."""
+    leaf = sample.input.detach().clone().requires_grad_()
+    factor = torch.ones(leaf.shape)
+    if broken:
+        factor[(0,) * leaf.dim()] = -1
+    outputs = op.op(leaf * factor.sqrt(), *sample.args, **sample.kwargs)
+    summed = [x.sum() for x in tree_leaves(outputs) if torch.is_tensor(x) and x.requires_grad]
+    if summed:
+        sum(summed).abs().backward()
+    return outputs, summed, leaf.grad
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_in_torchs_own_list_of_ops_a_nan_has_its_origin_and_finite_numbers_have_none():
+    pytest.importorskip("expecttest", reason="torch's list of ops needs the package expecttest, which is not installed")
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    wrong, counts = [], {True: 0, False: 0}
+    for op in op_db:
+        if not op.supports_autograd or torch.float32 not in op.supported_dtypes("cpu") or op.name in NAN_AFTER_ALL:
+            continue
+        torch.manual_seed(0)
+        sample = next(iter(op.sample_inputs("cpu", torch.float32)))
+        if not torch.is_tensor(sample.input) or sample.input.layout is not torch.strided or not sample.input.numel():
+            continue
+        for broken in (False, True):
+            run = functools.partial(differentiated, op, sample, broken)
+            try:
+                made = run()
+            except (RuntimeError, ValueError):  # the op takes no nan, or has no gradient for this sample
+                continue
+            if finite(made) is broken:  # it drops the nan, or makes one of its own
+                continue
+            found = first_nonfinite(run)
+            counts[broken] += 1
+            if broken != (found is not None) or broken and found.op != "sqrt":
+                wrong.append((op.name, op.variant_test_name, str(found)))
+    assert wrong == []
+    assert min(counts.values()) > 300

@@ -40,6 +40,8 @@ class Seen(NamedTuple):
 def look(value: Tensor | complex) -> Seen:
     """Read a floating-point tensor of any shape, once if it is finite; or a scalar, which Python keeps in FP64."""
     if isinstance(value, Tensor):
+        if value._is_zerotensor():  # such as the gradient of sgn: zeros without memory
+            return Seen(False, False, False, 0.0)
         numbers = numbers_of(value)
     else:
         numbers = torch.tensor([value.real, value.imag], dtype=torch.float64, device="cpu")

@@ -75,8 +75,8 @@ class LossScaler:
     gradients nobody divides or checks. Its scale may fall to 0. It passes itself to a step that asks for `grad_scaler`,
     which is deprecated. Many of its errors are AssertionErrors.
 
-    With either, torch 2.13's fused SGD goes on from a momentum that nobody wrote where its first step was skipped:
-    begin with a scale that does not overflow, or use foreach=True.
+    With either, torch's fused SGD (2.11, 2.13) goes on from a momentum that nobody wrote, if its first step was
+    skipped: begin with a scale that does not overflow, or use foreach=True.
 
     Raises TypeError or ValueError for settings that make no sense.
     """

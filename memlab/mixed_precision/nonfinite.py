@@ -14,7 +14,8 @@ But not every inf is a mistake: masks hold -inf on purpose, and log(0) does no h
 - where a mask is finite to which `addmm`, `baddbmm` and the like add a product, what is not finite is the product's;
 - a value is **forgiven** if an op reads it and all that the op makes is finite. Tests (`isfinite`, `>`) and overwriting
   (`zero_`, `copy_`, `out=`) forgive nothing, and what only makes an integer (`argmax`) forgives no nan. A finite slice
-  of a tensor (`x.log()[1:]`) forgives the rest if by the end of the run the memory is gone: that dropped it.
+  of a tensor (`x.log()[1:]`) forgives the rest if by the end of the run the memory is gone: that dropped it. An `abs`
+  or `clone` that was only tested and is gone was a part of that test: `x.isfinite()` makes one.
 
 Reported is the earliest origin of a value that was neither forgiven nor carried on to another by the end: a loss, a
 gradient, a weight, or whatever nobody has read, be it freed by then.
@@ -43,8 +44,9 @@ from memlab.memory_timeline import Line, Meter
 from memlab.memory_timeline.ownership import Members, Owned, gradients_of, named_roots, owned_by_optimizer, storages_of
 from memlab.memory_timeline.recognition import Recognition
 from memlab.memory_timeline.storages import Storages
-from memlab.mixed_precision.looking import Seen, Span, bytes_of, floats_in, look, numbers_of, sums, writes
+from memlab.mixed_precision.looking import Seen, Span, bytes_of, floats_in, look, name_of, numbers_of, sums, writes
 
+COPIES = ("abs", "clone")  # isfinite and isinf test an abs; backward of clamp_min_ tests a clone of what was there
 PLACING = ("fill", "full", "where", "scalar_tensor", "pad")  # ops whose scalar is put into the result as it is
 
 
@@ -106,6 +108,7 @@ class Value:
     """The inf or nan in a tensor: the number of its origin, and where it lies, be it between finite numbers.
 
     read: whether an op forgave it or carried it on. sliced: whether an op read a part that holds only finite numbers.
+    tested: whether an op tested it. source: the value of which it is an `abs` or a `clone`.
     """
 
     origin: int
@@ -113,6 +116,8 @@ class Value:
     span: Span
     read: bool = False
     sliced: bool = False
+    tested: bool = False
+    source: Value | None = None
 
 
 class Followed:
@@ -129,6 +134,12 @@ class Followed:
     def found(self) -> NonFinite | None:
         """The earliest origin of a value that nothing read, or dropped."""
         alive = [id(value) for storage, value in self._value_in.items() if storage.nbytes()]
+        for value in reversed(self._values):  # a copy comes after its source
+            if value.source is not None:
+                part_of_a_test = value.tested and not value.read and id(value) not in alive
+                value.source.tested |= part_of_a_test
+                value.source.read |= not part_of_a_test
+                value.read, value.source = value.read or part_of_a_test, None
         unread = [value for value in self._values if not value.read and (not value.sliced or id(value) in alive)]
         first = min((value.origin for value in unread), default=None)
         return None if first is None else self._origins[first]
@@ -159,15 +170,19 @@ class Followed:
 
         values = [self._value_in.get(bytes_of(x)) if isinstance(x, Tensor) else None for x in inputs]
         tells = isinstance(result, Tensor) and result.dtype is not torch.bool  # a number, be it an integer
+        source = values[0] if seen and name_of(op) in COPIES and not all(one.finite for _, one in after) else None
         for place, (tensor, value) in enumerate(zip(inputs, values, strict=True)):
-            if value is not None and (made or tells and not value.nan):
+            if value is not None and not made and (value.nan or not tells):
+                value.tested = True
+            elif value is not None and value is not source:
                 self._read(value, tensor, look(tensor) if seen is None else seen[place])
         for tensor, one in after:
             old = self._value_in.get(bytes_of(tensor))
             origin = None if one.finite else self._origin(number, tensor, one, inputs, seen, values, finite)
             if origin is not None:
                 span = Span.of(tensor)
-                self._values.append(Value(origin, one.nan, span if old is None else span.hull(old.span)))
+                span = span if old is None else span.hull(old.span)
+                self._values.append(Value(origin, one.nan, span, source=source))
                 self._value_in[bytes_of(tensor)] = self._values[-1]
             elif old is not None and Span.of(tensor).covers(old.span):
                 self._value_in.pop(bytes_of(tensor), None)
@@ -205,8 +220,11 @@ class Followed:
         if known:
             return min(known)
         origin = self._watch.judge(number, tensor, after, inputs, seen)
-        self._origins += [origin] if origin else []
-        return len(self._origins) - 1 if origin else None
+        if origin is None:  # a nan on purpose, or of memory that nobody wrote, hides no inf beside it
+            pairs = zip(values, seen, strict=True)
+            return min((value.origin for value, one in pairs if value is not None and not one.finite), default=None)
+        self._origins.append(origin)
+        return len(self._origins) - 1
 
 
 class _Arrivals(Recognition):
