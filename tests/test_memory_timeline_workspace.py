@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from memlab.memory_timeline import Meter
+from memlab.memory_timeline import Meter, Timeline
 from memlab.memory_timeline.history import FORWARD, History
 from memlab.memory_timeline.workspace import MARK, CUDACounters, CUDALevels, _flatten
 from tests.memory_timeline_helpers import (
@@ -113,6 +113,52 @@ def test_memory_that_the_allocator_never_had_keeps_its_place_in_the_timeline():
     outside, result = (s for s in timeline.storages.values() if s.nbytes == 4000)
     assert (outside.op, result.op) == ("lift_fresh", "mul")
     assert timeline.lifetime(outside.id)[0] < timeline.lifetime(result.id)[0] < timeline.lifetime(outside.id)[1]
+
+
+def test_what_is_taken_after_the_last_op_is_that_ops_and_the_file_can_be_read(tmp_path):
+    with Meter(workspace=True) as meter:
+        torch.ones(3)
+        random = torch.get_rng_state()
+    meter.timeline.save(tmp_path / "step.json")
+    last = Timeline.load(tmp_path / "step.json").events[-1]
+    assert (last.delta, last.op, last.phase) == (random.nbytes, "ones", "forward")
+
+
+def test_raw_memory_in_a_block_without_ops_is_nobodys():
+    with Meter(workspace=True) as meter:
+        torch.UntypedStorage(400)
+    assert meter.timeline.events == []
+
+
+@pytest.mark.parametrize("made", ["before, and named", "before", "inside"])
+def test_a_storage_that_moves_gives_back_what_it_had_wherever_that_came_from(made):
+    x = torch.ones(10)
+    with Meter(inputs=x if made == "before, and named" else (), workspace=True) as meter:
+        if made == "inside":
+            x = torch.ones(10)
+        x.add_(1)
+        x.resize_(1000)
+        after = x.untyped_storage().nbytes()
+        (torch.ones(1000, requires_grad=True) * 2).sum().backward()
+        x.untyped_storage().resize_(0)
+        del x
+    timeline = meter.timeline
+    grown = next(i for i, event in enumerate(timeline.events) if event.op == "resize_")
+    assert [(e.delta, e.op, e.phase) for e in timeline.events[grown : grown + 2]] == [
+        (4000, "resize_", "forward"),
+        (-40, "resize_", "forward"),
+    ]
+    assert timeline.bytes_at(grown + 2) == after == 4000
+    assert timeline.totals[-1] == 0
+
+
+def test_what_an_earlier_log_knows_dies_once_in_the_next_one():
+    with Meter(workspace=True):
+        x = torch.ones(100)
+    with Meter(inputs=x, workspace=True) as meter:
+        del x
+        torch.ones(3)
+    assert meter.timeline.totals == [400, 0, 12, 0]
 
 
 def test_an_op_that_returns_a_zero_tensor_without_memory_is_metered():

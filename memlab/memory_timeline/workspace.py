@@ -23,13 +23,18 @@ MARK = "memlab.memory_timeline op "
 """What the profiler calls an op's marker, before the op's number."""
 
 
+Unlogged = dict[int, list[Change]]
+"""For each op, how storages changed in it by what is not in the log."""
+
+
 @dataclass(slots=True)
 class Block:
-    """One allocation in the log. `storage` stays -1 for scratch, `freed` for what outlives the log."""
+    """One allocation. `op`: -1 before the first. `storage` stays -1 for scratch, `freed` false for what lives on."""
 
     nbytes: int
-    op: int = -1
+    op: int
     storage: int = -1
+    logged: bool = True  # not so for what the allocator never had (NumPy's, another process's), or had before the log
     freed: bool = False
 
 
@@ -41,7 +46,7 @@ class CPULog:
 
     def __init__(self, history: History):
         self._history = history
-        self._placed: dict[int, list[tuple[int, int]]] = {}  # op → (storage, address) as that op left them
+        self._placed: dict[int, list[tuple[int, int, int]]] = {}  # op → (storage, address, bytes) as that op left them
         self._profile = torch.profiler.profile(
             activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
         )
@@ -63,17 +68,39 @@ class CPULog:
 
     def placed(self, storage: int, address: int, op: int) -> None:
         """Op number `op` (-1: before the first) left this storage at this address."""
-        self._placed.setdefault(op, []).append((storage, address))
+        self._placed.setdefault(op, []).append((storage, address, self._history.sizes[storage]))
 
     def __exit__(self, *error) -> None:
         self._profile.__exit__(None, None, None)
         log = _flatten(self._profile.profiler.kineto_results.experimental_event_tree())
-        self._rewrite(log, self._attribute(log))
+        self._rewrite(log, *self._attribute(log))
 
-    def _attribute(self, log: list[tuple[str, int, int]]) -> list[Block | None]:
-        """For each row of the log, the block that it allocates or frees (None: a marker, or a block nobody knew)."""
-        sizes = [birth.nbytes for birth in self._history.births]
-        standing = {address: Block(sizes[s], -1, s) for s, address in self._placed.get(-1, ())}
+    def _attribute(self, log: list[tuple[str, int, int]]) -> tuple[list[Block | None], dict[int, Block], Unlogged]:
+        """Lay the ops over the log.
+
+        Returns for each of its rows the block that it allocates or frees (None: a marker, or a block nobody knew), for
+        each storage its last block, and for each op what storages gained and lost in it without a row of the log.
+        """
+        standing: dict[int, Block] = {}
+        last: dict[int, Block] = {}
+        unlogged: Unlogged = {}
+
+        def note(storage: int, delta: int, op: int) -> None:
+            if delta:
+                unlogged.setdefault(op, []).append(self._change(storage, delta, op))
+
+        def end(op: int) -> None:
+            for storage, address, nbytes in self._placed.pop(op, ()):
+                before, now = last.get(storage), standing.get(address)
+                if now is None or now.storage not in (-1, storage):
+                    now = Block(nbytes, op, logged=False)
+                    note(storage, nbytes, op)
+                if before is not None and before is not now and not before.logged and not before.freed:
+                    note(storage, -before.nbytes, op)
+                now.storage, last[storage] = storage, now
+
+        for storage, address, nbytes in self._placed.pop(-1, ()):
+            standing[address] = last[storage] = Block(nbytes, -1, storage, logged=False)
         rows: list[Block | None] = []
         on_the_way: list[Block] = []  # allocated just before an op begins: the tensor that a Python number becomes
         op, inside = -1, False
@@ -86,33 +113,27 @@ class CPULog:
                 on_the_way = []
             elif kind == "end":
                 inside = False
-                for storage, address in self._placed.get(key, ()):
-                    if address in standing and standing[address].storage < 0:
-                        standing[address].storage = storage
+                end(key)
             elif nbytes > 0:
-                standing[key] = block = Block(nbytes, op if inside else -1)
+                standing[key] = block = Block(nbytes, op)
                 if not inside:
                     on_the_way.append(block)
             elif key in standing:
                 block = standing.pop(key)
                 block.freed = True
             rows.append(block)
-        return rows
+        for unmarked in sorted(self._placed):  # run by another thread, whose allocations are not logged
+            end(unmarked)
+        return rows, last, unlogged
 
-    def _rewrite(self, log: list[tuple[str, int, int]], rows: list[Block | None]) -> None:
-        history = self._history
-        seen = {block.storage for block in rows if block is not None}
-        freed = {block.storage for block in rows if block is not None and block.freed}
-        unlogged: dict[int, list[Change]] = {}  # memory the allocator never had: NumPy's, another process's
-        deaths: dict[int, Change] = {}
-        changes = Rows(Change)
-        for change in history.changes:
-            if change.op < 0:
-                changes.flat += change
-            elif change.storage not in (seen if change.delta > 0 else freed):
-                unlogged.setdefault(change.op, []).append(change)
-            elif change.delta < 0:
-                deaths[change.storage] = change
+    def _rewrite(self, log: list, rows: list[Block | None], last: dict[int, Block], unlogged: Unlogged) -> None:
+        history, changes = self._history, Rows(Change)
+        deaths = {change.storage: change for change in history.changes if not history.sizes[change.storage]}
+        for storage, death in deaths.items():
+            if storage in last and last[storage].nbytes and not last[storage].freed:
+                unlogged.setdefault(death.op, []).append(death._replace(delta=-last[storage].nbytes))
+        for change in (*(c for c in history.changes if c.op < 0 < c.delta), *unlogged.pop(-1, ())):
+            changes.flat += change
         op = -1
         for (kind, key, nbytes), block in zip(log, rows, strict=True):
             if kind == "begin":
@@ -120,14 +141,16 @@ class CPULog:
             elif kind == "end":
                 for change in unlogged.pop(key, ()):
                     changes.flat += change
-            elif block is not None and nbytes > 0:
+            elif block is None or (block.op < 0 and block.storage < 0):
+                continue  # a block nobody knew, or one taken where no op ever ran
+            elif nbytes > 0:
                 if block.storage < 0:
                     block.storage = history.scratch(block.nbytes, torch.device("cpu"), block.op)
                 changes.flat += self._change(block.storage, nbytes, block.op)
-            elif block is not None:
-                death = deaths.get(block.storage)
-                change = self._change(block.storage, -block.nbytes, op) if death is None else death
-                changes.flat += change._replace(delta=-block.nbytes)
+            elif block is last.get(block.storage) and block.storage in deaths:
+                changes.flat += deaths[block.storage]._replace(delta=-block.nbytes)
+            else:
+                changes.flat += self._change(block.storage, -block.nbytes, op)
         for change in itertools.chain(*unlogged.values()):
             changes.flat += change
         history.changes = changes
