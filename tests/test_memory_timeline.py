@@ -395,6 +395,16 @@ def test_a_storage_from_before_that_had_no_bytes_is_born_when_it_gets_some(card)
 
 
 @pytest.mark.parametrize("workspace", [False, True])
+def test_what_an_op_without_a_result_is_to_write_to_has_the_size_that_it_gives_it(workspace):
+    x = torch.ones(3, 4)
+    with Meter(inputs=x, workspace=workspace) as meter:
+        parts = [torch.empty(0) for _ in range(3)]
+        torch.unbind_copy(x, out=parts)
+    assert {len(part) for part in parts} == {4}
+    assert [s.nbytes for s in meter.timeline.alive(len(meter.timeline))] == [x.nbytes, 16, 16, 16]
+
+
+@pytest.mark.parametrize("workspace", [False, True])
 def test_resizing_to_nothing_and_back_keeps_the_total_right(workspace):
     with Meter(workspace=workspace) as meter:
         x = torch.ones(1 << 16)

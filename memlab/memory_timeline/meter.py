@@ -327,6 +327,8 @@ class Meter(TorchDispatchMode):
                     self._storages.note(storage, result, number, phase, line)
         elif kind is list:
             self._storages.all_made(result, number, phase, line)
+        elif kwargs and result is None:  # as of split_copy with `out`, whose tensors it may have given a size
+            self._storages.all_made(kwargs.values(), number, phase, line)
         return result
 
     def _notice_interrupt(self) -> bool:

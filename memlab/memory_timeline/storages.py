@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import FrameType
 
 import torch
@@ -75,7 +75,7 @@ class Storages:
             if known is None or storage.nbytes() != self._sizes[known]:
                 self.note(storage, result, op, phase, line)
 
-    def all_made(self, results: list | tuple, op: int, phase: str, line: int) -> None:
+    def all_made(self, results: Iterable, op: int, phase: str, line: int) -> None:
         """An op's results, in lists of any depth: all_gather's are in three."""
         for item in results:
             if isinstance(item, Tensor):
