@@ -385,3 +385,30 @@ def test_nodes_of_two_threads_with_the_same_numbers_are_told_apart():
     expected = [("tanh_backward", "tanh"), ("cos", "sin")]
     found = {(s.op, s.reason) for s in storages if s.op in dict(expected)}
     assert found == {(op, f"gradient passing through {of}") for op, of in expected}
+
+
+GIVEN = {
+    "to a tensor": lambda y, x, gradient: y.backward(gradient),
+    "to several": lambda y, x, gradient: torch.autograd.backward([y, y.sum()], [gradient, None]),
+    "for some inputs": lambda y, x, gradient: torch.autograd.grad(y, x, gradient),
+}
+
+
+@pytest.mark.parametrize("how", GIVEN)
+def test_a_gradient_that_backward_is_given_is_not_what_an_op_saved(how):
+    x = torch.ones(ROWS, 30, requires_grad=True)
+    with Meter(inputs=x) as meter:
+        y = (x * 2).exp()
+        gradient = torch.full_like(y, 0.5)
+        GIVEN[how](y, x, gradient)
+    found = {op: (category, reason) for op, category, reason in made(meter.timeline, "forward")}
+    assert found["full_like"] == ("temporary", "gradient that backward began with")
+    assert found["exp"] == ("activation", "saved by exp for its backward")
+
+
+def test_a_result_that_is_also_the_gradient_is_still_what_its_op_saved():
+    x = torch.ones(ROWS, 30, requires_grad=True)
+    with Meter(inputs=x) as meter:
+        y = x.exp()
+        y.backward(y.detach())
+    assert made(meter.timeline, "forward") == [("exp", "activation", "saved by exp for its backward")]

@@ -116,6 +116,7 @@ class History:
         self.last_read: list[int] = []  # the op that read each storage last (-1: none did)
         self.owners: dict[int, tuple[str, str]] = {}  # storage → (category, name), when somebody owns it
         self.read_in_backward: list[int] = []  # pairs: a storage, and the forward op in whose backward it was read
+        self.given: set[int] = set()  # storages of the gradients that a backward began with
         self.functions: dict[int, str] = {}  # the first op of a Function's forward → the Function's name
         self.workspace = False
         self.levels: dict[str, dict[str, int]] = {}
@@ -199,9 +200,11 @@ class History:
         birth = self.births[number]
         op = self.ops[birth.op] if birth.op >= 0 else NO_OP
         category, name = self.owners.get(number, ("", ""))
+        given = number in self.given and birth.op not in readers  # a result that its op saved may be given, too
         if not category:
             # Did it wait until a backward op ran? Then backward needed it, or somebody forgot it.
-            category = "activation" if waited and op.phase in (FORWARD, RECOMPUTE) else "temporary"
+            waited = waited and op.phase in (FORWARD, RECOMPUTE)
+            category = "activation" if waited and not given else "temporary"
         module, line, alive = op.module, op.line, self.sizes[number] > 0
         if line < 0 and self.last_read[number] >= 0:
             line = self.ops[self.last_read[number]].line
@@ -218,10 +221,10 @@ class History:
             line=self.lines[line],
             module=module,
             name=name,
-            reason=self._reason(category, name, op, readers, alive) + outstays,
+            reason=self._reason(category, name, op, readers, alive, given) + outstays,
         )
 
-    def _reason(self, category: str, name: str, op: Op, readers: list[int], alive: bool) -> str:
+    def _reason(self, category: str, name: str, op: Op, readers: list[int], alive: bool, given: bool) -> str:
         if category in ("parameter", "buffer"):
             return f"{category} {name}"
         if category == "input":
@@ -240,6 +243,8 @@ class History:
             return f"{again}saved by {self._op_of_node(readers[0])}{also} for its backward"
         if op.phase == BACKWARD and op.forward_op >= 0:
             return f"gradient passing through {self._op_of_node(op.forward_op)}"
+        if given and op.phase != BACKWARD:
+            return "gradient that backward began with"
         nobody = "" if alive else ", saved by nobody"  # what is still held, a graph may have saved
         return f"result of {friendly(op.name)} in {op.phase}{nobody}"
 

@@ -164,10 +164,10 @@ class Meter(TorchDispatchMode):
         if self._workspace:
             self._log = CPULog(history) if levels is None else CUDACounters(history, device, levels)
         self._here = here = Whereabouts(roots, history.lines)
-        self._nodes = Nodes(here.thread)
-        history.functions = self._nodes.functions
         self._storages = storages = self._make_storages(history)
         self._live = storages.live
+        self._nodes = Nodes(here.thread, storages.given)
+        history.functions = self._nodes.functions
         self._sums = GradientSums(history, storages.live, imagined=bool(self._imagined))
         self._recognition = recognition = self._make_recognition(storages)
 

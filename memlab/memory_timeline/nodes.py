@@ -9,8 +9,10 @@ and, added to that, a large one for the thread that called the backward in which
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterable
 from types import FrameType
 
+from torch import Tensor
 from torch._C import _autograd
 from torch.autograd.function import BackwardCFunction
 
@@ -46,9 +48,12 @@ _KINDS = _Kinds()
 
 
 class Nodes:
-    """The nodes that autograd makes while a meter watches. `thread`: the meter's, whose numbers stay as they are."""
+    """The nodes that autograd makes while a meter watches. `thread`: the meter's, whose numbers stay as they are.
 
-    def __init__(self, thread: int):
+    begins: is told, when a backward begins, of the gradients that it was given (None for one of 1).
+    """
+
+    def __init__(self, thread: int, begins: Callable[[Iterable[Tensor | None]], None]):
         self._forward_of: dict[int, int] = {}  # a node → the op that came next
         self.functions: dict[int, str] = {}  # the first op of a Function's forward → the Function's name
         self.next_of = _LastNumbers({thread: _autograd._get_sequence_nr()})
@@ -56,6 +61,7 @@ class Nodes:
         self._added: dict[int, int] = {}  # in each backward, by the number of its task
         self._passed: dict[int, int] = {}  # a node that autograd made before that one → the op, if it has any
         self._thread = self._last = thread
+        self._begins = begins
 
     def made(self, following: int, thread: int, op: int) -> None:
         """Autograd's next node in this thread will have the number `following`: the last one is op number `op`'s."""
@@ -72,7 +78,10 @@ class Nodes:
         """
         added = self._added.get(task)
         if added is None:
-            added = self._added[task] = self._stretch(self._who_called(caller, thread))
+            caller_of_backward, engine = self._who_called(caller, thread)
+            added = self._added[task] = self._stretch(caller_of_backward)
+            if engine is not None:
+                self._begins(engine.f_locals.get("args", ((),))[0])
         self._last = thread
         return self.look_up(node, added)
 
@@ -107,18 +116,20 @@ class Nodes:
     def _stretch(self, thread: int) -> int:
         return self._stretches.setdefault(thread, STRETCH * len(self._stretches))
 
-    def _who_called(self, caller: FrameType | None, thread: int) -> int:
-        """The thread that called the backward that evaluates its first node in `thread`."""
-        if _is_in_engine(caller):
-            return thread
-        if _is_in_engine(sys._current_frames().get(self._last)):  # it waits for this one
-            return self._last
-        return self._thread
+    def _who_called(self, caller: FrameType | None, thread: int) -> tuple[int, FrameType | None]:
+        """The thread that called the backward that evaluates its first node in `thread`, and the engine's frame there.
+
+        No frame where nobody's is known.
+        """
+        if (engine := _engines(caller)) is not None:
+            return thread, engine
+        if (engine := _engines(sys._current_frames().get(self._last))) is not None:  # it waits for this one
+            return self._last, engine
+        return self._thread, None
 
 
-def _is_in_engine(frame: FrameType | None) -> bool:
-    while frame is not None:
-        if frame.f_code is ENGINE:
-            return True
+def _engines(frame: FrameType | None) -> FrameType | None:
+    """The nearest frame that runs the engine, at or above this one."""
+    while frame is not None and frame.f_code is not ENGINE:
         frame = frame.f_back
-    return False
+    return frame

@@ -5,6 +5,7 @@ So whoever lets go of a storage last is noticed, nothing is kept alive, and noth
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import weakref
@@ -110,6 +111,14 @@ class Storages:
                 if number is not None and (born := self.history.births[number].op) >= 0:
                     return (op := self._ops[born]).line, op.module
         return None
+
+    def given(self, gradients: Iterable[Tensor | None]) -> None:
+        """A backward begins with these."""
+        for gradient in gradients:
+            if isinstance(gradient, Tensor):
+                with contextlib.suppress(NotImplementedError):  # what hides its bytes is not counted either
+                    numbers = (self.live.get(storage._cdata) for storage in storages_of(gradient))
+                    self.history.given.update(number for number in numbers if number is not None)
 
     # ---- deaths
 
