@@ -152,6 +152,14 @@ def test_a_storage_that_moves_gives_back_what_it_had_wherever_that_came_from(mad
     assert timeline.totals[-1] == 0
 
 
+def test_what_an_op_finds_and_gives_another_size_is_there_before(tmp_path):
+    x, out = torch.ones(100), torch.empty(3)
+    with Meter(inputs=x, workspace=True) as meter:
+        torch.mul(x, x, out=out)
+    meter.timeline.save(tmp_path / "step.json")
+    assert [event.delta for event in Timeline.load(tmp_path / "step.json").events] == [12, 400, -12]
+
+
 def test_what_an_earlier_log_knows_dies_once_in_the_next_one():
     with Meter(workspace=True):
         x = torch.ones(100)

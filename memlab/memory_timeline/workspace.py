@@ -23,8 +23,10 @@ MARK = "memlab.memory_timeline op "
 """What the profiler calls an op's marker, before the op's number."""
 
 
-Unlogged = dict[int, list[Change]]
-"""For each op, how storages changed in it by what is not in the log."""
+Marker = tuple[str, int]
+"""A place in the log: the "begin" or the "end" of an op."""
+Unlogged = dict[Marker, list[Change]]
+"""How storages turn out at a marker to have changed by what is not in the log."""
 
 
 @dataclass(slots=True)
@@ -46,7 +48,8 @@ class CPULog:
 
     def __init__(self, history: History):
         self._history = history
-        self._placed: dict[int, list[tuple[int, int, int]]] = {}  # op → (storage, address, bytes) as that op left them
+        self._placed: dict[Marker, list[tuple[int, int, int]]] = {}  # → (storage, address, bytes), as they were there
+        self._last = -1  # the last op that was run
         self._profile = torch.profiler.profile(
             activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
         )
@@ -63,12 +66,14 @@ class CPULog:
 
     def run(self, op: int, func, args, kwargs):
         """Call `func` with a marker around it that carries the op's number."""
+        self._last = max(self._last, op)
         with torch._C._profiler._RecordFunctionFast(f"{MARK}{op}"):
             return func(*args, **kwargs)
 
     def placed(self, storage: int, address: int, op: int) -> None:
-        """Op number `op` (-1: before the first) left this storage at this address."""
-        self._placed.setdefault(op, []).append((storage, address, self._history.sizes[storage]))
+        """Op number `op` (-1: before the first) left this storage at this address, or is to find it there."""
+        marker = ("begin" if op > self._last else "end", op)
+        self._placed.setdefault(marker, []).append((storage, address, self._history.sizes[storage]))
 
     def __exit__(self, *error) -> None:
         self._profile.__exit__(None, None, None)
@@ -79,27 +84,27 @@ class CPULog:
         """Lay the ops over the log.
 
         Returns for each of its rows the block that it allocates or frees (None: a marker, or a block nobody knew), for
-        each storage its last block, and for each op what storages gained and lost in it without a row of the log.
+        each storage its last block, and what storages gained and lost without a row of the log.
         """
         standing: dict[int, Block] = {}
         last: dict[int, Block] = {}
         unlogged: Unlogged = {}
 
-        def note(storage: int, delta: int, op: int) -> None:
+        def note(marker: Marker, storage: int, delta: int) -> None:
             if delta:
-                unlogged.setdefault(op, []).append(self._change(storage, delta, op))
+                unlogged.setdefault(marker, []).append(self._change(storage, delta, marker[1]))
 
-        def end(op: int) -> None:
-            for storage, address, nbytes in self._placed.pop(op, ()):
+        def place(marker: Marker) -> None:
+            for storage, address, nbytes in self._placed.pop(marker, ()):
                 before, now = last.get(storage), standing.get(address)
                 if now is None or now.storage not in (-1, storage):
-                    now = Block(nbytes, op, logged=False)
-                    note(storage, nbytes, op)
+                    now = Block(nbytes, marker[1], logged=False)
+                    note(marker, storage, nbytes)
                 if before is not None and before is not now and not before.logged and not before.freed:
-                    note(storage, -before.nbytes, op)
+                    note(marker, storage, -before.nbytes)
                 now.storage, last[storage] = storage, now
 
-        for storage, address, nbytes in self._placed.pop(-1, ()):
+        for storage, address, nbytes in self._placed.pop(("end", -1), ()):
             standing[address] = last[storage] = Block(nbytes, -1, storage, logged=False)
         rows: list[Block | None] = []
         on_the_way: list[Block] = []  # allocated just before an op begins: the tensor that a Python number becomes
@@ -111,9 +116,10 @@ class CPULog:
                 for early in on_the_way:
                     early.op = op
                 on_the_way = []
+                place((kind, key))
             elif kind == "end":
                 inside = False
-                end(key)
+                place((kind, key))
             elif nbytes > 0:
                 standing[key] = block = Block(nbytes, op)
                 if not inside:
@@ -122,8 +128,8 @@ class CPULog:
                 block = standing.pop(key)
                 block.freed = True
             rows.append(block)
-        for unmarked in sorted(self._placed):  # run by another thread, whose allocations are not logged
-            end(unmarked)
+        for unmarked in list(self._placed):  # run by another thread, whose allocations are not logged
+            place(unmarked)
         return rows, last, unlogged
 
     def _rewrite(self, log: list, rows: list[Block | None], last: dict[int, Block], unlogged: Unlogged) -> None:
@@ -131,15 +137,14 @@ class CPULog:
         deaths = {change.storage: change for change in history.changes if not history.sizes[change.storage]}
         for storage, death in deaths.items():
             if storage in last and last[storage].nbytes and not last[storage].freed:
-                unlogged.setdefault(death.op, []).append(death._replace(delta=-last[storage].nbytes))
-        for change in (*(c for c in history.changes if c.op < 0 < c.delta), *unlogged.pop(-1, ())):
+                unlogged.setdefault(("end", death.op), []).append(death._replace(delta=-last[storage].nbytes))
+        for change in (*(c for c in history.changes if c.op < 0 < c.delta), *unlogged.pop(("end", -1), ())):
             changes.flat += change
         op = -1
         for (kind, key, nbytes), block in zip(log, rows, strict=True):
-            if kind == "begin":
+            if kind != "bytes":
                 op = key
-            elif kind == "end":
-                for change in unlogged.pop(key, ()):
+                for change in unlogged.pop((kind, key), ()):
                     changes.flat += change
             elif block is None or (block.op < 0 and block.storage < 0):
                 continue  # a block nobody knew, or one taken where no op ever ran
