@@ -1,9 +1,12 @@
 """Kernels' scratch: the meter's total against the allocator's own log, of the same run and of one without a meter."""
 
+import functools
+import itertools
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves, tree_map
 
 from memlab.memory_timeline import Meter, Timeline
 from memlab.memory_timeline.history import FORWARD, History
@@ -208,6 +211,104 @@ def test_a_mark_of_the_readers_own_in_the_profiler_is_none_of_the_meters(name):
     with Meter(workspace=True) as meter, torch.profiler.record_function(name):
         torch.ones(1000).sum()
     assert [s.op for s in meter.timeline.storages.values() if s.nbytes == 4000] == ["ones"]
+
+
+# ---- torch's own list of ops
+
+
+def mapped(function, value):
+    return tree_map(lambda one: function(one) if isinstance(one, torch.Tensor) else one, value)
+
+
+def held_by(*values) -> int:
+    """The bytes behind all tensors in some values, each storage counted once; a zero without memory has none."""
+    parts = []
+    for tensor in tree_leaves(values):
+        if isinstance(tensor, torch.Tensor) and tensor.layout is torch.sparse_coo:
+            parts += [tensor._indices(), tensor._values()]
+        elif isinstance(tensor, torch.Tensor) and tensor.layout is torch.sparse_csr:
+            parts += [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+        elif isinstance(tensor, torch.Tensor) and not tensor._is_zerotensor():
+            parts.append(tensor)
+    return sum({part.untyped_storage()._cdata: part.untyped_storage().nbytes() for part in parts}.values())
+
+
+def forward_and_backward(op, first, args, kwargs):
+    result = op(first, *args, **kwargs)
+    outputs = [one for one in tree_leaves(result) if isinstance(one, torch.Tensor) and one.requires_grad]
+    if outputs:
+        torch.autograd.backward(outputs, [torch.ones_like(one) for one in outputs])
+    return result
+
+
+@torch.no_grad()
+def in_place(op, first, args, kwargs):
+    changed = mapped(torch.clone, first)
+    return op.inplace_variant(changed, *args, **kwargs), changed
+
+
+@torch.no_grad()
+def into_others(op, first, args, kwargs):
+    empty = mapped(lambda one: torch.empty(0, dtype=one.dtype), op(first, *args, **kwargs))
+    return op(first, *args, **kwargs, out=empty), empty
+
+
+KEEPS_WHAT_IT_SAVED = "nn.functional.linear_cross_entropy"  # also after backward, as long as its result lives
+
+
+def runs_of_torchs_ops():
+    """Every op as it is, in place and with `out`: a name, a function, and what makes the inputs of its first sample."""
+    pytest.importorskip("expecttest", reason="torch's list of ops needs the package expecttest, which is not installed")
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    for op in op_db:
+        if not op.dtypes or op.name.startswith(KEEPS_WHAT_IT_SAVED):  # none: for other devices than a CPU
+            continue
+        dtype = torch.float32 if torch.float32 in op.dtypes else sorted(op.dtypes, key=str)[0]
+        ways = [forward_and_backward, *[in_place] * (op.inplace_variant is not None), *[into_others] * op.supports_out]
+        torch.manual_seed(0)
+        samples = op.sample_inputs("cpu", dtype, requires_grad=op.supports_autograd and dtype.is_floating_point)
+        for way, sample in itertools.product(ways, itertools.islice(samples, 1)):
+
+            def copies(sample=sample):
+                values = sample.input, sample.args, sample.kwargs
+                return mapped(lambda one: one.detach().clone().requires_grad_(one.requires_grad), values)
+
+            yield f"{op.formatted_name}, {way.__name__}", functools.partial(way, op), copies
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_of_torchs_own_list_of_ops_every_byte_is_counted_and_let_go(tmp_path):
+    compared, wrong = 0, []
+    for name, run, copies in runs_of_torchs_ops():
+        try:
+            run(*copies())
+        except (RuntimeError, TypeError, ValueError, AssertionError):  # not in place, not with this `out`, or for CUDA
+            continue
+        inputs = copies()
+        tensors = [one for one in tree_leaves(inputs) if isinstance(one, torch.Tensor)]
+        with Meter(inputs=tensors, workspace=True) as meter:
+            result = run(*inputs)
+            gradients = [one.grad for one in tensors]
+            found, expected = meter.held_bytes, held_by(inputs, result, gradients)
+            del result, gradients
+            for one in tensors:
+                one.grad = None
+            left = meter.held_bytes - held_by(inputs)
+        timeline = meter.timeline
+        log = blocks(allocations(meter._log._profile.profiler.kineto_results.experimental_event_tree()))
+        timeline.save(tmp_path / "op.json")
+        if (
+            found != expected
+            or left
+            or ([delta for _, delta in events_of(timeline)] != [delta for _, delta in log] and timeline.events)
+            or [sum(moment) for moment in zip(*timeline.curves.values(), strict=True)] != timeline.totals
+            or Timeline.load(tmp_path / "op.json").totals != timeline.totals
+        ):
+            wrong.append((name, found, expected, left))
+        compared += 1
+    assert wrong == []
+    assert compared > 900
 
 
 # ---- CUDA's counters, with an allocator made of Python
