@@ -822,6 +822,17 @@ def test_views_of_leaves_come_back_from_outer_hooks_and_are_the_same(case, outer
     assert alike(*found)
 
 
+@pytest.mark.parametrize("outer", ["a checkpoint", "save_on_cpu", "swap_activations"])
+def test_a_tensor_given_as_several_arguments_is_one_object_again_within_other_hooks(outer):
+    torch.manual_seed(0)
+    attention, x = nn.MultiheadAttention(8, 2), values(4, 3, 8)  # its projections are one where `query is key is value`
+    block = functools.partial(lambda way, x: way(attention, x, x, x)[0].tanh(), checkpoint)
+    with {"save_on_cpu": save_on_cpu, "swap_activations": swap_activations}.get(outer, nullcontext)():
+        y = checkpoint(block, x) if outer == "a checkpoint" else block(x)
+    expected = torch.autograd.grad(attention(x, x, x)[0].tanh().sum(), [x, *attention.parameters()])
+    assert alike(torch.autograd.grad(y.sum(), [x, *attention.parameters()]), expected)
+
+
 def test_writing_to_what_an_op_saved_is_an_error_as_in_autograd():
     def function(x):
         a = x.exp()

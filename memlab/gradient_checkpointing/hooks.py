@@ -149,11 +149,12 @@ class _Region:
     ):
         self.function, self.again, self.transform = function, again, transform_around()
         leaves, self.structure = tree_flatten((args, kwargs))
-        tensors = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and not leaf.is_inference()}
-        self.places = list(tensors)
-        self.others = [None if i in tensors else leaf for i, leaf in enumerate(leaves)]
-        self.inputs = remember(tensors.values())
-        self.state = State(tensors.values(), preserve_rng_state=preserve_rng_state)
+        kept = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference()}
+        numbers = {key: number for number, key in enumerate(kept)}  # once each, as `q is k` must be true again
+        self.places = {i: numbers[id(leaf)] for i, leaf in enumerate(leaves) if id(leaf) in numbers}
+        self.others = [None if i in self.places else leaf for i, leaf in enumerate(leaves)]
+        self.inputs = remember(kept.values())
+        self.state = State(kept.values(), preserve_rng_state=preserve_rng_state)
         self.handles: list[weakref.ref[_Handle]] = []
         self.saved: list[tuple] = []  # a description for each handle
 
@@ -206,8 +207,9 @@ class _Region:
             return tensor  # for a backward inside the function
 
         leaves = list(self.others)
-        for i, tensor in zip(self.places, self.inputs.grad_fn.saved_tensors, strict=True):
-            leaves[i] = tensor
+        inputs = self.inputs.grad_fn.saved_tensors
+        for i, number in self.places.items():
+            leaves[i] = inputs[number]
         args, kwargs = tree_unflatten(leaves, self.structure)
         with ExitStack() as stack:
             self.state.restore(stack)
