@@ -108,6 +108,40 @@ def test_training_is_the_same_bit_for_bit(to, prefetch):
     assert alike(list(streamed.parameters()), list(plain.parameters()))
 
 
+def clamp(module: nn.Linear, *_) -> None:
+    with torch.no_grad():
+        module.weight.clamp_(-0.1, 0.1)
+
+
+class Clamped(nn.Linear):
+    def forward(self, x):
+        clamp(self)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("writes", ["in its forward", "in a hook before it"])
+def test_what_a_layer_writes_to_its_own_weights_comes_home(to, writes):
+    def model():
+        torch.manual_seed(0)
+        last = (Clamped if writes == "in its forward" else nn.Linear)(8, 8)
+        if writes == "in a hook before it":
+            last.register_forward_pre_hook(clamp)
+        return nn.Sequential(nn.Embedding(10, 8, max_norm=1.0), nn.Linear(8, 8), last)
+
+    plain, streamed, x = model(), model(), torch.arange(6)
+    after = []
+    for each in (plain, streamed):
+        with stream_weights(each, list(each), to) if each is streamed else nullcontext() as weights:
+            optimizer = torch.optim.SGD(weights.parameters() if weights else each.parameters(), 0.5)
+            for _ in range(3):
+                each(x).square().sum().backward()
+                each(x + 2).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        after.append(list(each.parameters()))
+    assert alike(*after)
+
+
 def test_gradients_of_several_backwards_add_up_at_home(to):
     plain, streamed = gpt(), gpt()
     expected = trained(plain, list(plain.parameters()), micro_batches=3, optimizer=torch.optim.SGD)

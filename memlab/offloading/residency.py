@@ -82,11 +82,22 @@ class StreamedLayer:
         """Whether its weights are on the device or on their way there, and nobody has written to the twins since."""
         return self.arriving is not None and not self.stale and self.version == self.written
 
+    def send_writes(self, courier: Courier) -> None:
+        """Send home what a forward wrote to weights on the device, as an Embedding with max_norm does.
+
+        Not counted at home (hence `.data`), where nothing is newer than on the device.
+        """
+        for number, (p, twin) in enumerate(zip(self.parameters, self.twins, strict=True)):
+            if p._version != self.writes[number]:
+                courier.run(twin.detach().data.copy_, p.detach())
+                self.writes[number] = p._version
+
     def begin_arriving(self, courier: Courier) -> None:
         """Take the device's bytes again, and have them filled."""
         self.empty()
         self.flat.untyped_storage().resize_(self.nbytes)
         self.version, self.stale = self.written, False
+        self.writes = [p._version for p in self.parameters]
         self.arriving = courier.bring(self.home, self.flat)
 
     def empty(self) -> None:

@@ -233,6 +233,7 @@ class StreamedWeights:
                 output = tree_map_only(Tensor, lambda each: each.clone() if self._owner(each) else each, output)
             return output
         finally:
+            layer.send_writes(self._courier)
             layer.calls -= 1
 
     def _owner(self, tensor: Tensor) -> StreamedLayer | None:
