@@ -19,9 +19,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from memlab.book.workloads import GPT
+from memlab.book.workloads import GPT, Block
 from memlab.data_parallelism import DataParallel
-from memlab.gradient_checkpointing import checkpoint
+from memlab.gradient_checkpointing import checkpoint, checkpointed
 from memlab.memory_timeline import Meter, OutOfMemory, imagine, main_memory
 from memlab.offloading import courier as courier_page
 from memlab.offloading import homes, stream_weights
@@ -425,6 +425,26 @@ def test_a_checkpoint_inside_a_layer_finds_the_weights_there_and_as_few_layers_a
         two_layers = 2 * weights.layers[0].nbytes
     rest = sum(p.nbytes for p in plain.parameters()) - sum(p.nbytes for p in plain.blocks.parameters())
     assert max(meter.timeline.curves["parameter"]) == two_layers + rest
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("prefetch", [0, 1])
+@pytest.mark.parametrize("streamed_first", [False, True])
+@pytest.mark.parametrize("which", [(nn.Linear, nn.LayerNorm), Block])
+def test_modules_of_layers_that_are_checkpointed_find_their_weights(which, streamed_first, prefetch, autocast):
+    def gradients(model):
+        for seed in range(2):
+            torch.manual_seed(seed)
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                loss = model(*batch(seed))
+            loss.backward()
+        return [p.grad for p in model.parameters()]
+
+    model = gpt()
+    ways = [lambda: checkpointed(model, which), lambda: stream_weights(model, model.blocks, prefetch=prefetch)]
+    with ways[streamed_first](), ways[not streamed_first]():
+        gradients(model)
+    assert alike([p.grad for p in model.parameters()], gradients(gpt()))
 
 
 def test_an_optimizer_over_the_models_own_parameters_is_refused_and_one_made_elsewhere_is_not(tmp_path):
@@ -1059,7 +1079,7 @@ def test_nothing_is_left_behind(to):
 def test_a_killed_process_leaves_no_file(tmp_path):
     code = """
         import os, signal, sys
-        from memlab.book.workloads import GPT
+        from memlab.book.workloads import GPT, Block
         from memlab.offloading import stream_weights
         model = GPT(layers=2, width=32, heads=2)
         stream_weights(model, model.blocks, sys.argv[1]).__enter__()

@@ -80,7 +80,7 @@ def stream_weights(
     then refused; wrap nothing, and average those of `streamed.parameters()` before the step.
 
     Inference, frozen layers, several backwards before a step, retain_graph, double backward, dropout, autocast, and
-    chapter 08's `checkpoint` around layers work. Under autocast the 16-bit copies of the weights are saved for backward
+    chapter 08's `checkpoint` around layers and within them work. Under autocast the 16-bit copies of the weights are saved for backward
     like activations, so a model that is to be trained this way is better kept in 16 bits, or checkpointed. Not inside
     torch.func's transforms or torch.compile, and not for several threads at once.
 
@@ -129,7 +129,7 @@ class StreamedWeights:
     def __enter__(self) -> StreamedWeights:
         if self._undo is not None:
             raise RuntimeError("expected to enter once at a time, found these weights streamed already")
-        self._task = -1
+        self._task, self._running = -1, []
         self._ends: weakref.WeakValueDictionary[int, Callable] = weakref.WeakValueDictionary()
         self._owners: dict[int, StreamedLayer] = {}  # a storage on the device → the layer
         training = torch.is_grad_enabled()
@@ -225,6 +225,7 @@ class StreamedWeights:
         """The layer's own forward, while its weights are there."""
         self._begin(layer)
         layer.calls += 1
+        self._running.append(layer)
         try:
             with self._catching():
                 output = forward(*args, **kwargs)
@@ -235,6 +236,7 @@ class StreamedWeights:
         finally:
             layer.send_writes(self._courier)
             layer.calls -= 1
+            self._running.pop()
 
     def _owner(self, tensor: Tensor) -> StreamedLayer | None:
         """The layer whose weight it is, or a view of one."""
@@ -249,23 +251,28 @@ class StreamedWeights:
         layer = self._owner(tensor)
         if layer is not None:
             return tensor, tensor._version, None, layer, layer.version
+        inside = self._running[-1] if self._running else None
         # detached: an op's own result, saved by it, would hold the graph that holds it, and neither could ever be freed
-        return (tensor.detach() if outer is None else outer[0](tensor)), tensor._version, outer, None, -1
+        return (tensor.detach() if outer is None else outer[0](tensor)), tensor._version, outer, inside, None
 
     def _unpack(self, saved: tuple) -> Tensor:
-        """Backward wants the tensor: if it is a weight, the layer is needed."""
+        """Backward wants the tensor: if it is a weight, the layer is needed, and if it was saved inside the layer, too.
+
+        For it may be all that a checkpoint in there has kept, which is about to run a module's forward again.
+        """
         tensor, version, outer, layer, written = saved
-        if outer is not None:
-            return outer[1](tensor)
-        if layer is not None and layer.home is None:
+        weight = written is not None
+        if weight and layer.home is None:
             raise RuntimeError("expected backward inside the block that streams the weights, found it after the block")
-        if tensor._version != version or (layer is not None and layer.written != written):
+        if outer is not None:
+            tensor = outer[1](tensor)
+        elif tensor._version != version or (weight and layer.written != written):
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"expected {'a weight' if layer else 'a tensor'} of shape {tuple(tensor.shape)} as it was in the "
+                f"expected {'a weight' if weight else 'a tensor'} of shape {tuple(tensor.shape)} as it was in the "
                 "forward, found it written to; step the optimizer after backward, and save a clone of what is changed"
             )
-        if layer is not None:
+        if layer is not None and layer.home is not None:
             self._need(layer, "backward")
         return tensor
 
