@@ -447,6 +447,17 @@ def test_modules_of_layers_that_are_checkpointed_find_their_weights(which, strea
     assert alike([p.grad for p in model.parameters()], gradients(gpt()))
 
 
+def test_a_checkpoint_of_a_streamed_layer_knows_whose_forward_it_is():
+    layers = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    with stream_weights(layers, list(layers)), checkpointed(layers, list(layers)):
+        layers(torch.randn(3, 4)).sum().backward()
+        assert layers[1].num_batches_tracked == 1  # BatchNorm's own forward does not count again
+        loss = layers(torch.randn(3, 4)).sum()
+        layers[1].eval()
+        with pytest.raises(RuntimeError, match=r"expected torch\.\S+_BatchNorm\.forward to save the same"):
+            loss.backward()
+
+
 def test_an_optimizer_over_the_models_own_parameters_is_refused_and_one_made_elsewhere_is_not(tmp_path):
     model, other = gpt(), gpt()
     before = torch.optim.SGD(model.parameters(), lr=1.0)

@@ -80,15 +80,24 @@ def stream_weights(
     then refused; wrap nothing, and average those of `streamed.parameters()` before the step.
 
     Inference, frozen layers, several backwards before a step, retain_graph, double backward, dropout, autocast, and
-    chapter 08's `checkpoint` around layers and within them work. Under autocast the 16-bit copies of the weights are saved for backward
-    like activations, so a model that is to be trained this way is better kept in 16 bits, or checkpointed. Not inside
-    torch.func's transforms or torch.compile, and not for several threads at once.
+    chapter 08's `checkpoint` around layers or within them work. Under autocast the 16-bit copies of the weights are
+    saved for backward like activations, so a model that is to be trained this way is better kept in 16 bits, or
+    checkpointed. Not inside torch.func's transforms or torch.compile, and not for several threads at once.
 
     Raises ValueError for layers that are not the model's, contain one another or have nothing to stream; OSError, which
     names the folder, if it has no room; RuntimeError in backward if a weight was written to after the forward, and in a
     step by an optimizer over other parameters, or after the block.
     """
     return StreamedWeights(model, layers, to, device=device, prefetch=prefetch)
+
+
+class _Forward(functools.partial):
+    """A layer's own forward, while its weights are there. A checkpoint around still sees whose it is."""
+
+    around: Callable
+
+    def __call__(self, *args, **kwargs):
+        return self.around(super().__call__, *args, **kwargs)
 
 
 class StreamedWeights:
@@ -175,7 +184,8 @@ class StreamedWeights:
 
     def _install(self, layer: StreamedLayer, stack: ExitStack) -> None:
         """Catch the moments at which the layer is needed, and those at which a gradient is complete."""
-        forward = functools.partial(self._forward, layer, layer.module.forward)
+        forward = _Forward(layer.module.forward)
+        forward.around = functools.partial(self._forward, layer)
         stack.enter_context(replaced_method(layer.module, "forward", forward))
         for module in layer.module.modules():  # those inside, too: a checkpoint in the layer's forward calls only them
             if module is layer.module or next(module.parameters(recurse=False), None) is not None:
