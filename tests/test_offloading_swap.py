@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from torch.nn.modules.module import _global_forward_pre_hooks as module_hooks
 
 from memlab.book.workloads import GPT, ConvNet, Llama
-from memlab.gradient_checkpointing import checkpointed, every
+from memlab.gradient_checkpointing import checkpoint, checkpointed, every
 from memlab.memory_timeline import Meter, imagine
 from memlab.offloading import link, store, swap_activations
 from memlab.offloading.files import SpillFile
@@ -525,6 +525,25 @@ def test_sparse_conjugated_and_negated_tensors_stay_and_are_right(swap):
     with swap:
         y = loss(x)
     assert torch.equal(torch.autograd.grad(y, x)[0], torch.autograd.grad(loss(x), x)[0])
+
+
+def test_tensors_without_memory_of_their_own_stay_and_are_right(swap):
+    x, zeros = values(64, 64), torch._efficientzerotensor((64, 64))
+
+    def loss(x):
+        return (x.sin() * zeros + checkpoint(lambda x: x.sin() * x, x)).sum()
+
+    def gradient(context):
+        with context:
+            y = loss(x)
+        return torch.autograd.grad(y, x)[0]
+
+    def derivative(context):  # torch.func wraps what the checkpoint saves
+        with context:
+            return torch.func.jvp(loss, (x,), (torch.ones_like(x),))[1]
+
+    for of_loss in (gradient, derivative):
+        assert torch.equal(of_loss(swap), of_loss(contextlib.nullcontext()))
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")

@@ -46,14 +46,18 @@ class Owned:
 
 
 def is_bytes(tensor: Tensor) -> bool:
-    """Whether a tensor is strided memory of a CPU or GPU and nothing more: no sparse tensor, no subclass, no lazy sign.
+    """Whether a tensor is strided memory of a CPU or GPU and nothing more.
 
-    A Parameter is more, too: somebody owns it.
+    So no sparse tensor, no subclass, none with a lazy sign or lazy zeros, none that torch.func wraps. A Parameter is
+    more, too: somebody owns it.
     """
     return (
         type(tensor) in (Tensor, FakeTensor)
         and tensor.layout is torch.strided
         and tensor.numel() > 0
         and tensor.device.type in ("cpu", "cuda")
-        and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized or tensor.is_nested)
+        and not (
+            tensor.is_conj() or tensor.is_neg() or tensor.is_quantized or tensor.is_nested or tensor._is_zerotensor()
+        )
+        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
     )
