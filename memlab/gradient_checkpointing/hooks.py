@@ -66,12 +66,12 @@ def checkpoint(function: Callable, /, *args, preserve_rng_state: bool = True, **
 
     What the function does outside of itself each run does, as with torch.utils.checkpoint: a hook that it registers on
     a parameter, or another tensor from outside, takes effect twice, and so does a `.backward()` inside that adds to
-    leaves (torch.autograd.grad adds to none).
+    leaves (torch.autograd.grad adds to none). A cache of keys and values grows twice, too: use_cache=False.
 
     Raises RuntimeError in backward, naming function and tensor, if the second run saves fewer tensors or others (by
     shape, dtype, device; of a parameter that was saved, by whether it was written to in between), or if the function
     writes to a tensor after an op saved it. Other values under the same shape are not noticed, nor more tensors at the
-    end.
+    end. F.rrelu saves its noise before it draws it: in training its gradient is wrong if it is the last op that saves.
 
     Not inside torch.func.grad and its kin, which forbid hooks, nor inside torch.compile. Inside torch.vmap or
     torch.func.jvp only if backward is inside, too: outside, the second run would find whole batches, so it is a

@@ -56,11 +56,11 @@ def selective_checkpoint(
     preserve_rng_state, and what function may be, take and return: as of `checkpoint`.
 
     Gradients are bitwise those of `checkpoint`, whatever is kept, but for ops that go another way where a dispatch mode
-    is active, as it is here: nn.Bilinear under autocast rounds differently, and F.ctc_loss saves other tensors, so that
-    a `checkpoint` of it inside is an error in backward. Whole results are kept, of ops that make something:
-    no views, copies or casts; nothing that is made after the last tensor that backward needs; and nothing that the
-    function writes to later. A kept result is handed back once, so with `retain_graph` a second backward makes all of
-    them again. Random numbers that follow a kept random op are what they were.
+    is active, as it is here: nn.Bilinear under autocast and linalg.pinv of complex numbers round differently, and
+    F.ctc_loss saves other tensors, so that a `checkpoint` of it inside is an error in backward. Whole results are kept,
+    of ops that make something: no views, copies or casts; nothing that is made after the last tensor that backward
+    needs; and nothing that the function writes to later. A kept result is handed back once, so with `retain_graph` a
+    second backward makes all of them again. Random numbers that follow a kept random op are what they were.
 
     Kept tensors are saved as autograd saves any tensor: an outer checkpoint drops them, hooks that offload move them,
     and writing to one after the call is an error in backward, even to a result: don't keep its op, or clone it.

@@ -61,7 +61,10 @@ def swap_activations(
             loss.backward()
 
     Gradients are the same, bit for bit, as long as each write to a saved tensor is one that its version counts (through
-    `.data`, NumPy or a kernel of one's own it is not). Around `checkpoint`, only inputs of checkpointed blocks leave.
+    `.data`, NumPy or a kernel of one's own it is not; nor is F.rrelu's, which saves its noise before it draws it). A
+    view with holes, such as x[:, :-1], comes back without them: a kernel may round otherwise then, and a `checkpoint`
+    of which it is an argument may save other tensors; give it x[:, :-1].contiguous(). Around `checkpoint`, only inputs
+    of checkpointed blocks leave.
 
     to: "cpu", the host's memory; tensors that are there already stay. Or a folder: bytes go through the host's memory,
       and those that backward wants last spill to an unnamed file there, which is gone when nothing is swapped any more.
