@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
@@ -956,3 +957,73 @@ def test_of_imagined_tensors_the_state_is_a_cpus_also_where_a_gpu_runs(monkeypat
             y = checkpoint(lambda x: (x @ x).sin(), x)
         y.sum().backward()
         assert y.dtype is torch.bfloat16 and x.grad.shape == (2, 2)
+
+
+# ---- every op that torch's own tests enumerate
+
+LEFT_OUT = {
+    "nn.functional.rrelu": "saves its noise before it draws it",
+    "nn.functional.instance_norm": "writes to the running statistics among its arguments",
+    "linalg.lstsq": "rounds by where its memory begins",
+}
+
+
+@pytest.fixture
+def ops_of_torch():
+    pytest.importorskip("expecttest", reason="torch's list of ops needs the package expecttest, which is not installed")
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    return [op for op in op_db if op.supports_autograd and torch.float64 in op.supported_dtypes("cpu")]
+
+
+def keeping_half(function, *args, **kwargs):
+    """Selective checkpointing that keeps the results of some ops, inside a checkpoint."""
+    keep = functools.partial(selective_checkpoint, keep=lambda op, *_, **__: len(op.name()) % 2 == 0)
+    return checkpoint(functools.partial(keep, function), *args, **kwargs)
+
+
+def results(op, sample, alias: bool, way, context) -> list:
+    """What the op gives, twice the gradients of its tensors, and where the stream of random numbers ends.
+
+    alias: each tensor that needs gradients and has the shape of the first is the first.
+    """
+    flat, form = tree_flatten(((sample.input, *sample.args), sample.kwargs))
+    places = [i for i, one in enumerate(flat) if isinstance(one, Tensor) and one.requires_grad]
+    xs = {i: flat[i].detach().clone().requires_grad_() for i in places}
+    if alias:
+        xs = {i: xs[places[0]] if x.shape == xs[places[0]].shape else x for i, x in xs.items()}
+    inside = {x: x * 1 for x in xs.values()}  # an op's result, as an activation is
+    args, kwargs = tree_unflatten([inside[xs[i]] if i in xs else one for i, one in enumerate(flat)], form)
+    torch.manual_seed(0)
+    with context:
+        given = tree_leaves(way(lambda *args, **kwargs: op(*args, **kwargs), *args, **kwargs))
+    ys = [y for y in given if isinstance(y, Tensor) and y.requires_grad]
+    leaves, weights = list(inside), [torch.linspace(1, 2, y.numel()).to(y.dtype).view(y.shape) for y in ys]
+    gradients = [torch.autograd.grad(ys, leaves, weights, retain_graph=True, allow_unused=True) for _ in range(2)]
+    return [*given, *gradients[0], *gradients[1], torch.get_rng_state()]
+
+
+def same(a, b) -> bool:
+    """Equal bit for bit, but for the bits of a NaN."""
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
+        return a == b
+    return torch.allclose(a.detach().to_dense(), b.detach().to_dense(), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_torchs_own_list_of_ops_has_the_same_bits_swapped_and_checkpointed(ops_of_torch, tmp_path):
+    compared, changed = 0, []
+    for op in (op for op in ops_of_torch if op.name not in LEFT_OUT):
+        samples = op.sample_inputs("cpu", torch.float64, requires_grad=True)
+        for (alias, way), sample in zip(((True, keeping_half), (False, plain)), samples, strict=False):
+            try:
+                expected = results(op, sample, alias, plain, nullcontext())
+            except (RuntimeError, ValueError):  # its output cannot be differentiated
+                continue
+            swap = swap_activations(tmp_path, min_bytes=0, ram_bytes="64 KiB")
+            found = results(op, sample, alias, way, swap)
+            compared += 1
+            if len(found) != len(expected) or not all(map(same, found, expected)):
+                changed.append(op.name)
+    assert changed == []
+    assert compared > 800
