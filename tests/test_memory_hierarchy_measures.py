@@ -10,7 +10,8 @@ from collections import Counter
 import pytest
 import torch
 from torch.nn import functional as F
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import memlab.memory_hierarchy.levels as levels_page
 from memlab.book.workloads import GPT
@@ -202,6 +203,49 @@ def test_ops_on_a_jagged_tensor_are_those_on_its_values_and_on_a_strided_nested_
     assert products == [("forward", 2 * 8 * 8 * 16), *[("backward", 2 * 8 * 8 * 16)] * 2]
     with torch.inference_mode():
         assert counted(lambda: [layer(strided), strided * 2, torch.nested.to_padded_tensor(strided, 0.0)]) == []
+
+
+def forward_and_backward(op, sample, learned: bool) -> None:
+    result = op(sample.input, *sample.args, **sample.kwargs)
+    made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    if learned and made:
+        torch.autograd.backward(made, [torch.ones_like(each) for each in made])
+    for leaf in tree_leaves((sample.input, sample.args, sample.kwargs)):
+        if isinstance(leaf, torch.Tensor) and leaf.is_leaf:
+            leaf.grad = None
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_torchs_own_list_of_ops_can_be_counted_and_has_the_flops_of_its_own_counter():
+    pytest.importorskip("expecttest", reason="torch's list of ops needs the package expecttest, which is not installed")
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    with_formula = {str(op).rpartition(".")[2] for op in flop_registry}
+    counted, differing = [0, 0], {}
+    for op in (op for op in op_db if torch.float32 in op.supported_dtypes("cpu")):
+        learned = op.supports_autograd and torch.float32 in op.supported_backward_dtypes("cpu")
+        torch.manual_seed(0)
+        sample = next(iter(op.sample_inputs("cpu", torch.float32, requires_grad=learned)))
+        try:
+            forward_and_backward(op, sample, learned)
+        except (RuntimeError, AssertionError):  # it does not run on a CPU, or its backward takes no ones
+            continue
+        found = Counter()
+        try:
+            with FlopCounterMode(display=False) as theirs, OpCounter() as ours:
+                forward_and_backward(op, sample, learned)
+        except Exception as error:
+            differing[op.formatted_name] = error
+            continue
+        for each in ours.ops:
+            found[each.name] += each.flops * (each.name in with_formula)
+        expected = theirs.get_flop_counts().get("Global", {}).items()
+        expected = +Counter({str(name).rpartition(".")[2]: flops for name, flops in expected})
+        counted = [counted[0] + 1, counted[1] + bool(expected)]
+        if +found != expected:
+            differing[op.formatted_name] = +found, expected
+    assert differing == {}
+    assert counted[0] > 500 and counted[1] > 30
 
 
 def test_sparse_tensors_are_left_out():
