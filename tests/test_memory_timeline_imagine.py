@@ -1102,6 +1102,8 @@ def test_an_op_in_place_that_would_grow_its_tensor_is_refused_as_a_real_one_is()
                     getattr(torch.ones(5, 1), name)(torch.ones(5, 5))
             changed = torch.ones(2, 3).t_().unsqueeze_(0).resize_(7).squeeze_()
             assert changed.set_(torch.ones(9)).shape == (9,)
+            one, three = torch.ones(1, dtype=torch.long), torch.ones(3, dtype=torch.long)
+            assert (one << three).shape == (one & three).shape == (3,)  # `__lshift__` ends like a name of one in place
 
 
 def gaussian_loss(x):

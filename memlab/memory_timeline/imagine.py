@@ -186,7 +186,7 @@ class _Imagination(FakeTensorMode):
         kwargs = kwargs or {}
         if (device := kwargs.get("device")) is not None and device.type == "cuda":
             kwargs = {**kwargs, "device": torch.device("cpu")}  # the imagined card is the only one there is
-        if func._schema.name[-1] == "_" and len(args) > 1:
+        if func._schema.is_mutable and len(args) > 1:
             _must_fit_in_place(func, args)
         try:
             result = super().__torch_dispatch__(func, types, args, kwargs)
@@ -239,7 +239,9 @@ def _in_place_of_all(result: Tensor, input: Tensor, target: Tensor) -> Tensor:
 
 def _must_fit_in_place(func, args: tuple) -> None:
     """Refuses what would make the tensor that is changed larger: a real one is not, and a fake one would be."""
-    if torch.Tag.pointwise in func.tags or func._schema.arguments[1].name == "other":
+    changed = func._schema.arguments[0].alias_info
+    in_place = changed is not None and changed.is_write
+    if in_place and (torch.Tag.pointwise in func.tags or func._schema.arguments[1].name == "other"):
         shapes = [arg.shape for arg in args if isinstance(arg, Tensor)]
         if len(shapes) > 1 and (found := torch.broadcast_shapes(*shapes)) != shapes[0]:
             raise RuntimeError(
