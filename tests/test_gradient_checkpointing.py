@@ -24,6 +24,7 @@ from memlab.gradient_checkpointing.selective import selective_checkpoint
 from memlab.gradient_checkpointing.state import State
 from memlab.memory_timeline import Meter, imagine
 from memlab.offloading import swap_activations
+from tests.torch_ops import differentiable_ops_of_torch
 
 torchs = functools.partial(torch_checkpoint, use_reentrant=False)
 BF16 = torch.bfloat16
@@ -968,14 +969,6 @@ LEFT_OUT = {
 }
 
 
-@pytest.fixture
-def ops_of_torch():
-    pytest.importorskip("expecttest", reason="torch's list of ops needs the package expecttest, which is not installed")
-    from torch.testing._internal.common_methods_invocations import op_db
-
-    return [op for op in op_db if op.supports_autograd and torch.float64 in op.supported_dtypes("cpu")]
-
-
 def keeping_half(function, *args, **kwargs):
     """Selective checkpointing that keeps the results of some ops, inside a checkpoint."""
     keep = functools.partial(selective_checkpoint, keep=lambda op, *_, **__: len(op.name()) % 2 == 0)
@@ -1011,9 +1004,9 @@ def same(a, b) -> bool:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_torchs_own_list_of_ops_has_the_same_bits_swapped_and_checkpointed(ops_of_torch, tmp_path):
+def test_torchs_own_list_of_ops_has_the_same_bits_swapped_and_checkpointed(tmp_path):
     compared, changed = 0, []
-    for op in (op for op in ops_of_torch if op.name not in LEFT_OUT):
+    for op in (op for op in differentiable_ops_of_torch() if op.name not in LEFT_OUT):
         samples = op.sample_inputs("cpu", torch.float64, requires_grad=True)
         for (alias, way), sample in zip(((True, keeping_half), (False, plain)), samples, strict=False):
             try:

@@ -10,7 +10,6 @@ from collections import Counter
 import pytest
 import torch
 from torch.nn import functional as F
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import memlab.memory_hierarchy.levels as levels_page
@@ -23,11 +22,13 @@ from memlab.memory_hierarchy.bandwidth import (
     measure_bandwidth,
     transfer_bandwidth,
 )
-from memlab.memory_hierarchy.counting import FLOPS, Op, OpCounter, touched_bytes
+from memlab.memory_hierarchy.counting import FLOPS, Op, OpCounter
 from memlab.memory_hierarchy.levels import PUBLISHED, Level, fit_levels, levels
 from memlab.memory_hierarchy.roofline import bound_by, least_seconds, measure_peak_flops, roof
+from memlab.memory_hierarchy.touched import touched_bytes
 from memlab.memory_timeline import CARDS, imagine
 from memlab.units import GiB, KiB, MiB, parse_bytes
+from tests.torch_ops import forward_and_backward, ops_of_torch
 
 MATRIX = {packet.__name__ for packet in FLOPS if not isinstance(packet, str)}
 
@@ -205,35 +206,23 @@ def test_ops_on_a_jagged_tensor_are_those_on_its_values_and_on_a_strided_nested_
         assert counted(lambda: [layer(strided), strided * 2, torch.nested.to_padded_tensor(strided, 0.0)]) == []
 
 
-def forward_and_backward(op, sample, learned: bool) -> None:
-    result = op(sample.input, *sample.args, **sample.kwargs)
-    made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-    if learned and made:
-        torch.autograd.backward(made, [torch.ones_like(each) for each in made])
-    for leaf in tree_leaves((sample.input, sample.args, sample.kwargs)):
-        if isinstance(leaf, torch.Tensor) and leaf.is_leaf:
-            leaf.grad = None
-
-
 @pytest.mark.filterwarnings("ignore")
 def test_torchs_own_list_of_ops_can_be_counted_and_has_the_flops_of_its_own_counter():
-    pytest.importorskip("expecttest", reason="torch's list of ops needs the package expecttest, which is not installed")
-    from torch.testing._internal.common_methods_invocations import op_db
-
     with_formula = {str(op).rpartition(".")[2] for op in flop_registry}
     counted, differing = [0, 0], {}
-    for op in (op for op in op_db if torch.float32 in op.supported_dtypes("cpu")):
+    for op in (op for op in ops_of_torch() if torch.float32 in op.supported_dtypes("cpu")):
         learned = op.supports_autograd and torch.float32 in op.supported_backward_dtypes("cpu")
         torch.manual_seed(0)
-        sample = next(iter(op.sample_inputs("cpu", torch.float32, requires_grad=learned)))
+        samples = [next(iter(op.sample_inputs("cpu", torch.float32, requires_grad=learned))) for _ in range(2)]
+        first, again = (functools.partial(forward_and_backward, op, s.input, s.args, s.kwargs) for s in samples)
         try:
-            forward_and_backward(op, sample, learned)
+            first()
         except (RuntimeError, AssertionError):  # it does not run on a CPU, or its backward takes no ones
             continue
         found = Counter()
         try:
             with FlopCounterMode(display=False) as theirs, OpCounter() as ours:
-                forward_and_backward(op, sample, learned)
+                again()
         except Exception as error:
             differing[op.formatted_name] = error
             continue

@@ -22,6 +22,7 @@ from tests.memory_timeline_helpers import (
     one_thread,  # noqa: F401
     peak,
 )
+from tests.torch_ops import differentiable_ops_of_torch
 
 WEIGHTS = torch.arange(5, dtype=torch.float64)
 
@@ -334,14 +335,6 @@ def bits(tensor):
     return torch.empty(dense.numel(), dtype=dense.dtype).copy_(dense.reshape(-1)).view(torch.uint8)
 
 
-def ops_of_torch(part: int):
-    """One part in PARTS of torch's differentiable ops."""
-    pytest.importorskip("expecttest", reason="torch's list of ops needs the package expecttest, which is not installed")
-    from torch.testing._internal.common_methods_invocations import op_db
-
-    return [op for op in op_db if op.supports_autograd and torch.float64 in op.supported_dtypes("cpu")][part::PARTS]
-
-
 def graphs_of(op):
     """Every graph with every sample of an op, as a function that gives its gradients, and its name."""
     for sample in itertools.islice(op.sample_inputs("cpu", torch.float64, requires_grad=True), 2):
@@ -354,7 +347,7 @@ def graphs_of(op):
 @pytest.mark.parametrize("part", range(PARTS))
 def test_gradients_of_torchs_own_list_of_ops_keep_every_bit_under_the_meter(part):
     compared, changed = 0, []
-    for op in ops_of_torch(part):
+    for op in differentiable_ops_of_torch()[part::PARTS]:
         for run, name in graphs_of(op):
             try:
                 expected = run()

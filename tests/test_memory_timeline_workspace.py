@@ -25,6 +25,7 @@ from tests.memory_timeline_helpers import (
     one_thread,  # noqa: F401
     peak,
 )
+from tests.torch_ops import forward_and_backward, ops_of_torch
 
 
 @pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}], ids=["foreach", "fused"])
@@ -233,14 +234,6 @@ def held_by(*values) -> int:
     return sum({part.untyped_storage()._cdata: part.untyped_storage().nbytes() for part in parts}.values())
 
 
-def forward_and_backward(op, first, args, kwargs):
-    result = op(first, *args, **kwargs)
-    outputs = [one for one in tree_leaves(result) if isinstance(one, torch.Tensor) and one.requires_grad]
-    if outputs:
-        torch.autograd.backward(outputs, [torch.ones_like(one) for one in outputs])
-    return result
-
-
 @torch.no_grad()
 def in_place(op, first, args, kwargs):
     changed = mapped(torch.clone, first)
@@ -258,10 +251,7 @@ KEEPS_WHAT_IT_SAVED = "nn.functional.linear_cross_entropy"  # also after backwar
 
 def runs_of_torchs_ops():
     """Every op as it is, in place and with `out`: a name, a function, and what makes the inputs of its first sample."""
-    pytest.importorskip("expecttest", reason="torch's list of ops needs the package expecttest, which is not installed")
-    from torch.testing._internal.common_methods_invocations import op_db
-
-    for op in op_db:
+    for op in ops_of_torch():
         if not op.dtypes or op.name.startswith(KEEPS_WHAT_IT_SAVED):  # none: for other devices than a CPU
             continue
         dtype = torch.float32 if torch.float32 in op.dtypes else sorted(op.dtypes, key=str)[0]
@@ -301,7 +291,7 @@ def test_of_torchs_own_list_of_ops_every_byte_is_counted_and_let_go(tmp_path):
         if (
             found != expected
             or left
-            or ([delta for _, delta in events_of(timeline)] != [delta for _, delta in log] and timeline.events)
+            or ([delta for _, delta in events_of(timeline)] != [delta for _, delta in log] and meter._history.ops)
             or [sum(moment) for moment in zip(*timeline.curves.values(), strict=True)] != timeline.totals
             or Timeline.load(tmp_path / "op.json").totals != timeline.totals
         ):

@@ -16,6 +16,7 @@ from memlab.mixed_precision.looking import writes
 from memlab.mixed_precision.loss_scaler import LossScaler
 from memlab.mixed_precision.nonfinite import first_nonfinite
 from tests.memory_timeline_helpers import one_thread  # noqa: F401
+from tests.torch_ops import ops_of_torch
 
 INF, NAN = float("inf"), float("nan")
 
@@ -732,11 +733,8 @@ def differentiated(op, sample, broken):
 
 @pytest.mark.filterwarnings("ignore")
 def test_in_torchs_own_list_of_ops_a_nan_has_its_origin_and_finite_numbers_have_none():
-    pytest.importorskip("expecttest", reason="torch's list of ops needs the package expecttest, which is not installed")
-    from torch.testing._internal.common_methods_invocations import op_db
-
     wrong, counts = [], {True: 0, False: 0}
-    for op in op_db:
+    for op in ops_of_torch():
         if not op.supports_autograd or torch.float32 not in op.supported_dtypes("cpu") or op.name in NAN_AFTER_ALL:
             continue
         torch.manual_seed(0)

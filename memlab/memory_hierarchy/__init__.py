@@ -1,8 +1,8 @@
 """The memory hierarchy: how fast each level is, which ops wait for it, and attention that stays in the fast levels.
 
 Read the pages in this order: `levels` (what there is), `bandwidth` (how fast it answers), `counting` (what ops compute
-and move), `roofline` (which of them wait for memory), `attention` (the forward without T×T), and `triton_attention`
-(the same as one kernel of a GPU).
+and move) with `touched` (which bytes those are), `roofline` (which of them wait for memory), `attention` (the forward
+without T×T), and `triton_attention` (the same as one kernel of a GPU).
 """
 
 from memlab.memory_hierarchy.attention import live_bytes, online_softmax, tiled_attention

@@ -12,8 +12,8 @@ line and module) and `lines` (whose line it was), `nodes` (whose gradient an op 
 by name) and `recognition` (what existed before, and what a storage became), `resizing` (sizes that change without an
 op), `interrupts` (Ctrl-C at the wrong moment), `uncompiled` (what a compiler must leave alone), `accumulation` (the
 observer's own footprint, and how it is undone), `workspace` (what kernels allocate for themselves, from the allocator's
-log), and `imagine` (hardware that isn't there) with `fake_tensors` (what its tensors lack), `gpu_ops` and
-`gpu_autocast` (where it works unlike a CPU), `places` (main memory beside it) and `budget` (when it is full).
+log), and `imagine` (hardware that isn't there) with `fake_tensors` (what its tensors lack), `gpu_ops`, `gpu_results`
+and `gpu_autocast` (where it works unlike a CPU), `places` (main memory beside it) and `budget` (when it is full).
 """
 
 from memlab.memory_timeline.budget import OutOfMemory

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -17,7 +17,6 @@ from torch.utils._pytree import tree_leaves
 from memlab.mixed_precision.looking import Seen, Span, bytes_of, floats_in, look, name_of, sums, writes
 
 COPIES = ("abs", "clone")  # isfinite and isinf test an abs; backward of clamp_min_ tests a clone of what was there
-Origin = TypeVar("Origin")
 
 
 @dataclass
@@ -37,23 +36,23 @@ class Value:
     source: Value | None = None
 
 
-class Followed(Generic[Origin]):
+class Followed:
     """Takes the place of the Meter's log, to run each op: looks at what it makes, and follows what is not finite.
 
     judge: tells what a new origin is, or None if it is on purpose, from the op's number, the tensor that is not finite
     after the op, what it holds, the op's inputs, and what was seen in them.
     """
 
-    def __init__(self, judge: Callable[[int, Tensor, Seen, list, list[Seen]], Origin | None]):
+    def __init__(self, judge: Callable[[int, Tensor, Seen, list, list[Seen]], Any]):
         self._judge = judge
-        self._origins: list[Origin] = []
+        self._origins: list[Any] = []
         self._values: list[Value] = []
         self._value_in: WeakKeyDictionary[UntypedStorage, Value] = WeakKeyDictionary()
         self._returned: list[UntypedStorage] = []
 
     @property
-    def found(self) -> Origin | None:
-        """The earliest origin of a value that nothing read, or dropped."""
+    def found(self) -> Any:
+        """The earliest origin of a value that nothing read, or dropped; or None."""
         alive = [id(value) for storage, value in self._value_in.items() if storage.nbytes()]
         for value in reversed(self._values):  # a copy comes after its source
             if value.source is not None:
