@@ -396,6 +396,51 @@ def test_a_loss_is_scaled_and_looked_at_in_one_compiled_graph():
         torch.compiler.reset()
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_captured_graph_looks_at_the_loss_each_time_it_is_replayed():
+    scaler, parameter, x = LossScaler(4.0), nn.Parameter(torch.ones(3, device="cuda")), torch.ones(3, device="cuda")
+    optimizer, stream = torch.optim.SGD([parameter], lr=1.0), torch.cuda.Stream()
+    backward = lambda: scaler.scale((parameter + x).sum()).backward()  # noqa: E731
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        backward()  # once before, as for any capture
+    torch.cuda.current_stream().wait_stream(stream)
+    optimizer.zero_grad()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        backward()
+    for value, expected in ((1.0, 0.0), (INF, 0.0), (1.0, -1.0)):
+        x.fill_(value)
+        graph.replay()
+        assert parameter.grad.isfinite().all()  # only the loss tells
+        scaler.step(optimizer)
+        scaler.update()
+        assert parameter.tolist() == [expected] * 3
+    assert scaler.get_scale() == 2.0
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_launches_hardly_more_than_gradscalers(fused):
+    def launches(scaler):
+        parameter = nn.Parameter(torch.ones(3, device="cuda"))
+        optimizer = torch.optim.AdamW([parameter], fused=fused)
+
+        def step():
+            scaler.scale(parameter.sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+        step()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            step()
+            torch.cuda.synchronize()
+        on_the_gpu = torch.autograd.DeviceType.CUDA
+        return sum(event.count for event in profile.key_averages() if event.device_type == on_the_gpu)
+
+    assert launches(LossScaler()) <= launches(torch.amp.GradScaler("cuda")) + 8
+
+
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_an_infinite_loss_inside_a_transform_is_an_overflow_too(transform):
     scaler, parameter = LossScaler(4.0), nn.Parameter(torch.ones(3))

@@ -11,9 +11,11 @@ inf or nan the step is skipped and S backs off, and after some time without it g
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from numbers import Integral, Real
 from weakref import WeakKeyDictionary
 
@@ -41,10 +43,14 @@ def checked(name: str, value):
     return value
 
 
-def unwrapped(x: Tensor) -> Tensor:
-    """What vmap and grad of torch.func have wrapped, to be kept when they end. x: of any shape; in vmap (batch, *x)."""
-    inside = torch._C._functorch.maybe_current_level() is not None  # asked first: torch.compile can't trace the rest
-    return torch.func.debug_unwrap(x) if inside else x
+def unwrapped(x: Tensor) -> tuple[Tensor, AbstractContextManager]:
+    """What vmap and grad of torch.func have wrapped, and a block for ops that see nothing of them.
+
+    x: of any shape; in vmap (batch, *x).
+    """
+    if torch._C._functorch.maybe_current_level() is None:  # asked first: torch.compile can't trace the rest
+        return x, nullcontext()
+    return torch.func.debug_unwrap(x), torch._C._DisableFuncTorch()
 
 
 class LossScaler:
@@ -96,7 +102,8 @@ class LossScaler:
         self.backoff_factor = checked("backoff_factor", backoff_factor)
         self.growth_interval = checked("growth_interval", growth_interval)
         self._enabled, self._agree = enabled, agree
-        self._scale = self._growth_tracker = self._bad_loss = None  # 0-dim tensors, made where the first loss is
+        self._scale = self._growth_tracker = None  # 0-dim tensors, made where the first loss is, and these
+        self._bad_loss = self._one = None  # the first is nan if a loss was inf or nan, else 0
         self._stages, self._found_inf = {}, {}  # optimizer → its stage; → 1. if it met inf or nan. Until update()
         self._latest = WeakKeyDictionary()  # optimizer → found_inf of its latest step; None: unscaled and not stepped
 
@@ -109,8 +116,10 @@ class LossScaler:
             return outputs
         if isinstance(outputs, Tensor):
             self._make_scale(outputs.device)
-            bad = unwrapped(outputs.detach()).isfinite().all().logical_not().to(self._scale)
-            self._bad_loss = unwrapped(torch.maximum(self._bad_loss, bad))
+            losses, plain = unwrapped(outputs.detach())
+            with plain:  # in place: a CUDA graph that has captured this then does it at each replay
+                nan_or_0 = (losses * 0.0).abs().sum(dtype=torch.float32)
+                self._bad_loss.add_(nan_or_0.to(self._bad_loss.device))
             return outputs * self._scale.to(outputs.device)
         if isinstance(outputs, Mapping):
             return {name: self.scale(output) for name, output in outputs.items()}
@@ -171,18 +180,18 @@ class LossScaler:
             result = self._step_itself(optimizer, stage, *args, **kwargs)
         else:
             result = None if self._found_inf[optimizer].item() else optimizer.step(*args, **kwargs)
-        self._stages[optimizer], self._latest[optimizer] = STEPPED, self._found_inf.get(optimizer, self._bad_loss)
+        self._stages[optimizer], self._latest[optimizer] = STEPPED, self._skips(optimizer)
         return result
 
     def _step_itself(self, optimizer, stage: str, *args, **kwargs):
         """The step of an optimizer that unscales and skips by itself. `grad_scale` may be there: the user's own."""
         scale = getattr(optimizer, "grad_scale", None)
         if stage == READY:
-            self._multiply_gradients(optimizer, torch.ones_like(self._scale))
+            self._multiply_gradients(optimizer, self._one)
             self._latest[optimizer] = None
             self._stages[optimizer] = READY  # nothing was divided: after an error the next step divides
             scale = self._scale if scale is None else self._scale * scale
-        optimizer.grad_scale, optimizer.found_inf = scale, self._found_inf.get(optimizer, self._bad_loss)
+        optimizer.grad_scale, optimizer.found_inf = scale, self._skips(optimizer)
         try:
             return optimizer.step(*args, **kwargs)
         finally:
@@ -205,13 +214,13 @@ class LossScaler:
         elif not self._found_inf:
             raise RuntimeError("expected step() or unscale_() of gradients before update(): no gradient was checked")
         else:
-            found_inf = torch.stack(list(self._found_inf.values())).amax()
+            found_inf = functools.reduce(torch.maximum, self._found_inf.values())
             factors = self.growth_factor, self.backoff_factor, self.growth_interval
             torch._amp_update_scale_(self._scale, self._growth_tracker, found_inf, *factors)
             self._scale.clamp_(min=FP32.tiny)  # 0 is no scale to come back from
         self._stages, self._found_inf = {}, {}
         if self._bad_loss is not None:
-            self._bad_loss = torch.zeros_like(self._bad_loss)
+            self._bad_loss.zero_()
 
     def skipped(self, optimizer) -> bool:
         """Whether its latest step was skipped, by step() or by you, who unscaled and didn't step. Waits for the GPU.
@@ -285,7 +294,7 @@ class LossScaler:
     def __getstate__(self) -> dict:
         if self._stages:
             raise RuntimeError("expected to pickle a LossScaler between iterations, found one before its update()")
-        state = vars(self) | dict.fromkeys(("_scale", "_growth_tracker", "_bad_loss", "_latest"))
+        state = vars(self) | dict.fromkeys(("_scale", "_growth_tracker", "_bad_loss", "_one", "_latest"))
         if self._enabled:  # as numbers: the tensors are made again where the next loss is
             state["_init_scale"], *_, state["_init_growth_tracker"] = self.state_dict().values()
         return state
@@ -307,7 +316,12 @@ class LossScaler:
         if self._scale is None:
             self._scale = torch.tensor(self._init_scale, dtype=torch.float32, device=device)
             self._growth_tracker = torch.full_like(self._scale, self._init_growth_tracker, dtype=torch.int32)
-            self._bad_loss = torch.zeros_like(self._scale)
+            self._bad_loss, self._one = torch.zeros_like(self._scale), torch.ones_like(self._scale)
+
+    def _skips(self, optimizer) -> Tensor:
+        """1. if it is to skip its step, else 0.: its gradients, or where it has none, the losses tell."""
+        found_inf = self._found_inf.get(optimizer)
+        return self._bad_loss.ne(0).float() if found_inf is None else found_inf
 
     @torch.no_grad()
     def _multiply_gradients(self, optimizer, factor: Tensor) -> None:
@@ -324,12 +338,14 @@ class LossScaler:
         self._stages[optimizer] = UNSCALED
         if not kinds and self._agree is None:
             return  # nothing was checked, so nothing is noted
-        self._found_inf[optimizer] = torch.ones_like(factor)  # should something raise: skipped, not divided twice
-        found_inf = self._bad_loss.clone()
+        self._found_inf[optimizer] = self._one  # should something raise: skipped, not divided twice
+        kinds[factor.device, factor.dtype].append(self._bad_loss)  # nan and 0 stay what they are
+        found = {}  # on each device
         for (device, _), gradients in kinds.items():
-            here = torch.zeros_like(factor, device=device)
-            torch._amp_foreach_non_finite_check_and_unscale_(gradients, here, factor.to(device))
-            found_inf = torch.maximum(found_inf, here.to(factor.device))
+            if device not in found:
+                found[device] = torch.zeros_like(factor, device=device)
+            torch._amp_foreach_non_finite_check_and_unscale_(gradients, found[device], factor.to(device))
+        found_inf = functools.reduce(torch.maximum, (here.to(factor.device) for here in found.values()))
         if self._agree is not None:
             agreed = self._agree(found_inf)
             if not isinstance(agreed, Tensor) or agreed.numel() != 1:
