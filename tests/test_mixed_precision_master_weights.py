@@ -160,6 +160,22 @@ def test_layouts_of_weights_and_gradients_may_differ():
             assert torch.equal(p, q.to(BF16))
 
 
+@pytest.mark.parametrize("options", [{"foreach": False}, {"foreach": True}, {"fused": True}])
+def test_states_saved_in_one_order_of_dimensions_go_on_in_another(options):
+    plain = nn.Parameter(torch.randn(2, 3, 4, 4).to(BF16))
+    turned = nn.Parameter(plain.detach().clone().to(memory_format=torch.channels_last))
+    before, after = (MasterWeights([p], optim.AdamW, lr=0.1, **options) for p in (plain, turned))
+    for resumed in (False, True):
+        if resumed:
+            turned.data.copy_(plain)
+            after.load_state_dict(copy.deepcopy(before.state_dict()))
+        for p in (plain, turned):
+            p.grad = torch.linspace(-1, 1, p.numel(), dtype=BF16).view(p.shape) * torch.ones_like(p)
+        before.step()
+        after.step()
+    assert torch.equal(plain, turned)
+
+
 @pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}])
 def test_a_widened_gradient_may_have_another_layout_too(options):
     narrow = [nn.Parameter(torch.randn(6, 4).to(BF16).t()), nn.Parameter(torch.randn(6, 4).to(BF16)[:, 1:3].t())]

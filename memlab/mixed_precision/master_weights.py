@@ -331,7 +331,7 @@ class MasterWeights(Optimizer):
         finally:
             inner.state, inner.param_groups = defaultdict(dict), self.param_groups
         for p, m in wide.items():
-            states[p] = states.pop(m)
+            states[p] = {name: _in_order_of(m, state) for name, state in states.pop(m).items()}
             if self._keeps_masters:
                 states[p]["master"] = m.copy_(states[p].get("master", m))  # its own, whoever else has the dict's
         return state_dict | {"state": states}
@@ -362,6 +362,13 @@ class MasterWeights(Optimizer):
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
         self._versions, self._blocks, self._counters = Versions(), {}, Counters()
+
+
+def _in_order_of(m: Tensor, state: object) -> object:
+    """A state of a master's shape, in its order of dimensions too: fused kernels read both in one."""
+    if isinstance(state, Tensor) and state.shape == m.shape and state.stride() != m.stride():
+        return torch.empty_like(m, dtype=state.dtype).copy_(state)
+    return state
 
 
 def multiply_gradients(params: list[Tensor], factor: Tensor) -> None:
