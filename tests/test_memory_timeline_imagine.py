@@ -266,9 +266,9 @@ def test_dropout_in_attention_by_ops_keeps_a_byte_an_element_and_else_nothing_di
     with imagine("H100-80GB"):
         found = kept(by_ops("cuda", dropout=0.1, **options))
     assert ("native_dropout", (2, 4, 20, 20), "bool") in found
-    real = by_ops("cpu", dropout=0.1, **options)
+    real, of_a_cpu = by_ops("cpu", dropout=0.1, **options), torch.dropout  # as C++ calls it
     with imagine("H100-80GB"):
-        monkeypatch.setattr(F, "dropout", lambda x, p: torch.dropout(x, p, True))  # a CPU's, as C++ calls it
+        monkeypatch.setattr(F, "dropout", lambda x, p: of_a_cpu(x, p, True))
         imagined = by_ops("cuda", dropout=0.1, **options)
         monkeypatch.undo()
     assert [(e.op, e.delta) for e in imagined.events] == [(e.op, e.delta) for e in real.events]
@@ -353,6 +353,31 @@ def test_batchnorm_keeps_statistics_in_evaluation_where_it_is_not_cudnns(dtype, 
             )
             assert [(each.shape, each.dtype) for each in statistics] == [(kept_then, torch.float32)] * 2
             norm.train(training)(x).sum().backward()
+
+
+def test_batchnorm_of_rows_is_never_cudnns_and_keeps_its_statistics_in_evaluation():
+    with imagine("H100-80GB"):
+        model, x = nn.BatchNorm1d(16).eval(), torch.randn(8, 16, requires_grad=True)
+        timeline = forward_backward(model, x)
+    assert [s.shape for s in timeline.storages.values() if s.op == "native_batch_norm"] == [(8, 16), (16,), (16,)]
+
+
+def test_functions_are_cudas_however_a_model_has_imported_them():
+    from torch.nn.functional import dropout, rms_norm
+
+    with imagine("H100-80GB"):
+        x, weight = torch.randn(4, 16, requires_grad=True), torch.ones(16, requires_grad=True)
+        for run, expected in {
+            lambda: rms_norm(x, (16,), weight): [(4, 16), (4, 1)],
+            lambda: torch.rms_norm(x, [16], weight, 1e-5): [(4, 16), (4, 1)],
+            lambda: dropout(x, 0.5): [(4, 16), (4, 16)],
+            lambda: torch.dropout(x, 0.5, train=True): [(4, 16), (4, 16)],
+        }.items():
+            with Meter(inputs=(x, weight)) as meter:
+                result = run()
+            made = [s for s in meter.timeline.storages.values() if s.op in ("_fused_rms_norm", "native_dropout")]
+            assert [s.shape for s in made] == expected and result.requires_grad
+            assert made[1].nbytes == (16 if expected[1] == (4, 1) else 64)
 
 
 def test_logsigmoid_keeps_its_input_alone_on_a_gpu():
@@ -1198,7 +1223,7 @@ def test_one_imagined_machine_at_a_time_and_no_workspace_on_it():
 def test_the_block_leaves_nothing_behind_even_when_it_raises():
     def patched():
         return (
-            *(getattr(F, name) for name in ("dropout", "scaled_dot_product_attention", "rms_norm")),
+            *(torch.dropout, torch.rms_norm, F.scaled_dot_product_attention),
             *(autocast.__dict__[name] for name in ("__init__", "__enter__", "__exit__")),
             *(torch._VF.lstm, torch.utils.checkpoint._get_autocast_kwargs, nn.Module._apply),
             *(optim._get_foreach_kernels_supported_devices, tuple(optim._foreach_supported_types)),

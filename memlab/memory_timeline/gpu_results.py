@@ -1,7 +1,8 @@
 """What CUDA's kernels return otherwise than a CPU's: of the same op, results of other dtypes and sizes.
 
 - LayerNorm and BatchNorm keep their mean and deviation in 32 bit when their input has 16;
-- BatchNorm keeps them in evaluation too, unless cuDNN runs it, as in FP32, or in FP16 with weights in FP32;
+- BatchNorm keeps them in evaluation too, unless cuDNN runs it: on 3 dimensions or more, in FP32 or FP64, or in FP16
+  with weights in FP32;
 - logsigmoid keeps its input alone, where a CPU keeps exp(-|x|) besides;
 - EmbeddingBag notes for each index the bag that it is of;
 - attention's random state lies in main memory, and cuDNN's keeps no rows without a backward to come.
@@ -42,7 +43,7 @@ def as_cuda_returns(func, args: tuple, result):
 
 def _batch_norm(input, weight, bias, out, *statistics):
     dtype = torch.float32 if input.dtype in HALF else statistics[0].dtype
-    by_cudnn = weight is not None and bias is not None and input.dtype is not torch.bfloat16 and weight.dtype is dtype
-    if by_cudnn:
+    affine = weight is not None and bias is not None and weight.dtype is dtype
+    if affine and input.dim() >= 3 and input.dtype is not torch.bfloat16:  # cuDNN's
         return out, *(each.to(dtype) for each in statistics)
     return out, *(each.new_empty(input.shape[1], dtype=dtype) for each in statistics)
