@@ -17,6 +17,7 @@ from torch.amp.autocast_mode import autocast
 from torch.autograd.graph import save_on_cpu
 from torch.nn import functional as F
 from torch.optim import optimizer as optim
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from memlab.book.workloads import GPT, LSTM, text_batch
@@ -25,6 +26,7 @@ from memlab.memory_timeline.gpu_autocast import CAST_TO_FP32, RESULT_IN_FP32
 from memlab.memory_timeline.gpu_ops import RMS_NORM_IN_32_BIT, _choose
 from memlab.units import GiB, MiB, format_bytes, parse_bytes
 from tests.memory_timeline_helpers import WORKLOADS, batch_for, of, one_thread, shape_of  # noqa: F401
+from tests.torch_ops import ops_of_torch
 
 BF16 = torch.bfloat16
 OPTIMIZERS = {
@@ -1325,10 +1327,13 @@ LIKE_A_REAL_CARDS = {
 }
 
 
-@pytest.mark.skipif(
+needs_a_hopper = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
     reason="needs a Hopper GPU, such as is imagined, to compare with",
 )
+
+
+@needs_a_hopper
 @pytest.mark.parametrize("case", LIKE_A_REAL_CARDS)
 def test_an_imagined_step_has_the_events_of_the_real_cards(case, monkeypatch):
     kind, options, dtype, cast = LIKE_A_REAL_CARDS[case]
@@ -1352,6 +1357,66 @@ def test_an_imagined_step_has_the_events_of_the_real_cards(case, monkeypatch):
             assert changes(ours) == changes(theirs)
         else:  # in which order autocast's cache lets go of its copies, their addresses decide
             assert sorted(changes(ours)) == sorted(changes(theirs))
+
+
+OTHERWISE_ON_A_CARD = {
+    "renorm": "whose backward computes in FP64 on a CPU",
+    "sgn": "whose gradient is a zero without memory, which imagined memory has",
+    "torch.ops.aten._efficient_attention_forward": "whose seed and offset are made elsewhere",
+    "_native_batch_norm_legit": "which no module calls",
+    "jiterator_": "which compiles for a real card",
+    "tensor_split": "which reads values, where to split, past all modes",
+}
+
+
+def bytes_of(run, inputs) -> list[int]:
+    """What is held after forward and after backward, and the peak."""
+    with Meter(inputs=[one for one in tree_leaves(inputs) if isinstance(one, torch.Tensor)]) as meter:
+        result = run(*inputs)
+        held = [meter.held_bytes]
+        outputs = [one for one in tree_leaves(result) if isinstance(one, torch.Tensor) and one.requires_grad]
+        if outputs:
+            torch.autograd.backward(outputs, [torch.ones_like(one) for one in outputs])
+        held.append(meter.held_bytes)
+        del result, outputs
+    return [*held, meter.timeline.peak_bytes]
+
+
+@needs_a_hopper
+@pytest.mark.filterwarnings("ignore")
+def test_of_torchs_own_list_of_ops_each_takes_the_real_cards_bytes():
+    compared, wrong = 0, []
+    for op in ops_of_torch():
+        dtypes = [dtype for dtype in (torch.float32, BF16) if dtype in op.dtypesIfCUDA]
+        if op.formatted_name.startswith(tuple(OTHERWISE_ON_A_CARD)) or op.name.startswith(tuple(OTHERWISE_ON_A_CARD)):
+            continue
+        for dtype in dtypes:
+            sample = next(iter(op.sample_inputs("cuda", dtype, requires_grad=op.supports_autograd)))
+            values = sample.input, sample.args, sample.kwargs
+
+            def inputs_on(device, values=values):
+                bring = lambda t: t.detach().to(device, copy=True).requires_grad_(t.requires_grad)  # noqa: E731
+                return tree_map_only(torch.Tensor, bring, values)
+
+            run = lambda first, args, kwargs, op=op: op(first, *args, **kwargs)  # noqa: E731
+            try:
+                run(*inputs_on("cuda"))  # libraries take room of their own, once
+                real = bytes_of(run, inputs_on("cuda"))
+            except (RuntimeError, NotImplementedError):  # not on this card, or not with this dtype
+                continue
+            in_main = inputs_on("cpu")
+            try:
+                with imagine("H100-80GB") as gpu:
+                    imagined = bytes_of(run, gpu.imagined(in_main))
+            except (RuntimeError, NotImplementedError) as error:
+                if re.match("expected code that needs no values|expected dense|.* not implemented for", str(error)):
+                    continue
+                raise
+            compared += 1
+            if imagined != real:
+                wrong.append((op.formatted_name, dtype, imagined, real))
+    assert wrong == []
+    assert compared > 900
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
