@@ -124,6 +124,14 @@ def test_the_high_water_mark_stays_when_the_bytes_are_given_back(child):
 
 
 @LINUX
+def test_a_peak_is_the_processs_own_and_not_what_its_parent_had_when_it_began():
+    code = "from os import getpid; from memlab.memory_monitoring.processes import OtherProcess; "
+    held = b"x" * (700 * MiB)
+    told = subprocess.check_output([sys.executable, "-c", f"{code}print(OtherProcess(getpid()).read()['peak'])"])
+    assert 0 < int(told) < len(held)
+
+
+@LINUX
 def test_figures_are_those_of_the_kernels_own_summary(child):
     def summary() -> dict[str, int]:
         text = Path(f"/proc/{child.pid}/smaps_rollup").read_text()

@@ -6,10 +6,11 @@ from memlab.book.measures.timing import printed_by, spread
 from memlab.units import format_bytes
 
 IMAGINED_STEP = """
-import resource, time, torch
+import os, time, torch
 torch.set_num_threads(1)
 from memlab.book.steps import build
 from memlab.memory_arithmetic import preset, training_step
+from memlab.memory_monitoring.processes import OtherProcess
 from memlab.memory_timeline import Meter, imagine
 
 start, llama = time.perf_counter(), preset("Llama-2 70B")
@@ -26,8 +27,10 @@ with imagine("H100-80GB"):
 peak = meter.timeline.peak_bytes
 stop = time.perf_counter()
 expected = training_step(llama, 1, 4096, precision="bf16", implementation="fused", first_step=True).peak_bytes
-print(built - start, stop - built, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, peak, peak - expected)
+host = OtherProcess(os.getpid()).read()
+print(built - start, stop - built, host.get("peak", host["resident"]), peak, peak - expected)
 """
+"""Not `ru_maxrss`: that begins with what its parent had resident when it started the process."""
 
 
 def imagined_step(device: str, rounds: int) -> list[tuple]:
