@@ -15,6 +15,7 @@ from torch.func import grad, jacrev, vmap
 from torch.nn.functional import mse_loss
 
 from memlab.mixed_precision.loss_scaler import LossScaler
+from memlab.ranks import run_ranks
 from tests.memory_timeline_helpers import one_thread  # noqa: F401
 
 INF, NAN = float("inf"), float("nan")
@@ -394,6 +395,49 @@ def test_a_loss_is_scaled_and_looked_at_in_one_compiled_graph():
             assert parameter.tolist() == [expected] * 3
     finally:
         torch.compiler.reset()
+
+
+def dtensor_ranks(rank):
+    """Where one rank alone meets inf: scales and weights of both scalers with FSDP2, then what ours skipped."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    found = {"ours": [], "torch": [], "skipped": []}
+    bad = INF if rank == 1 else 1.0
+    for name, scaler in zip(found, scalers(init_scale=8.0), strict=False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+        for module in (model[0], model):
+            fully_shard(module)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for planted in (1.0, bad, 1.0):
+            scaler.scale(model(torch.full((2, 4), rank + 1.0)).sum()).backward()
+            model[0].weight.grad.to_local()[0] *= planted
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            found[name].append((scaler.get_scale(), [p.full_tensor().tolist() for p in model.parameters()]))
+    mesh, scaler = init_device_mesh("cpu", (2,)), LossScaler(8.0)
+    whole, split = (nn.Parameter(distribute_tensor(torch.ones(4), mesh, [way])) for way in (Replicate(), Shard(0)))
+    optimizer = torch.optim.SGD([whole, split, *model.parameters()], lr=0.1)
+    for in_loss, in_whole, in_both in ((1.0, 1.0, 1.0), (bad, 1.0, 1.0), (1.0, bad, 1.0), (1.0, 1.0, INF)):
+        scaler.scale(model(torch.ones(2, 4)).sum() + in_loss).backward()
+        scaler.scale((whole * split).sum() + in_both).backward()  # a loss that is a DTensor
+        assert [p.grad.placements for p in (whole, split)] == [(Shard(0),), (Replicate(),)]  # apart, here
+        whole.grad.to_local()[0] *= in_whole
+        scaler.step(optimizer)
+        found["skipped"].append(scaler.skipped(optimizer))
+        scaler.update()
+        optimizer.zero_grad()
+    return found
+
+
+def test_ranks_that_share_gradients_as_dtensors_skip_together():
+    first, second = run_ranks(dtensor_ranks, 2)
+    assert first == second
+    assert first["ours"] == first["torch"] and [scale for scale, _ in first["ours"]] == [8.0, 4.0, 4.0]
+    assert first["skipped"] == [False, True, True, True]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -24,6 +24,7 @@ from torch import Tensor
 
 READY, UNSCALED, STEPPED = "ready", "unscaled", "stepped"  # how far an optimizer has come since the last update()
 FP32 = torch.finfo(torch.float32)
+SPREAD = "device_mesh", "placements"  # what a DTensor says of the ranks that have its parts
 RULES = {  # the entries of a state dict: what each must be, in words and as a test, which nan fails
     "scale": ("a number that FP32 holds, and 1 / it as well", lambda x: FP32.tiny <= x <= FP32.max),
     "growth_factor": ("a number above 1, and finite", lambda x: 1 < x < math.inf),
@@ -67,6 +68,7 @@ class LossScaler:
     agree: a function that makes all ranks skip together. It gets a 0-dim FP32 tensor, 1. if this rank met inf or nan,
       else 0., and returns the one that all agree on (all-reduce MAX). It is called once per optimizer and update(),
       before anything reads that tensor, and where a rank has no gradient too, which without `agree` step() refuses.
+      Ranks that share gradients as DTensors, such as FSDP2's, skip together without it.
 
     FP16 gradients are unscaled in FP16: what the scale had saved from underflow is rounded or lost after all. An
     optimizer that can `widen_gradients()`, as MasterWeights can, is asked to first, and then nothing is lost.
@@ -118,8 +120,8 @@ class LossScaler:
             self._make_scale(outputs.device)
             losses, plain = unwrapped(outputs.detach())
             with plain:  # in place: a CUDA graph that has captured this then does it at each replay
-                nan_or_0 = (losses * 0.0).abs().sum(dtype=torch.float32)
-                self._bad_loss.add_(nan_or_0.to(self._bad_loss.device))
+                nan_or_0 = (losses * 0.0).abs().sum(dtype=torch.float32).to(self._bad_loss.device)
+                self._bad_loss.add_(nan_or_0.full_tensor() if hasattr(nan_or_0, "full_tensor") else nan_or_0)  # DTensor
             return outputs * self._scale.to(outputs.device)
         if isinstance(outputs, Mapping):
             return {name: self.scale(output) for name, output in outputs.items()}
@@ -326,7 +328,7 @@ class LossScaler:
     @torch.no_grad()
     def _multiply_gradients(self, optimizer, factor: Tensor) -> None:
         """Multiply gradients in place by a 0-dim FP32 tensor, and note found_inf, such a tensor too: 1. or 0."""
-        kinds = defaultdict(list)  # one kernel reads and multiplies all gradients of a device and dtype
+        kinds = defaultdict(list)  # one kernel reads and multiplies all of a device and dtype, spread alike over ranks
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
             if (gradient := parameter.grad) is None:
                 continue
@@ -334,18 +336,19 @@ class LossScaler:
                 if gradient.dtype is torch.float16:  # adds up what is there twice, which may overflow
                     parameter.grad = gradient = gradient.coalesce()
                 gradient = gradient._values()
-            kinds[gradient.device, gradient.dtype].append(gradient)
+            spread = () if type(gradient) is Tensor else (getattr(gradient, at, None) for at in SPREAD)
+            kinds[(gradient.device, gradient.dtype, *spread)].append(gradient)
         self._stages[optimizer] = UNSCALED
         if not kinds and self._agree is None:
             return  # nothing was checked, so nothing is noted
         self._found_inf[optimizer] = self._one  # should something raise: skipped, not divided twice
-        kinds[factor.device, factor.dtype].append(self._bad_loss)  # nan and 0 stay what they are
-        found = {}  # on each device
-        for (device, _), gradients in kinds.items():
-            if device not in found:
-                found[device] = torch.zeros_like(factor, device=device)
-            torch._amp_foreach_non_finite_check_and_unscale_(gradients, found[device], factor.to(device))
-        found_inf = functools.reduce(torch.maximum, (here.to(factor.device) for here in found.values()))
+        found = []
+        for (device, dtype, *_), gradients in kinds.items():
+            found.append(torch.zeros_like(factor, device=device))
+            checked_too = self._bad_loss.to(device, dtype)  # nan and 0 are so too when they are multiplied
+            torch._amp_foreach_non_finite_check_and_unscale_([*gradients, checked_too], found[-1], factor.to(device))
+        found = [here.to(factor.device) for here in found] or [self._bad_loss.ne(0).float()]
+        found_inf = functools.reduce(torch.maximum, found)
         if self._agree is not None:
             agreed = self._agree(found_inf)
             if not isinstance(agreed, Tensor) or agreed.numel() != 1:
