@@ -13,18 +13,17 @@ from __future__ import annotations
 
 import functools
 import math
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from numbers import Integral, Real
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
+from memlab.mixed_precision.overflow import gradients_in_memory, multiply_and_check, note_losses
+
 READY, UNSCALED, STEPPED = "ready", "unscaled", "stepped"  # how far an optimizer has come since the last update()
 FP32 = torch.finfo(torch.float32)
-SPREAD = "device_mesh", "placements"  # what a DTensor says of the ranks that have its parts
 RULES = {  # the entries of a state dict: what each must be, in words and as a test, which nan fails
     "scale": ("a number that FP32 holds, and 1 / it as well", lambda x: FP32.tiny <= x <= FP32.max),
     "growth_factor": ("a number above 1, and finite", lambda x: 1 < x < math.inf),
@@ -42,16 +41,6 @@ def checked(name: str, value):
     if not fits(value):
         raise ValueError(f"expected {name} to be {expected}; found {value!r}")
     return value
-
-
-def unwrapped(x: Tensor) -> tuple[Tensor, AbstractContextManager]:
-    """What vmap and grad of torch.func have wrapped, and a block for ops that see nothing of them.
-
-    x: of any shape; in vmap (batch, *x).
-    """
-    if torch._C._functorch.maybe_current_level() is None:  # asked first: torch.compile can't trace the rest
-        return x, nullcontext()
-    return torch.func.debug_unwrap(x), torch._C._DisableFuncTorch()
 
 
 class LossScaler:
@@ -118,10 +107,7 @@ class LossScaler:
             return outputs
         if isinstance(outputs, Tensor):
             self._make_scale(outputs.device)
-            losses, plain = unwrapped(outputs.detach())
-            with plain:  # in place: a CUDA graph that has captured this then does it at each replay
-                nan_or_0 = (losses * 0.0).abs().sum(dtype=torch.float32).to(self._bad_loss.device)
-                self._bad_loss.add_(nan_or_0.full_tensor() if hasattr(nan_or_0, "full_tensor") else nan_or_0)  # DTensor
+            note_losses(self._bad_loss, outputs)
             return outputs * self._scale.to(outputs.device)
         if isinstance(outputs, Mapping):
             return {name: self.scale(output) for name, output in outputs.items()}
@@ -325,30 +311,14 @@ class LossScaler:
         found_inf = self._found_inf.get(optimizer)
         return self._bad_loss.ne(0).float() if found_inf is None else found_inf
 
-    @torch.no_grad()
     def _multiply_gradients(self, optimizer, factor: Tensor) -> None:
         """Multiply gradients in place by a 0-dim FP32 tensor, and note found_inf, such a tensor too: 1. or 0."""
-        kinds = defaultdict(list)  # one kernel reads and multiplies all of a device and dtype, spread alike over ranks
-        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-            if (gradient := parameter.grad) is None:
-                continue
-            if gradient.is_sparse:
-                if gradient.dtype is torch.float16:  # adds up what is there twice, which may overflow
-                    parameter.grad = gradient = gradient.coalesce()
-                gradient = gradient._values()
-            spread = () if type(gradient) is Tensor else (getattr(gradient, at, None) for at in SPREAD)
-            kinds[(gradient.device, gradient.dtype, *spread)].append(gradient)
+        gradients = gradients_in_memory(optimizer)
         self._stages[optimizer] = UNSCALED
-        if not kinds and self._agree is None:
+        if not gradients and self._agree is None:
             return  # nothing was checked, so nothing is noted
         self._found_inf[optimizer] = self._one  # should something raise: skipped, not divided twice
-        found = []
-        for (device, dtype, *_), gradients in kinds.items():
-            found.append(torch.zeros_like(factor, device=device))
-            checked_too = self._bad_loss.to(device, dtype)  # nan and 0 are so too when they are multiplied
-            torch._amp_foreach_non_finite_check_and_unscale_([*gradients, checked_too], found[-1], factor.to(device))
-        found = [here.to(factor.device) for here in found] or [self._bad_loss.ne(0).float()]
-        found_inf = functools.reduce(torch.maximum, found)
+        found_inf = multiply_and_check(gradients, factor, self._bad_loss)
         if self._agree is not None:
             agreed = self._agree(found_inf)
             if not isinstance(agreed, Tensor) or agreed.numel() != 1:
