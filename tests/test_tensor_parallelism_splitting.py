@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import re
 
 import pytest
@@ -17,6 +19,8 @@ from memlab.tensor_parallelism import (
     TensorParallelGPT,
     VocabularyParallelEmbedding,
     check_replicas,
+    clip_grad_norm_,
+    copy_to_ranks,
     cut_of,
     different_on_ranks,
     split_layers,
@@ -57,6 +61,19 @@ class Heads(nn.Module):
         y = self.q(x).view(*x.shape[:2], self.heads, self.size).transpose(1, 2)
         y = (y @ y.transpose(-2, -1)).softmax(-1) @ y
         return self.out(y.transpose(1, 2).reshape(*x.shape[:2], self.heads * self.size))
+
+
+class NormedHeads(Heads):
+    """Attention that norms each head's queries, by a weight that all heads share."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, x):
+        y = self.norm(self.q(x).view(*x.shape[:2], -1, self.size)).transpose(1, 2)
+        y = (y @ y.transpose(-2, -1)).softmax(-1) @ y
+        return self.out(y.transpose(1, 2).flatten(-2))
 
 
 class Tied(nn.Module):
@@ -112,8 +129,34 @@ def heads() -> Heads:
     return Heads().double()
 
 
+def normed() -> tuple[NormedHeads, torch.Tensor]:
+    torch.manual_seed(4)
+    return NormedHeads().double(), torch.randn(2, 5, 32, dtype=torch.float64)
+
+
+def of_normed(plan: dict) -> dict:
+    """Gradients of a norm that reads parts, and the whole norm: of a split model, of copies, after a failed forward."""
+    (model, x), found = normed(), {}
+    split_layers(model, {"q": ColumnParallelLinear, "out": RowParallelLinear} | plan)
+    with contextlib.suppress(RuntimeError):
+        model.norm(x[..., :3])
+    assigned = copy.deepcopy(model)
+    assigned.load_state_dict({name: t.clone() for name, t in model.state_dict().items()}, assign=True)
+    for name, one in {"split": model, "copy": copy.deepcopy(model), "assigned": assigned}.items():
+        try:
+            with check_replicas(one):
+                one(x).square().sum().backward()
+            found[name] = [p.grad.clone() for p in one.norm.parameters()]
+            found[name].append(clip_grad_norm_(one, 1.0))
+        except ValueError as error:
+            found[name] = str(error)
+        found[name, "keys"] = list(one.state_dict()), "weight" in vars(one.norm)
+    return found
+
+
 def on_ranks(rank: int, transformers: bool) -> dict:
     found = {}
+    found["normed"], found["forgotten"] = of_normed({"norm": copy_to_ranks}), of_normed({})
     x, y = text_batch(2, 16)
     model = split_layers(llama(), LLAMA)
     with check_replicas(model):
@@ -190,6 +233,19 @@ def test_attention_that_counts_its_heads_gets_its_share_and_needs_one_sum(ranks)
         assert near(rank["heads"][0], expected) and rank["heads"][1] == 2 and rank["sent"] == ["all_reduce"]
 
 
+def test_a_norm_of_each_heads_queries_has_the_gradient_of_all_heads_if_the_plan_names_it(ranks):
+    plain, x = normed()
+    plain(x).square().sum().backward()
+    expected = [p.grad.clone() for p in plain.norm.parameters()]
+    expected.append(torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0))
+    for rank in ranks:
+        for name in ("split", "copy", "assigned"):
+            assert all(near(one, other) for one, other in zip(rank["normed"][name], expected, strict=True))
+            assert rank["normed"][name, "keys"] == (list(plain.state_dict()), False)
+            assert "same gradient of norm.weight" in rank["forgotten"][name]
+            assert "copy_to_ranks in the plan of split_layers" in rank["forgotten"][name]
+
+
 def test_tied_weights_stay_one_part_and_a_layer_used_twice_stays_one_layer(ranks):
     torch.manual_seed(2)
     plain = Tied()
@@ -251,6 +307,8 @@ def test_of_several_patterns_that_fit_the_first_counts():
         (MLP, {"layers": ColumnParallelLinear}, None, TypeError, "nn.Linear at layers to make a ColumnParallelLinear"),
         (MLP, {"layers.0": nn.Linear}, None, TypeError, "expected ColumnParallelLinear, RowParallelLinear, Vocab"),
         (MLP, {"layers.0": "column"}, None, TypeError, "found 'column'"),
+        (Heads, {"q": ColumnParallelLinear, "nothing": copy_to_ranks}, None, ValueError, "fit 'nothing', found none"),
+        (MLP, {"layers": copy_to_ranks}, None, ValueError, "parameters of its own at layers for copy_to_ranks, found"),
         (Tied, {"norm": RowParallelLinear}, None, TypeError, "of, found LayerNorm"),
         (Tied, {"middle": VocabularyParallelEmbedding}, None, TypeError, "nn.Embedding at middle"),
         (lambda: MLP(7), {"*.0": RowParallelLinear}, None, ValueError, "7 inputs of layers.0 cannot be split over 2"),

@@ -45,7 +45,8 @@ _INPUTS = (
 _BEGIN = "seed all ranks alike (torch.manual_seed) before the model is made, or load one checkpoint on all"
 _GRADIENTS = (
     "every rank must run the same backward; what a rank computes with its own part or rows only, send through "
-    "copy_to_ranks first (sequence_parallel=True of norms and row parallel layers does)"
+    "copy_to_ranks first (sequence_parallel=True of norms and row parallel layers does, and so does copy_to_ranks in "
+    "the plan of split_layers)"
 )
 _ORDER = "every rank must call the same layers, in one order"
 _PARTS = (

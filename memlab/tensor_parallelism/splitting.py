@@ -2,6 +2,7 @@
 
     plan = {
         "layers.*.self_attn.[qkv]_proj": ColumnParallelLinear,
+        "layers.*.self_attn.[qk]_norm": copy_to_ranks,
         "layers.*.self_attn.o_proj": RowParallelLinear,
         "layers.*.mlp.gate_proj": ColumnParallelLinear,
         "layers.*.mlp.up_proj": ColumnParallelLinear,
@@ -12,13 +13,17 @@
 
 The model's own code runs on: between a column parallel layer and the row parallel one after it, it meets a part of the
 features. Attention there must take as many heads as it finds, and dropout there must stand within `different_on_ranks`,
-or every rank drops the same places of its part. Make the optimizer afterwards: it is to step the parts. PyTorch's
-parallelize_module takes plans of the same kind.
+or every rank drops the same places of its part. What is whole there, such as a norm of queries, has on each rank the
+gradient of that rank's part only: name it with `copy_to_ranks`, which sums. An activation that is whole, and that parts
+read without a column parallel layer, needs `copy_to_ranks` in the model's code. A step within `check_replicas` finds
+what was forgotten. Make the optimizer afterwards: it is to step the parts. PyTorch's parallelize_module takes plans of
+the same kind.
 """
 
 from __future__ import annotations
 
 import fnmatch
+import functools
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -31,6 +36,7 @@ from memlab.tensor_parallelism.cuts import Cut, share
 from memlab.tensor_parallelism.embedding import VocabularyParallelEmbedding
 from memlab.tensor_parallelism.linear import ColumnParallelLinear, RowParallelLinear
 from memlab.tensor_parallelism.parameters import SplitLayer
+from memlab.tensor_parallelism.regions import copy_to_ranks
 
 _PLAIN = {ColumnParallelLinear: nn.Linear, RowParallelLinear: nn.Linear, VocabularyParallelEmbedding: nn.Embedding}
 _SIZE = {
@@ -52,8 +58,10 @@ def split_layers(
     """Replace the layers that a plan names by parallel ones, of which this rank holds a part; return the model.
 
     plan: name pattern → ColumnParallelLinear, RowParallelLinear (of an nn.Linear) or VocabularyParallelEmbedding (of an
-      nn.Embedding), or a pair of one and its options, such as (ColumnParallelLinear, {"gather_output": True}). Patterns
-      are a shell's (fnmatch), of the whole name; "*" also matches dots. Where several fit, the first counts.
+      nn.Embedding), or a pair of one and its options, such as (ColumnParallelLinear, {"gather_output": True}); or
+      copy_to_ranks, of any module that reads parts: its own parameters stay whole, and go through that in each forward,
+      so that their gradients are of all parts. Patterns are a shell's (fnmatch), of the whole name; "*" also matches
+      dots. Where several fit, the first counts.
     divide: name pattern → attributes that count heads or features, to become this rank's: {"*.attention": ["heads"]}.
     device: where layers on "meta" get their parts (None: the default device), with the values that such layers begin
       with; there never is a full weight then. Other modules on "meta" that have reset_parameters, as PyTorch's have,
@@ -62,14 +70,18 @@ def split_layers(
     All ranks of the group must hold the same model. Tied weights stay tied. Layers are replaced one after the other,
     and give up their whole weights as they go.
 
-    Raises ValueError for a pattern that fits nothing, sizes that the ranks do not divide, and weights that are tied to
-    one that is cut in another way, or not, layers with hooks; TypeError for a layer of another kind than the plan's,
-    one with parametrized weights, or with buffers or modules of its own, and for options that the kind has not, or that
-    the layer itself decides; PyTorch's own error for a device that is not there. The model is then as it was.
+    Raises ValueError for a pattern that fits nothing, sizes that the ranks do not divide, copy_to_ranks of a module
+    without parameters, weights that are tied to one that is cut in another way, or not, and layers with hooks;
+    TypeError for a layer of another kind than the plan's, one with parametrized weights, or with buffers or modules of
+    its own, and for options that the kind has not, or that the layer itself decides; PyTorch's own error for a device
+    that is not there. The model is then as it was.
     """
     names = _names(model)
     torch.empty(0, device=device)  # raises for one that is not there, as it would later
-    chosen = {name: entry if isinstance(entry, tuple) else (entry, {}) for name, entry in _fitting(names, plan).items()}
+    fitting = _fitting(names, plan)
+    copied = [model.get_submodule(name) for name, entry in fitting.items() if _is_copied(model, name, entry)]
+    fitting = {name: entry for name, entry in fitting.items() if entry is not copy_to_ranks}
+    chosen = {name: entry if isinstance(entry, tuple) else (entry, {}) for name, entry in fitting.items()}
     cuts = {
         name: _tried(name, model.get_submodule(name), kind, {"group": group, **options}).cuts
         for name, (kind, options) in chosen.items()
@@ -94,6 +106,9 @@ def split_layers(
                 setattr(model.get_submodule(parent), last, part)
         elif hasattr(module, "reset_parameters") and any(p.is_meta for p in module.parameters(recurse=False)):
             _begin(module, device)
+    for module in copied:
+        module.register_forward_pre_hook(functools.partial(_show_copies, group))
+        module.register_forward_hook(_hide_copies, always_call=True)
     for (first, attribute), *others in ties:
         for name, other in others:
             setattr(model.get_submodule(name), other, getattr(model.get_submodule(first), attribute))
@@ -130,7 +145,7 @@ def _tried(name: str, layer: nn.Module, kind: type[nn.Module], options: dict) ->
     plain = _PLAIN.get(kind)
     if plain is None:
         known = ", ".join(each.__name__ for each in _PLAIN)
-        raise TypeError(f"expected {known}, or a pair of one and its options, for {name}, found {kind!r}")
+        raise TypeError(f"expected {known}, a pair of one and its options, or copy_to_ranks for {name}, found {kind!r}")
     if not isinstance(layer, plain) or type(layer).forward is not plain.forward:
         raise TypeError(
             f"expected an nn.{plain.__name__} at {name} to make a {kind.__name__} of, found {type(layer).__name__}; "
@@ -151,6 +166,28 @@ def _tried(name: str, layer: nn.Module, kind: type[nn.Module], options: dict) ->
     share(getattr(layer, size), f"{what} of {name}", place_in(options["group"])[1])
     sizes = (layer.in_features, layer.out_features) if _PLAIN[kind] is nn.Linear else tuple(layer.weight.shape)
     return kind(*sizes, **{**options, "device": "meta"})  # raises what it would later, when layers are replaced
+
+
+def _is_copied(model: nn.Module, name: str, entry) -> bool:
+    """Whether a module's own parameters are to go through copy_to_ranks. Raises ValueError for one without any."""
+    if entry is copy_to_ranks and not any(True for _ in model.get_submodule(name).parameters(recurse=False)):
+        raise ValueError(
+            f"expected a module with parameters of its own at {name} for copy_to_ranks, found a "
+            f"{type(model.get_submodule(name)).__name__} without; name the modules inside that have them"
+        )
+    return entry is copy_to_ranks
+
+
+def _show_copies(group, module: nn.Module, _) -> None:
+    """Before forward: an attribute of the module itself stands before the parameter of that name."""
+    for name, p in module._parameters.items():
+        if p is not None:
+            vars(module)[name] = copy_to_ranks(p, group)
+
+
+def _hide_copies(module: nn.Module, *_) -> None:
+    for name in module._parameters:
+        vars(module).pop(name, None)
 
 
 def _number(module: nn.Module, attribute: str, name: str) -> int:
