@@ -53,9 +53,11 @@ def start_equal(module: nn.Module, group=None, **settings) -> None:
     """Give every rank rank 0's parameters and buffers.
 
     Raises ValueError on all ranks, naming the first that differs from rank 0 in a name, shape, dtype or requires_grad,
-    or in one of the settings; and for what `refuse_unfit` refuses, TypeError for a sparse buffer.
+    or in one of the settings; and for what `refuse_unfit` and `refuse_other_parts` refuse, TypeError for a sparse
+    buffer.
     """
     refuse_unfit((*module.named_parameters(), *module.named_buffers()))
+    refuse_other_parts(module.parameters(), group)
     refuse_other_models(module, group, **settings)
     fill_from_rank_0((*module.parameters(), *module.buffers()), group)
 
@@ -110,6 +112,22 @@ def refuse_other_models(module: nn.Module, group=None, **settings) -> None:
     mine |= {name: f"{tuple(b.shape)} of {b.dtype}" for name, b in module.named_buffers()}
     mine |= {name: said(p) for name, p in module.named_parameters()}
     refuse_others(mine, group)
+
+
+def refuse_other_parts(parameters: Iterable[Tensor], group=None) -> None:
+    """Raise ValueError, on every rank alike, if ranks hold other parts of what chapter 14 has split.
+
+    Parts have one shape, and are other numbers: one rank's would become everybody's. Of whole parameters nobody asks.
+    """
+    mine = sorted({(cut.rank, cut.ranks) for p in parameters if (cut := getattr(p, "_cut", None)) is not None})
+    for rank, theirs in enumerate(told_by_all(mine, group) if mine else ()):
+        if theirs != mine:
+            of = lambda parts: " and ".join(f"part {part} of {ranks}" for part, ranks in parts) or "whole ones"  # noqa: E731
+            raise ValueError(
+                f"expected ranks that hold the same parts of a split model, found {of(mine)} on rank "
+                f"{place_in(group)[0]} and {of(theirs)} on rank {rank}; give the data ranks' group, as "
+                "mesh(data=…, tensor=…) makes it"
+            )
 
 
 def said(p: Tensor) -> str:

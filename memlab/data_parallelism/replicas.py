@@ -59,10 +59,11 @@ class DataParallel(nn.Module):
     with it every segment is a backward of its own, after which all buckets travel. Wrapped again, as when a cell runs
     twice, a model is the new wrapper's: the old one, or any other that takes its parameters' gradients, is closed.
 
-    Raises ValueError if the ranks' models differ, naming rank and parameter, if nothing is to be trained, or for a
-    parameter without memory or with gradients of another dtype, TypeError for a sparse buffer; in forward, RuntimeError
-    if it was closed, or a parameter is trained that was frozen or not there at the beginning; in backward, TypeError
-    for a sparse gradient, RuntimeError for create_graph=True; to pickle and deepcopy, TypeError.
+    Raises ValueError if the ranks' models differ, naming rank and parameter, or are other parts of a split one, if
+    nothing is to be trained, or for a parameter without memory or with gradients of another dtype, TypeError for a
+    sparse buffer; in forward, RuntimeError if it was closed, or a parameter is trained that was frozen or not there at
+    the beginning; in backward, TypeError for a sparse gradient, RuntimeError for create_graph=True; to pickle and
+    deepcopy, TypeError.
     """
 
     def __init__(

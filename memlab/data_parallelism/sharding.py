@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from memlab.data_parallelism.agreement import fill_from_rank_0, refuse_unfit
+from memlab.data_parallelism.agreement import fill_from_rank_0, refuse_other_parts, refuse_unfit
 from memlab.data_parallelism.gathering import Call, Gathering
 from memlab.data_parallelism.saved import saved_weights
 from memlab.data_parallelism.shard import FlatShard
@@ -75,15 +75,17 @@ def fully_shard(
     same units in the same order. Not for torch.compile, nor inside torch.func's transforms.
 
     Raises RuntimeError without a process group; ValueError for a group that this rank is not of, and for a module that
-    is in a unit already, or that has gradients, parameters on several devices, without memory or that share it, with
-    gradients of another dtype, or with register_hook, which autograd would never call: those of
-    register_post_accumulate_grad_hook are called with the part and its mean gradient. Later, RuntimeError for such a
-    hook, if a parameter was replaced or put in, or if backward wants a weight that was written to after the forward.
+    is in a unit already, of which ranks hold other parts, or that has gradients, parameters on several devices, without
+    memory or that share it, with gradients of another dtype, or with register_hook, which autograd would never call:
+    those of register_post_accumulate_grad_hook are called with the part and its mean gradient. Later, RuntimeError for
+    such a hook, if a parameter was replaced or put in, or if backward wants a weight that was written to after the
+    forward.
     """
     place_in(group)
     if not isinstance(prefetch, int) or prefetch < 0:
         raise ValueError(f"expected prefetch as a number of units, 0 or more; found {prefetch!r}")
     slots = _unsharded(module)
+    refuse_other_parts((p for _, _, p in slots), group)
     unit = Unit(module, [], reshard_after_forward, prefetch)
     alike: dict[tuple, list[nn.Parameter]] = {}
     for p in dict.fromkeys(p for _, _, p in slots if not hasattr(p, UNIT)):

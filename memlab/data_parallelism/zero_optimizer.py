@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, distributed
 from torch.optim import LBFGS, Adafactor, Optimizer
 
-from memlab.data_parallelism.agreement import refuse_others, said
+from memlab.data_parallelism.agreement import refuse_other_parts, refuse_others, said
 from memlab.data_parallelism.buckets import bucketed
 from memlab.data_parallelism.flat import on_the_wire
 from memlab.data_parallelism.norms import clip_parts_
@@ -70,9 +70,9 @@ class ZeroOptimizer(Optimizer):
     A new ZeroOptimizer closes an older one of the same parameters, as when a cell runs twice.
 
     Raises ValueError for another stage, parameters on several devices, without memory, in memory they share or given
-    twice, with gradients of another dtype, or unlike rank 0's, and an optimizer that is known not to be elementwise;
-    RuntimeError without a process group, and where a parameter was moved afterwards; TypeError for a set of parameters,
-    and for sparse gradients.
+    twice, with gradients of another dtype, unlike rank 0's or other parts than rank 0's, and an optimizer that is known
+    not to be elementwise; RuntimeError without a process group, and where a parameter was moved afterwards; TypeError
+    for a set of parameters, and for sparse gradients.
     """
 
     def __init__(
@@ -134,6 +134,7 @@ class ZeroOptimizer(Optimizer):
         entries = [(number, entry) for number, group in enumerate(groups) for entry in group["params"]]
         params = [entry[1] if isinstance(entry, tuple) else entry for _, entry in entries]  # some come with names
         check_params(self._params, params)
+        refuse_other_parts(params, self._group)
         first = len(self._params)
         shown = (f"{said(p)}, in group {number}" for p, (number, _) in zip(params, entries, strict=True))
         mine = {f"parameter {number}": one for number, one in enumerate(shown, first)}
