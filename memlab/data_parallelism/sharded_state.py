@@ -33,14 +33,20 @@ def clip_grad_norm_(
 
     parameters: of a model that fully_shard was called on, or the model; the same on all ranks, which all must call.
     Returns the norm before, a scalar, in FP32 at least; the same on all ranks.
-    Raises ValueError for a parameter that is in no unit: torch's own clip_grad_norm_ is for those; for units that are
-    cut over several groups; and for a norm_type that is not above 0. RuntimeError, on every rank, for a norm that is
-    not finite, if that is asked for: it takes a wait for the GPU.
+    Raises ValueError for a parameter that is in no unit: torch's own clip_grad_norm_ is for those; for one that is a
+    part of a split layer, of whose norm this rank knows a part: chapter 14's clip_grad_norm_ has a shard_group; for
+    units that are cut over several groups; and for a norm_type that is not above 0. RuntimeError, on every rank, for a
+    norm that is not finite, if that is asked for: it takes a wait for the GPU.
     """
     if isinstance(parameters, nn.Module):
         parameters = parameters.parameters()
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     shards = _of_one_group(list(dict.fromkeys(_holder(p)[1] for p in parameters)))
+    if any(hasattr(p, "_cut") for p in parameters):
+        raise ValueError(
+            "expected parameters that no tensor ranks have split, found a part, whose norm is not the model's; call "
+            "memlab.tensor_parallelism.clip_grad_norm_(..., group=tensor ranks, shard_group=data ranks)"
+        )
     if not shards:
         return torch.tensor(0.0)
     some = shards[0]
@@ -54,9 +60,10 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """The whole model's state dict, in main memory on rank 0; {} on the others. All ranks must call it.
 
     model: one that fully_shard was called on, or a part of it, also of a unit: its parameters are whole, too.
-    Keys, shapes, dtypes are the plain model's, and parameters that are tied share memory. Raises ValueError for a plain
-    model, for one whose units are cut over several groups of ranks, and where a hook puts another tensor in a
-    parameter's place in its state dict.
+    Keys, shapes, dtypes are the plain model's, and parameters that are tied share memory. (Of a model that was split
+    before, over tensor ranks, it is this tensor rank's parts: keep each one's.) Raises ValueError for a plain model,
+    for one whose units are cut over several groups of ranks, and where a hook puts another tensor in a parameter's
+    place in its state dict.
     """
     whole: dict[Tensor, Tensor] = {}
     shards, state = _shards(model), _own_state(model)

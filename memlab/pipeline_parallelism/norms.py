@@ -35,14 +35,15 @@ def clip_grad_norm_(
     shard_group: the data ranks that fully_shard has cut stages over; None: data ranks hold the same.
     Returns the norm before, a scalar, in FP32 at least: the same on all ranks.
     Not with ZeroOptimizer, which averages gradients later, in memory of its own.
-    Raises ValueError for a norm_type that is not above 0, and for stages in parts without their tensor_group.
+    Raises ValueError for a norm_type that is not above 0, and for stages in parts without their tensor_group, or
+    sharded without their shard_group.
     RuntimeError, on every rank, for a norm that is not finite, if that is asked for: it takes a wait for the GPU.
     """
     parameters = list(dict.fromkeys(pipeline.parameters()))
     trained = [p for p in parameters if p.grad is not None]
     elsewhere = {id(p) for p in pipeline.tied.counted_elsewhere()}
     own = [p for p in trained if id(p) not in elsewhere]
-    counted = counted_parts(own, ALONE if tensor_group is None else tensor_group)
+    counted = counted_parts(own, ALONE if tensor_group is None else tensor_group, shard_group)
     groups = [group for group in (tensor_group, shard_group) if group is not None]
     for group in groups:
         counted = [norm_of_parts(counted, norm_type, device=pipeline.device, group=group)]

@@ -153,6 +153,10 @@ def _tried(name: str, layer: nn.Module, kind: type[nn.Module], options: dict) ->
         )
     if set(layer._parameters) - {"weight", "bias"} or not isinstance(layer._parameters.get("weight"), nn.Parameter):
         raise TypeError(f"expected plain weights at {name}, found parametrized ones; split before parametrizing them")
+    if layer.weight.dim() != 2:
+        raise ValueError(
+            f"expected a whole weight at {name}, found a piece, {tuple(layer.weight.shape)}; split first, then shard"
+        )
     if more := [*layer._buffers, *layer._modules]:
         raise TypeError(f"expected nothing but weights at {name}, found {more[0]}, which would be lost; add it later")
     hooks = [hooks for kind_of, hooks in vars(layer).items() if kind_of.endswith("_hooks")]

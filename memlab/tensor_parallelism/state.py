@@ -16,6 +16,8 @@ from torch import Tensor, distributed, nn
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 from memlab.data_parallelism.agreement import raise_on_all, told_by_all
+from memlab.data_parallelism.unit import UNIT
+from memlab.data_parallelism.zero_optimizer import ZeroOptimizer
 from memlab.memory_timeline import main_memory
 from memlab.ranks import place_in, receive, send
 from memlab.tensor_parallelism.cuts import Cut, cut_of, refuse_other_group
@@ -28,7 +30,8 @@ def full_state_dict(model: nn.Module, group=None) -> dict[str, Tensor]:
 
     group: the one that the model was made with. Keys, shapes, dtypes are the plain model's, and parameters that are
     tied share memory; of a module's extra state, rank 0's counts. Raises ValueError for a model that was cut for
-    another number of ranks, and where a hook puts other tensors into its state dict.
+    another number of ranks, for one that fully_shard was called on, and where a hook puts other tensors into its state
+    dict.
     """
     slots = slots_of(model, group)
     tensors = {id(p): p for p in slots.values()}
@@ -64,9 +67,10 @@ def full_optimizer_state(optimizer: torch.optim.Optimizer, group=None) -> dict[s
     """An optimizer's state dict as that of the plain model's optimizer, in main memory on rank 0; {} on the others.
 
     optimizer: over a split model's parameters, with states of their shapes or single numbers, such as a count of steps.
-    All ranks must call it. Raises ValueError for a state that is neither, such as a factored one.
+    All ranks must call it. Raises ValueError for a state that is neither, such as a factored one, and for what data
+    ranks have cut again: a ZeroOptimizer, or over a model that fully_shard was called on.
     """
-    packed, cuts = optimizer.state_dict(), cuts_of_states(optimizer)
+    cuts, packed = cuts_of_states(optimizer), optimizer.state_dict()
     states: dict[int, dict] = {}
     for number, values in sorted(packed["state"].items()):
         for name, value in values.items():
@@ -103,10 +107,17 @@ def load_full_optimizer_state(optimizer: torch.optim.Optimizer, state: Mapping[s
 def cuts_of_states(optimizer: torch.optim.Optimizer) -> dict[int, Cut]:
     """The cuts of those of an optimizer's states that are parts, by their ids. The others are whole on every rank.
 
-    Raises ValueError for a state that is neither of its parameter's shape nor a single number.
+    Raises ValueError for a state that is neither of its parameter's shape nor a single number, and for an optimizer
+    whose parts are cut again, over data ranks.
     """
+    if isinstance(optimizer, ZeroOptimizer):
+        raise ValueError(
+            "expected an optimizer over the parts of a split model, found a ZeroOptimizer, whose parts know no cut; "
+            "its own state_dict() has the states of this tensor rank's parts, whole: save one for each tensor rank"
+        )
     cuts = {}
     for p, values in optimizer.state.items():
+        _refuse_cut_again(p, "a parameter")
         for name, value in values.items():
             if (cut := cut_of(p)) is None or not isinstance(value, Tensor) or not value.dim():
                 continue
@@ -145,7 +156,18 @@ def slots_of(model: nn.Module, group) -> dict[str, Any]:
                 "state-dict hook replaced it; remove the hook, or leave the block that set it"
             )
         refuse_other_group(p, name, ranks)
+        _refuse_cut_again(p, name)
     return slots
+
+
+def _refuse_cut_again(p: Any, name: str) -> None:
+    """Raise ValueError for a part of which fully_shard has left this rank a piece: others may have other sizes."""
+    if isinstance(p, Tensor) and hasattr(p, UNIT):
+        raise ValueError(
+            f"expected parts as they were split, found {name} as a piece, by fully_shard, of {p.numel()} numbers; "
+            "memlab.data_parallelism has full_state_dict and the like, whose state of each tensor rank's parts loads "
+            "into a split model that is not sharded"
+        )
 
 
 def _refuse_parametrized(model: nn.Module) -> None:
