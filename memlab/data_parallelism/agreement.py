@@ -57,8 +57,8 @@ def start_equal(module: nn.Module, group=None, **settings) -> None:
     buffer.
     """
     refuse_unfit((*module.named_parameters(), *module.named_buffers()))
-    refuse_other_parts(module.parameters(), group)
     refuse_other_models(module, group, **settings)
+    refuse_other_parts(module.parameters(), group)
     fill_from_rank_0((*module.parameters(), *module.buffers()), group)
 
 
@@ -132,7 +132,8 @@ def refuse_other_parts(parameters: Iterable[Tensor], group=None) -> None:
 
 def said(p: Tensor) -> str:
     """What of a parameter has to be the same on all ranks."""
-    return f"{tuple(p.shape)} of {p.dtype}, {'trained' if p.requires_grad else 'frozen'}"
+    what = "a part, " if hasattr(p, "_cut") else ""
+    return f"{what}{tuple(p.shape)} of {p.dtype}, {'trained' if p.requires_grad else 'frozen'}"
 
 
 def refuse_others(mine: dict[str, str], group=None) -> None:

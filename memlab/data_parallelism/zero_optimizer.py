@@ -134,11 +134,11 @@ class ZeroOptimizer(Optimizer):
         entries = [(number, entry) for number, group in enumerate(groups) for entry in group["params"]]
         params = [entry[1] if isinstance(entry, tuple) else entry for _, entry in entries]  # some come with names
         check_params(self._params, params)
-        refuse_other_parts(params, self._group)
         first = len(self._params)
         shown = (f"{said(p)}, in group {number}" for p, (number, _) in zip(params, entries, strict=True))
         mine = {f"parameter {number}": one for number, one in enumerate(shown, first)}
         refuse_others(self._settings | mine, self._group)
+        refuse_other_parts(params, self._group)
         keys = [(p.dtype, number, p.requires_grad) for p, (number, _) in zip(params, entries, strict=True)]
         buckets = [
             WeightBucket([params[n] for n in numbers], [first + n for n in numbers], self._rank, self._ranks)
