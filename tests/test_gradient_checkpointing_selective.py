@@ -9,6 +9,7 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as F
 from torch.utils import checkpoint as torchs
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -948,3 +949,14 @@ def test_vmap_and_forward_mode_go_through_a_checkpoint():
 
 def test_an_argument_may_be_called_function():
     assert checkpoint(lambda x, function: x * function, torch.ones(2), function=3).tolist() == [3, 3]
+
+
+@pytest.mark.filterwarnings("ignore:Using `torch.compile")
+def test_torch_compile_compiles_the_function_at_most_and_nothing_of_what_keeps():
+    torch._dynamo.reset()
+    model, graphs = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)), CompileCounterWithBackend("eager")
+    x = torch.linspace(-1, 1, 32).view(4, 8).requires_grad_()
+    (expected,) = torch.autograd.grad(model(x).sum(), x)
+    y = selective_checkpoint(torch.compile(model, backend=graphs), x, keep=LINEARS)
+    assert torch.equal(*torch.autograd.grad(y.sum(), x), expected)
+    assert graphs.frame_count <= 1  # torch 2.13 compiles none while a dispatch mode is on

@@ -9,6 +9,7 @@ from collections import Counter
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
@@ -742,3 +743,16 @@ def test_published_figures_are_of_the_cards_that_can_be_imagined():
         assert card.shared_memory < card.registers < card.l2 < card.memory
         assert card.pcie < card.memory_bandwidth and card.flops_per_second < card.half_flops_per_second
         assert card.source
+
+
+def test_torch_compile_compiles_the_model_at_most_and_nothing_of_the_counter():
+    torch._dynamo.reset()
+    model, graphs = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()), CompileCounterWithBackend("eager")
+    x = torch.ones(4, 8)
+    with OpCounter() as expected:
+        model(x).sum().backward()
+    model.zero_grad()
+    with OpCounter() as found:
+        torch.compile(model, backend=graphs)(x).sum().backward()
+    assert found.ops == expected.ops
+    assert graphs.frame_count <= 1  # torch 2.13 compiles none while a dispatch mode is on

@@ -28,6 +28,7 @@ from memlab.gradient_checkpointing.costs import VIEW, element_bytes, makes, tens
 from memlab.gradient_checkpointing.hooks import checkpoint_within, remember
 from memlab.gradient_checkpointing.state import random_state, set_random_state
 from memlab.memory_hierarchy.counting import flops
+from memlab.memory_timeline.uncompiled import uncompiled
 
 aten = torch.ops.aten
 
@@ -137,6 +138,7 @@ class _Keep(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:  # spares some µs an op
         return False
 
+    @uncompiled
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if self.paused or not _keepable(op):
@@ -219,6 +221,7 @@ class _HandBack(TorchDispatchMode):
         self.calls: Counter = Counter()
         return super().__enter__()
 
+    @uncompiled
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if not _keepable(op):

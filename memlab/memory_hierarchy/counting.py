@@ -32,6 +32,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from memlab.memory_hierarchy.touched import distinct, touched_bytes
+from memlab.memory_timeline.uncompiled import uncompiled
 
 aten = torch.ops.aten
 COMPOSITE = "CompositeImplicitAutograd"
@@ -186,6 +187,7 @@ class _Dispatch(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:  # spares importing the compiler at the first op
         return False
 
+    @uncompiled
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         nested = any(isinstance(leaf, Tensor) and leaf.is_nested for leaf in tree_leaves((args, kwargs)))
