@@ -488,3 +488,17 @@ def test_a_sparse_gradient_is_copied_on_its_way_to_the_parameter_while_any_mode_
     watched = peak(blocks(allocations(event_tree(idle))))
     assert watched - unwatched == pytest.approx(1000 * 100 * 4 + 1000 * 8, abs=64)
     assert peak(events_of(meter.timeline)) == pytest.approx(watched, abs=64)
+
+
+def test_gradients_with_tangents_are_added_as_without_a_meter():
+    def run():
+        x = leaf()
+        with torch.autograd.forward_ad.dual_level():
+            y = torch.autograd.forward_ad.make_dual(x, WEIGHTS) * 2
+            (y.sin() + y.cos() + y.exp()).sum().backward()
+        return x.grad
+
+    expected = run()
+    with Meter():
+        found = run()
+    assert torch.equal(found, expected)

@@ -26,6 +26,7 @@ import sys
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memlab.memory_timeline.history import History
@@ -110,6 +111,8 @@ class GradientSums:
         same input. evaluated, node: the present one, and its number.
         """
         if kwargs or len(args) != 2 or evaluated is None or torch.is_grad_enabled():
+            return False
+        if forward_ad._current_level >= 0:  # done in place, the sum would bring the first one's tangent along
             return False
         if not would_add_in_place(args, self._sole_owner):
             return False
