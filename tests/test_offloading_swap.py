@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import functools
 import gc
 import itertools
 import os
@@ -576,6 +577,34 @@ def test_a_compiled_model_is_compiled_once_and_swapped(tmp_path, inside):
         assert swap.moved_bytes == 2 * 256 * 64 * 4
     # A module with hooks, told to compile itself: torch 2.15 compiles it nevertheless, 2.11 and 2.13 do not.
     assert graphs.frame_count == 1 or (inside and graphs.frame_count == 0)
+
+
+def test_backward_may_be_in_inference_mode(tmp_path):
+    x = values(64, 64)
+    with swap_activations(tmp_path, min_bytes=0):
+        loss = x.sin().exp().sum()
+    with torch.inference_mode():
+        loss.backward()
+    assert torch.equal(x.grad, torch.autograd.grad(x.sin().exp().sum(), x)[0])
+
+
+def test_a_tangent_stays_where_it_is_and_the_host_memory_gets_none(tmp_path):
+    layers, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), values(2, 4).detach()
+    jacobian = functools.partial(torch.autograd.functional.jacobian, strategy="forward-mode", vectorize=True)
+    expected = jacobian(lambda x: layers(x * x), x)
+    with Meter() as meter, swap_activations(tmp_path, min_bytes=0, ram_bytes=MiB):
+        found = jacobian(lambda x: layers(x * x), x)
+    assert torch.equal(found, expected)
+    large = [storage for storage in meter.timeline.storages.values() if storage.nbytes >= MiB]
+    assert len(large) <= 1  # the host memory itself
+
+
+def test_what_is_traced_to_be_run_again_stays(tmp_path):
+    model, x = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 4)), values(8, 16).detach()
+    expected = torch.func.linearize(model, x)[1](x)
+    with swap_activations(tmp_path, min_bytes=0):
+        found = torch.func.linearize(model, x)[1](x)
+    assert torch.equal(found, expected)
 
 
 def test_on_a_cpu_swapping_to_the_cpu_moves_nothing_and_changes_nothing():

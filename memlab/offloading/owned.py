@@ -49,7 +49,7 @@ def is_bytes(tensor: Tensor) -> bool:
     """Whether a tensor is strided memory of a CPU or GPU and nothing more.
 
     So no sparse tensor, no subclass, none with a lazy sign or lazy zeros, none that torch.func wraps. A Parameter is
-    more, too: somebody owns it.
+    more, too: somebody owns it. So is all of a function that is traced (torch.func.linearize) to be run again.
     """
     return (
         type(tensor) in (Tensor, FakeTensor)
@@ -60,4 +60,5 @@ def is_bytes(tensor: Tensor) -> bool:
             tensor.is_conj() or tensor.is_neg() or tensor.is_quantized or tensor.is_nested or tensor._is_zerotensor()
         )
         and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+        and torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is None
     )

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.forward_ad import _set_fwd_grad_enabled
 
 from memlab.memory_timeline import on_imagined_card
 from memlab.offloading.files import NoFile, SpillFile
@@ -82,7 +83,8 @@ class Store:
         if parcel.room is None:
             return self._put_past(source, parcel)
         target = parcel.room.bytes.view(source.dtype).view(source.shape)
-        self.link.down(source, target, lambda: setattr(parcel, "spoilt", True))
+        with _set_fwd_grad_enabled(False):  # autograd keeps a tangent itself; copied, it would be the whole slab's
+            self.link.down(source, target, lambda: setattr(parcel, "spoilt", True))
         self.transfers.between(self.link.began, self.link.last)
         if self.synchronous:
             self.link.settle()

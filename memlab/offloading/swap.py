@@ -187,6 +187,7 @@ class Swap:
         return piece
 
     @torch._disable_dynamo
+    @torch.inference_mode(False)  # backward may be inside one, and versions must count
     def _unpack(self, handle: Kept | Handle) -> Tensor:
         """Backward wants the tensor."""
         inside = _current_task() != -1
