@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd.graph import save_on_cpu
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
@@ -1020,3 +1021,60 @@ def test_torchs_own_list_of_ops_has_the_same_bits_swapped_and_checkpointed(tmp_p
                 changed.append(op.name)
     assert changed == []
     assert compared > 800
+
+
+# ---- compilers, and a backward in other modes than the forward
+
+
+def two_layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU(), nn.Dropout(0.5), nn.Linear(8, 8))
+
+
+def gradients_of(call, model) -> list[Tensor]:
+    x = values(4, 8)
+    model.zero_grad()
+    torch.manual_seed(1)
+    y = call(x)
+    y.square().sum().backward()
+    return [y.detach(), x.grad, *(p.grad for p in model.parameters())]
+
+
+@pytest.mark.parametrize("way", [checkpoint, functools.partial(selective_checkpoint, keep=math.inf)])
+def test_inside_a_compiled_function_a_checkpoint_runs_as_it_is(way):
+    torch._dynamo.reset()
+    model = two_layers()
+    compiled = torch.compile(lambda x: way(model, x * 2).sin(), backend="aot_eager")
+    for _ in range(2):
+        assert alike(gradients_of(compiled, model), gradients_of(lambda x: model(x * 2).sin(), model))
+
+
+@pytest.mark.filterwarnings("ignore:Using `torch.compile")
+def test_a_compiled_function_stays_compiled_when_it_is_checkpointed():
+    torch._dynamo.reset()
+    model, graphs = two_layers(), CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, backend=graphs)
+    expected = gradients_of(model, model)
+    for _ in range(2):
+        assert alike(gradients_of(functools.partial(checkpoint, compiled), model), expected)
+    assert graphs.frame_count == 1
+
+
+def test_a_compiled_backward_runs_the_function_again_as_it_is():
+    torch._dynamo.reset()
+    model, x = two_layers().eval(), values(4, 8)
+    expected = torch.autograd.grad(model(x).sum(), x)
+    loss = checkpoint(model, x).sum()
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+        loss.backward()
+    assert torch.equal(x.grad, *expected)
+
+
+@pytest.mark.parametrize("way", [checkpoint, functools.partial(selective_checkpoint, keep=0)])
+def test_backward_may_be_in_inference_mode(way):
+    model, x = two_layers().eval(), values(4, 8)
+    expected = torch.autograd.grad(model(x).sum(), x)
+    loss = way(model, x).sum()
+    with torch.inference_mode():
+        loss.backward()
+    assert torch.equal(x.grad, *expected)

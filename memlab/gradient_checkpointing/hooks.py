@@ -73,16 +73,17 @@ def checkpoint(function: Callable, /, *args, preserve_rng_state: bool = True, **
     writes to a tensor after an op saved it. Other values under the same shape are not noticed, nor more tensors at the
     end. F.rrelu saves its noise before it draws it: in training its gradient is wrong if it is the last op that saves.
 
-    Not inside torch.func.grad and its kin, which forbid hooks, nor inside torch.compile. Inside torch.vmap or
-    torch.func.jvp only if backward is inside, too: outside, the second run would find whole batches, so it is a
-    RuntimeError. Write checkpoint(torch.vmap(f), x). Around a model that checkpoints inside, functional_call takes its
-    parameters away at its end: backward must be inside of it, or gradients are wrong. A compiled function may be
-    checkpointed, but its BatchNorms are counted twice; a TorchScript function may not, as it does not let the exception
-    pass by which the second run is stopped.
+    Not inside torch.func.grad and its kin, which forbid hooks. Inside torch.vmap or torch.func.jvp only if backward is
+    inside, too: outside, the second run would find whole batches, so it is a RuntimeError. Write
+    checkpoint(torch.vmap(f), x). Around a model that checkpoints inside, functional_call takes its parameters away at
+    its end: backward must be inside of it, or gradients are wrong. Inside torch.compile it is a graph break, and the
+    function runs uncompiled. A compiled function may be checkpointed, but its BatchNorms are counted twice; a
+    TorchScript function may not, as it does not let the exception pass by which the second run is stopped.
     """
     return checkpoint_within(no_contexts, function, args, kwargs, preserve_rng_state=preserve_rng_state)
 
 
+@torch._disable_dynamo  # traced, its hooks would be compiled with the function, and save what they find there
 def checkpoint_within(
     contexts: Contexts, function: Callable, args: tuple, kwargs: dict, *, preserve_rng_state: bool = True
 ) -> Any:
@@ -165,6 +166,7 @@ class _Region:
         self.saved.append(description(tensor))
         return handle
 
+    @torch._disable_dynamo  # a compiled backward, too, must let it run as it is
     def unpack(self, handle: _Handle) -> Tensor:
         """Backward wants the tensor. It leaves the handle at once, so that it dies when its use is over."""
         again, handle.again = handle.again, None
@@ -213,6 +215,7 @@ class _Region:
         args, kwargs = tree_unflatten(leaves, self.structure)
         with ExitStack() as stack:
             self.state.restore(stack)
+            stack.enter_context(torch.inference_mode(False))  # backward may be inside one
             stack.enter_context(torch.enable_grad())
             stack.enter_context(self.again)
             own_buffer = stack.enter_context(statistics_stand_still(innermost(self.function)))
