@@ -72,7 +72,8 @@ def stream_weights(
     `streamed.parameters()`, the same at each entry, as are clipping and all else that reads weights between steps. A
     streamed layer's own parameters may be read only inside its call: elsewhere their storage is empty, and to read it
     may crash. `state_dict`, `load_state_dict` and `zero_grad` of the model and of modules in it know of that and work;
-    `zero_grad` of a module around the model does not reach the twins; `model.to(...)` is refused.
+    `zero_grad` of a module around the model does not reach the twins; `model.to(...)` is refused. A twin's gradient is
+    put there, not computed, so a hook on a twin never runs, such as one that steps in backward.
 
     A twin may be written to between steps, also through `twin.data`, taken anew each time: writes to a `.data` or a
     NumPy array kept from earlier are not seen, and a layer that is on the device then goes on with the old weights.
