@@ -58,6 +58,8 @@ def checkpointed_attention(
     contiguous, in their inputs' dtype, and the same bits on each run. A query that sees no key has a gradient of zeros
     and adds nothing to those of keys and values.
 
+    Not for torch.func's transforms, forward-mode AD or is_grads_batched: tiles are overwritten, and torch raises.
+
     There is no dropout: backward would need the same random numbers for each tile in another order, which takes a
     generator that can be asked for any of them (a kernel's), or a stored square. Use F.scaled_dot_product_attention.
 
