@@ -43,6 +43,12 @@ def test_every_moment_is_predicted_to_the_byte_and_lies_in_its_own_stretch(model
     assert {row[-1] for row in moments_table(step, timeline).rows} == {0}
 
 
+@pytest.mark.parametrize("options", [{"optimizer": "sgd"}, {"implementation": "fused"}], ids=str)
+def test_a_moment_in_which_nothing_is_made_is_as_full_as_what_was_there_before(options):
+    step, timeline = training_step(GPT, 2, 16, hardware="cpu", **options), metered_step(GPT, 2, 16, **options)
+    assert {row[-1] for row in moments_table(step, timeline).rows} == {0}
+
+
 @pytest.mark.parametrize("layers", [1, 2, 4])
 def test_a_step_of_a_model_with_other_blocks_has_no_stretches(layers):
     with pytest.raises(ValueError, match="expected one metered step of .*layers=.*; found Timeline"):

@@ -70,10 +70,13 @@ def _first(timeline: Timeline, phase: str) -> int:
 
 
 def measured_moments(timeline: Timeline, model: Transformer) -> dict[str, int]:
-    """The most bytes that were held in each moment's stretch, just after something was made."""
+    """The most bytes that were held in each moment's stretch, just after something was made.
+
+    Where nothing is made, as in SGD's step and any fused one, it is what was held before it.
+    """
     made = [0, *(number for number, event in enumerate(timeline.events, 1) if event.delta > 0)]
     return {
-        name: max(timeline.totals[number] for number in made if start <= number <= stop)
+        name: max(timeline.totals[i] for i in [n for n in made if start <= n <= stop] or [start - 1])
         for name, (start, stop) in stretches(timeline, model).items()
     }
 
