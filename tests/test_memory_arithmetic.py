@@ -10,10 +10,11 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from memlab.book.steps import build
+from memlab.book.steps import build, metered_step
 from memlab.book.steps import made as optimizer_made
 from memlab.memory_arithmetic import PRESETS, Transformer, preset, training_step
-from memlab.memory_arithmetic.ledger import Ledger, elements
+from memlab.memory_arithmetic.ledger import CATEGORIES, Ledger, elements
+from memlab.memory_arithmetic.shapes import balanced
 from memlab.memory_timeline import Meter, Timeline, imagine
 from memlab.units import format_bytes
 from tests.memory_timeline_helpers import allocations, blocks, event_tree, one_thread, peak  # noqa: F401
@@ -525,6 +526,8 @@ SIZES = {"layers": 2, "width": 32, "heads": 4, "vocabulary": 64, "context": 32}
         ({"family": "llama", "kv_heads": 3}, ValueError, r"3 key-value heads cannot serve 4 heads; .* \(1, 2, 4\)"),
         ({"kv_heads": 2}, ValueError, "grouped keys are for family='llama'"),
         ({"family": "llama", "heads": 32}, ValueError, "rotary positions turn pairs of features"),
+        ({"tied": "no"}, TypeError, "expected tied as True or False, found 'no'"),
+        ({"tied": None}, TypeError, "expected tied as True or False, found None"),
     ],
 )
 def test_a_wrong_size_is_refused_with_what_to_do(sizes, error, message):
@@ -595,9 +598,56 @@ def test_a_models_name_in_place_of_its_sizes_is_refused_with_what_makes_them():
         training_step("GPT-2 small", 1, 8)
 
 
+@pytest.mark.parametrize("first_step", ["no", 1, None])
+def test_a_first_step_that_is_neither_true_nor_false_is_refused(first_step):
+    for step in (training_step, metered_step):
+        with pytest.raises(TypeError, match=f"expected first_step as True or False, found {first_step!r}"):
+            step(Transformer(**SIZES), 1, 8, first_step=first_step)
+
+
+@pytest.mark.parametrize(
+    ("words", "error", "message"),
+    [
+        ({"batch": 0}, ValueError, "expected batch of at least 1, found 0"),
+        ({"tokens": 0}, ValueError, "expected tokens of at least 1, found 0"),
+        ({"tokens": 2.5}, TypeError, "expected tokens as an int, found 2.5"),
+        ({"model": "GPT-2 small"}, TypeError, "expected model as a Transformer, found 'GPT-2 small'"),
+        ({"dropout": 1.0}, ValueError, "expected dropout as a probability from 0 up to, not including, 1; found 1.0"),
+    ],
+)
+def test_what_the_arithmetic_refuses_is_not_metered_either(words, error, message):
+    for step in (training_step, metered_step):
+        with pytest.raises(error, match=message):
+            step(**{"model": Transformer(**SIZES), "batch": 1, "tokens": 8} | words)
+
+
 def test_an_unknown_preset_suggests_the_nearest():
     with pytest.raises(ValueError, match="found 'llama3-8b'; did you mean 'Llama-3 8B'"):
         preset("llama3-8b")
+    with pytest.raises(ValueError, match=r"expected the name of a preset, found \['Llama-3 8B'\]"):
+        preset(["Llama-3 8B"])
+
+
+@pytest.mark.parametrize(
+    ("layers", "error", "message"),
+    [
+        (float("nan"), TypeError, "expected layers as an int, found nan"),
+        (2.5, TypeError, "expected layers as an int, found 2.5"),
+        (0, ValueError, "expected layers of at least 1, found 0"),
+    ],
+)
+def test_what_is_no_number_of_layers_is_not_cut_into_segments(layers, error, message):
+    with pytest.raises(error, match=message):
+        balanced(layers, 2)
+
+
+def test_a_category_that_no_term_has_is_no_breakdown_of_nothing():
+    peak_of_step = Case(optimizer="sgd").predicted().peak
+    assert {name: peak_of_step.of(name).nbytes for name in CATEGORIES} == dict.fromkeys(CATEGORIES, 0) | (
+        peak_of_step.by_category()
+    )
+    with pytest.raises(ValueError, match="expected category to be one of 'parameter', .*; found 'gradients'"):
+        peak_of_step.of("gradients")
 
 
 def test_an_unknown_moment_names_those_there_are():

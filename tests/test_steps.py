@@ -98,3 +98,16 @@ def test_a_llama_and_a_tied_head_are_no_pipeline_here():
     for other in (replace(SHAPE, family="llama"), replace(SHAPE, tied=True)):
         with pytest.raises(ValueError, match="expected sizes of the book's GPT"):
             metered_step(other, 1, 32, pipeline_ranks=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"ranks": 0}, "expected ranks of at least 1, found 0"),
+        ({"ranks": 2, "stage": 4}, "expected stage to be one of 0, 1, 2, 3; found 4"),
+        ({"ranks": 2, "stage": -1}, "expected stage to be one of 0, 1, 2, 3; found -1"),
+    ],
+)
+def test_ranks_and_a_stage_that_are_none_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        metered_step(SHAPE, 1, 32, **options)

@@ -16,8 +16,8 @@ from memlab.gradient_accumulation import accumulate
 from memlab.gradient_checkpointing.hooks import checkpoint
 from memlab.memory_arithmetic import Transformer
 from memlab.memory_arithmetic.optimizers import chunk_limit
-from memlab.memory_arithmetic.shapes import balanced, one_of, positive
-from memlab.memory_arithmetic.step import PRECISIONS, refuse_offload
+from memlab.memory_arithmetic.shapes import balanced, one_of, positive, true_or_false
+from memlab.memory_arithmetic.step import PRECISIONS, refuse_dropout, refuse_offload, refuse_sizes
 from memlab.memory_hierarchy import OpCounter
 from memlab.memory_timeline import Meter, Timeline, in_main_memory
 from memlab.mixed_precision.master_weights import MasterWeights
@@ -154,8 +154,8 @@ def metered_step(
     """Build the model, train it, and meter its second step (or its first). Inside `imagine`, on imagined hardware.
 
     The same words as `training_step`, which predicts it, and refused as there: ValueError for a word that is none of
-    them or for chunk_bytes or micro_batches below 1, TypeError for one of another type. Every micro-batch has x and y
-    of its own, and all are held from the start.
+    them and for a number below 1, TypeError for one of another type. Every micro-batch has x and y of its own, and all
+    are held from the start.
 
     segments: into how many equal segments the blocks are cut, each in a `checkpoint`; None, nothing is checkpointed.
     offload: "states" or "states and gradients" of an `OffloadedOptimizer`, on a GPU or an imagined card.
@@ -166,12 +166,16 @@ def metered_step(
     the embeddings, the last with the head. segments are then of a stage's blocks. schedule: "GPipe" or "1F1B" of the
     micro-batches. With tensor_ranks each stage is split. ValueError with ranks, sequence_parallel, offload or autocast.
     """
+    refuse_sizes(model, batch, tokens)
     one_of("precision", precision, PRECISIONS)
     one_of("optimizer", optimizer, tuple(OPTIMIZERS))
     one_of("implementation", implementation, tuple(IMPLEMENTATIONS))
+    true_or_false("first_step", first_step)
+    refuse_dropout(options.get("dropout", 0.0))
     chunk_limit(chunk_bytes, "cpu")
-    positive("micro_batches", micro_batches)
-    positive("tensor_ranks", tensor_ranks)
+    for name, value in {"micro_batches": micro_batches, "ranks": ranks, "tensor_ranks": tensor_ranks}.items():
+        positive(name, value)
+    one_of("stage", stage, (0, 1, 2, 3))
     if ranks > 1 and tensor_ranks > 1:
         raise ValueError(f"expected ranks or tensor_ranks, found both: {ranks} and {tensor_ranks}")
     if sequence_parallel and tensor_ranks == 1:

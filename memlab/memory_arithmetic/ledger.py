@@ -41,6 +41,10 @@ def in_numbers(size: str, symbols: dict[str, int]) -> str:
     return " + ".join("·".join(f if f.isdigit() else str(symbols[f]) for f in factors) for factors in products)
 
 
+CATEGORIES = ("parameter", "gradient", "optimizer_state", "input", "activation", "temporary")
+"""Those of the Timeline's categories that a step has: no buffers, and kernels' workspace is not counted."""
+
+
 @dataclass(frozen=True, slots=True)
 class Piece:
     """One tensor of a step: its size in symbols, bytes an element, the Timeline's category, and why it is there."""
@@ -56,7 +60,7 @@ class Piece:
 class Term:
     """One line of a breakdown: `nbytes`, the formula that gives them, and the source: a paper, or the op that keeps it.
 
-    `category` is one of the Timeline's: parameter, gradient, optimizer_state, input, activation, temporary.
+    `category` is one of CATEGORIES.
     """
 
     name: str
@@ -87,7 +91,9 @@ class Breakdown:
         return dict(found.most_common())
 
     def of(self, category: str) -> Breakdown:
-        """The terms of one category, as a breakdown of their own."""
+        """The terms of one category, as a breakdown of their own. Raises ValueError for what is none of CATEGORIES."""
+        if category not in CATEGORIES:
+            raise ValueError(f"expected category to be one of {', '.join(map(repr, CATEGORIES))}; found {category!r}")
         return Breakdown(self.moment, self.at, tuple(t for t in self.terms if t.category == category))
 
     def __iter__(self) -> Iterator[Term]:

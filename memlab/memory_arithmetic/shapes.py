@@ -25,6 +25,12 @@ def one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
         raise ValueError(f"expected {name} to be one of {', '.join(map(repr, allowed))}; found {value!r}")
 
 
+def true_or_false(name: str, value: bool) -> None:
+    """Raise TypeError for what is neither: any text, even "no", would count as True."""
+    if not isinstance(value, bool):
+        raise TypeError(f"expected {name} as True or False, found {value!r}")
+
+
 def divisors(number: int) -> str:
     """All numbers that divide it, for an error message."""
     return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
@@ -48,11 +54,12 @@ def added(sizes: list[str]) -> str:
 def balanced(layers: int, segments: int) -> list[tuple[int, int]]:
     """Contiguous segments of so many layers, as (first, one after last); sizes differ by one at most, the larger first.
 
-    Raises TypeError for what is no int, ValueError for segments below 1 or more than there are layers.
+    Raises TypeError for what is no int, ValueError for one below 1 and for more segments than there are layers.
 
     >>> balanced(10, 4)
     [(0, 3), (3, 6), (6, 8), (8, 10)]
     """
+    positive("layers", layers)
     positive("segments", segments)
     if segments > layers:
         raise ValueError(
@@ -75,8 +82,8 @@ class Transformer:
     kv_heads: heads of keys and values (None: as many as heads; a "gpt" has no other choice). hidden: width of the
     feed-forward layer (None: 4 × width). tied: the head is the token embedding.
 
-    Raises TypeError for a size that is no int; ValueError for one below 1, for heads that do not divide the width, and
-    for kv_heads that do not divide the heads.
+    Raises TypeError for a size that is no int and for tied if it is no bool; ValueError for a size below 1, for heads
+    that do not divide the width, and for kv_heads that do not divide the heads.
     """
 
     layers: int
@@ -91,6 +98,7 @@ class Transformer:
 
     def __post_init__(self):
         one_of("family", self.family, FAMILIES)
+        true_or_false("tied", self.tied)
         for name in ("kv_heads", "hidden"):
             if getattr(self, name) is None:
                 object.__setattr__(self, name, {"kv_heads": self.heads, "hidden": _four_times(self.width)}[name])
@@ -231,7 +239,7 @@ def preset(name: str) -> Transformer:
     >>> preset("Llama-3 8B").parameters
     8030261248
     """
-    if name in PRESETS:
+    if isinstance(name, str) and name in PRESETS:
         return PRESETS[name]
     lowered = {known.lower(): known for known in PRESETS}
     near = difflib.get_close_matches(str(name).lower(), lowered, n=1, cutoff=0.4)

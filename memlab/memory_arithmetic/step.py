@@ -23,7 +23,7 @@ from memlab.memory_arithmetic.optimizers import (
     states,
 )
 from memlab.memory_arithmetic.passes import LOSS, OPTIMIZER, play
-from memlab.memory_arithmetic.shapes import Transformer, added, balanced, one_of, positive
+from memlab.memory_arithmetic.shapes import Transformer, added, balanced, one_of, positive, true_or_false
 
 PRECISIONS = ("fp32", "bf16", "mixed", "autocast")
 ATTENTIONS = ("fused", "by hand")
@@ -129,6 +129,7 @@ def training_step(
     one_of("implementation", implementation, IMPLEMENTATIONS)
     one_of("attention", attention, ATTENTIONS)
     one_of("hardware", hardware, HARDWARE)
+    true_or_false("first_step", first_step)
     chunk_bytes = chunk_limit(chunk_bytes, hardware)
     positive("micro_batches", micro_batches)
     refuse_dropout(dropout)
@@ -148,17 +149,9 @@ def training_step(
         accumulating=micro_batches > 1,
         leaving=offload == "states and gradients",
     )
-    ledger = Ledger(
-        model.symbols
-        | {
-            "b": batch,
-            "s": tokens,
-            "S": -(-tokens // 32) * 32,
-            "r": model.width // model.heads // 2,
-            "P": model.parameters,
-            "T": model.parameter_tensors,
-        }
-    )
+    of_the_batch = {"b": batch, "s": tokens, "S": -(-tokens // 32) * 32}
+    of_the_model = {"r": model.width // model.heads // 2, "P": model.parameters, "T": model.parameter_tensors}
+    ledger = Ledger(model.symbols | of_the_batch | of_the_model)
     mixed = precision == "mixed"
     state_size = 4 if mixed else setting.stream
     kept_states = states(optimizer, state_size, master=mixed or offload is not None)
