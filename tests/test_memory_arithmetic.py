@@ -584,6 +584,29 @@ def test_one_token_is_counted_where_the_usual_fused_kernel_takes_it(options):
     assert metered(one).peak_bytes == one.predicted().peak_bytes
 
 
+@pytest.mark.parametrize(
+    ("card", "heads", "more"),
+    [
+        ("H200-141GB", 4, "nothing"),
+        ("A100-80GB", 4, "8 bytes"),
+        ("RTX4090-24GB", 2, "8 bytes"),
+        ("V100-16GB", 4, "scores"),
+        ("T4-16GB", 4, "scores"),
+    ],
+)
+def test_before_hopper_attention_in_16_bits_keeps_more_and_before_ampere_its_scores(card, heads, more):
+    model, batch, tokens = Transformer(3, 192 * heads, heads, 64, 32), 2, 32
+    with imagine(card):
+        timeline = metered_step(model, batch, tokens, precision="bf16").on(f"imagined {card}")
+    start = next(span.start for span in timeline.phases if span.phase == "backward") - 1
+    predicted = training_step(model, batch, tokens, precision="bf16").activations.nbytes
+    found = timeline.bytes_by_category(start)["activation"] - predicted
+    if more == "scores":
+        assert found >= model.layers * 2 * batch * heads * tokens * tokens
+    else:
+        assert found == model.layers * {"nothing": 0, "8 bytes": 8}[more]
+
+
 def test_heads_of_one_feature_are_refused_only_where_scores_are_stored():
     narrow = Case(width=8, heads=8, attention="fused")
     assert metered(narrow).peak_bytes == narrow.predicted().peak_bytes

@@ -22,9 +22,10 @@ def unpack(c: Setting, packed: str, parts: tuple[str, str, str]) -> Op:
 def fused_attention(c: Setting, saved: tuple[str, ...], inputs: dict[str, str], y: str) -> Op:
     """Flash attention and its kin: saves q, k, v, its output and one number a row, never the scores.
 
-    A GPU runs cuDNN's for BF16, with the state of its random numbers beside (flash, which GPUs before Hopper run, keeps
-    one number more); for FP32 the memory-efficient kernel, whose rows are padded to a multiple of 32 (S) and whose seed
-    lies in main memory. Not counted is what a kernel takes for itself: flash's backward, an FP32 copy of q's gradient.
+    A GPU runs cuDNN's for BF16, with the state of its random numbers beside (flash, which Ampere, Ada and builds for
+    CUDA 12 run, keeps one number more); for FP32 the memory-efficient kernel, whose rows are padded to a multiple of 32
+    (S) and whose seed lies in main memory. Not counted is what a kernel takes for itself: flash's backward, an FP32
+    copy of q's gradient.
 
     inputs: name → size of q, k and v; saved: the storages in which they lie. Dao et al. 2022, section 3.1; Rabe and
     Staats 2021.

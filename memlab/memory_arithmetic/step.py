@@ -103,9 +103,10 @@ def training_step(
     optimizer: "sgd", "momentum" or "adamw". implementation: "for-loop", "foreach" or "fused"; None is what torch.optim
       picks, foreach on a GPU and the for-loop on a CPU.
     attention: "fused" (scaled_dot_product_attention) or "by hand". dropout: a probability; any above 0 costs the same.
-    hardware: whose kernels run; a "gpu" is NVIDIA's Hopper or later (before it, fused attention in 16 bits keeps 8
-      bytes more a block, and on Ada heads above 192 features run another kernel). There, AdamW's step counters lie in
-      main memory unless it is fused.
+    hardware: whose kernels run; a "gpu" is NVIDIA's Hopper or later, with PyTorch's build for CUDA 13. (With one for
+      CUDA 12, and on Ampere and Ada, fused attention in 16 bits is flash and keeps 8 bytes more a block; on Ada heads
+      above 192 features run another kernel; before Ampere none reads BF16, and a block stores its scores.) There,
+      AdamW's step counters lie in main memory unless it is fused.
     first_step: the optimizer has no states until its step.
     chunk_bytes: for "mixed", how many bytes of FP32 gradients the step makes at once, one parameter's at least, as in
       `MasterWeights`: an int or such as "16 MiB"; None: no limit; "auto": 64 MiB on a GPU and 4 MiB on a CPU.
