@@ -52,6 +52,14 @@ HELD_UNTIL = {
     "gated": "feed_forward.down",
 }
 """Where nothing is saved: the op until whose end a variable or a call holds a tensor. What is not here goes at once."""
+FREED_AFTER = {
+    "raw scores": ("copy of q", "copy of k", "scaled k"),
+    "weights · v": ("copy of v",),
+    "FP32 weights · v": ("copy of v",),
+    "FP32 output of norm1": ("normalised input of norm1",),
+    "FP32 output of norm2": ("normalised input of norm2",),
+}
+"""Of an op that makes several tensors: those after which others go, when nothing is saved. The rest go at its end."""
 
 
 def input_of_a_segment(c: Setting) -> Piece:
@@ -95,6 +103,10 @@ def unsaved(c: Setting, block: list[Op]) -> Iterator[Op]:
                     ended.append(name)
             elif row != STREAM_IN:
                 rows.append(row)
+            if isinstance(row, Piece):
+                gone = [name for held in FREED_AFTER.get(row.name, ()) if (name := f"{held}, not saved") in ended]
+                ended = [name for name in ended if name not in gone]
+                rows += gone
         yield replace(op, forward=(*rows, *ended))
         for name in ended:
             waiting.pop(name, None)
