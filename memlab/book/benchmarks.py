@@ -63,15 +63,22 @@ WHY = {
 WHY_ON_A_GPU = {
     "meter_time": "A small model's step is hundreds of launches of kernels that are soon done. Each op costs the meter "
     "more Python than its launch does, and nothing hides it; behind the large model's kernels it is hidden.",
+    "meter_cost_per_op": "It is Python, on the processor: an empty dispatch mode, too, takes several times as long here "
+    "as on the CPU above.",
     "imagined_card": "Transformers looks whether a batch is packed, for which an imagined one has no values; and a "
     "number that its T5 writes into a tensor, a real card has in main memory. Neither reaches a peak.",
+    "replay_speed": "It is Python, on the processor, and some rounds took twice as long as others.",
     "loss_scaling": "Of a step this small most is Python and launches, and single rounds differ more than the two "
     "scalers do.",
     "master_weights": "Of small parameters most of a step is Python, in which the GPU waits. Of large ones it is two "
     "more passes over memory, for the casts, which weigh most beside a fused step, as that is one pass itself. What "
     "casts and steps take alone, the rows say.",
+    "accumulation_time": "Most of a step this small is Python and launches, and single rounds differ by more than "
+    "accumulate adds.",
     "swapped_to_the_host": "At the smaller width what is saved takes the link several times as long as the products "
     "take, so both ways wait for the link, and there is next to nothing to hide a copy behind.",
+    "monitor_cost": "step() is Python, which this processor takes longer for than the CPU above, and the card is asked "
+    "for its figures, too.",
 }
 """The same of a GPU."""
 
