@@ -63,8 +63,8 @@ WHY = {
 WHY_ON_A_GPU = {
     "meter_time": "A small model's step is hundreds of launches of kernels that are soon done. Each op costs the meter "
     "more Python than its launch does, and nothing hides it; behind the large model's kernels it is hidden.",
-    "meter_cost_per_op": "It is Python, on the processor: an empty dispatch mode, too, takes several times as long here "
-    "as on the CPU above.",
+    "meter_cost_per_op": "It is Python, on the processor: an empty dispatch mode, too, takes several times as long as "
+    "on the CPU above.",
     "imagined_card": "Transformers looks whether a batch is packed, for which an imagined one has no values; and a "
     "number that its T5 writes into a tensor, a real card has in main memory. Neither reaches a peak.",
     "replay_speed": "It is Python, on the processor, and some rounds took twice as long as others.",
