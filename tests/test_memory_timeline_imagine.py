@@ -1364,6 +1364,7 @@ OTHERWISE_ON_A_CARD = {
     "sgn": "whose gradient is a zero without memory, which imagined memory has",
     "torch.ops.aten._efficient_attention_forward": "whose seed and offset are made elsewhere",
     "_native_batch_norm_legit": "which no module calls",
+    "_batch_norm_with_update": "nor this one",
     "jiterator_": "which compiles for a real card",
     "tensor_split": "which reads values, where to split, past all modes",
 }
