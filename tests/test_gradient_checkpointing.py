@@ -961,6 +961,16 @@ def test_of_imagined_tensors_the_state_is_a_cpus_also_where_a_gpu_runs(monkeypat
         assert y.dtype is torch.bfloat16 and x.grad.shape == (2, 2)
 
 
+@pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
+def test_where_nothing_is_saved_a_checkpoint_is_compiled_with_the_rest(off):
+    block = nn.Linear(4, 4)
+    with off():
+        x = torch.ones(2, 4)
+        found = torch.compile(lambda x: checkpoint(block, x) * 2, backend="eager", fullgraph=True)(x)
+        assert torch.equal(found, block(x) * 2)
+    torch.compiler.reset()
+
+
 # ---- every op that torch's own tests enumerate
 
 LEFT_OUT = {

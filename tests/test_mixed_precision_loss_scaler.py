@@ -482,7 +482,7 @@ def test_a_step_launches_hardly_more_than_gradscalers(fused):
         on_the_gpu = torch.autograd.DeviceType.CUDA
         return sum(event.count for event in profile.key_averages() if event.device_type == on_the_gpu)
 
-    assert launches(LossScaler()) <= launches(torch.amp.GradScaler("cuda")) + 8
+    assert launches(LossScaler()) <= launches(torch.amp.GradScaler("cuda")) + 10
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS)

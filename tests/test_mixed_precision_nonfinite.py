@@ -755,3 +755,15 @@ def test_in_torchs_own_list_of_ops_a_nan_has_its_origin_and_finite_numbers_have_
                 wrong.append((op.name, op.variant_test_name, str(found)))
     assert wrong == []
     assert min(counts.values()) > 300
+
+
+def test_a_scaler_that_looks_at_losses_makes_no_nan_of_its_own():
+    scaler, weight, hidden = LossScaler(4.0), nn.Parameter(torch.ones(2)), torch.tensor([0.0, -torch.inf])
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    scaler.scale((weight * torch.inf).sum()).backward()
+    scaler.step(optimizer)  # skipped; and update() is still to come
+    optimizer.zero_grad()
+    zeros = nn.Parameter(torch.zeros(2))
+    assert first_nonfinite(lambda: scaler.scale((weight * 2).sum()).backward()) is None
+    assert first_nonfinite(lambda: scaler.scale(weight + hidden).exp().sum().backward()) is None
+    assert first_nonfinite(lambda: scaler.scale(zeros.sqrt().sum()).backward()).op == "div"

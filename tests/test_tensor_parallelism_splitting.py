@@ -9,6 +9,8 @@ import re
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import spectral_norm
+from torch.nn.utils.parametrizations import weight_norm
 
 from memlab.book.workloads import MLP, Llama, text_batch
 from memlab.memory_timeline import imagine
@@ -309,6 +311,27 @@ def test_of_several_patterns_that_fit_the_first_counts():
         (MLP, {"layers.0": "column"}, None, TypeError, "found 'column'"),
         (Heads, {"q": ColumnParallelLinear, "nothing": copy_to_ranks}, None, ValueError, "fit 'nothing', found none"),
         (MLP, {"layers": copy_to_ranks}, None, ValueError, "parameters of its own at layers for copy_to_ranks, found"),
+        (
+            lambda: nn.Sequential(nn.ParameterDict({"w": torch.ones(2)})),
+            {"0": copy_to_ranks},
+            None,
+            ValueError,
+            "found a ParameterDict",
+        ),
+        (
+            lambda: nn.Sequential(weight_norm(nn.Linear(2, 2))),
+            {"0": copy_to_ranks},
+            None,
+            TypeError,
+            "expected plain weights at 0 for copy_to_ranks",
+        ),
+        (
+            lambda: nn.Sequential(spectral_norm(nn.Linear(2, 2))),
+            {"0": copy_to_ranks},
+            None,
+            TypeError,
+            "expected plain weights at 0 for copy_to_ranks",
+        ),
         (Tied, {"norm": RowParallelLinear}, None, TypeError, "of, found LayerNorm"),
         (Tied, {"middle": VocabularyParallelEmbedding}, None, TypeError, "nn.Embedding at middle"),
         (lambda: MLP(7), {"*.0": RowParallelLinear}, None, ValueError, "7 inputs of layers.0 cannot be split over 2"),

@@ -83,15 +83,19 @@ def checkpoint(function: Callable, /, *args, preserve_rng_state: bool = True, **
     return checkpoint_within(no_contexts, function, args, kwargs, preserve_rng_state=preserve_rng_state)
 
 
-@torch._disable_dynamo  # traced, its hooks would be compiled with the function, and save what they find there
 def checkpoint_within(
     contexts: Contexts, function: Callable, args: tuple, kwargs: dict, *, preserve_rng_state: bool = True
 ) -> Any:
     """As `checkpoint`, with the forward and its recomputations each inside a context: what `selective` is built on."""
-    forward, again = contexts()
     if not torch.is_grad_enabled():
-        with forward:
+        with contexts()[0]:
             return function(*args, **kwargs)
+    return _run_with_hooks(contexts, function, args, kwargs, preserve_rng_state)
+
+
+@torch._disable_dynamo  # traced, the hooks would be compiled with the function, and save what they find there
+def _run_with_hooks(contexts: Contexts, function: Callable, args: tuple, kwargs: dict, preserve_rng_state: bool) -> Any:
+    forward, again = contexts()
     region = _Region(function, args, kwargs, again, preserve_rng_state)
     with forward, saved_tensors_hooks(region.pack, region.unpack):
         return function(*args, **kwargs)

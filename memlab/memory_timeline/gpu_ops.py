@@ -81,10 +81,9 @@ def choose_as_cuda_does(stack: ExitStack, architecture: tuple[int, int]) -> None
 
         stack.enter_context(replaced(owner, name, chosen))
 
-    for owner in (torch, torch._VF):  # where torch.nn.functional finds them, however a model has imported that
-        replace(owner, "dropout", _dropout)
+    replace(F, "dropout", _dropout)
     replace(F, "scaled_dot_product_attention", lambda _: _attention(architecture))
-    replace(torch, "rms_norm", _rms_norm)
+    replace(F, "rms_norm", lambda _: _rms_norm)
     for name in RECURRENT:
         replace(torch._VF, name, lambda _: _refuse_recurrence)
     for user in (optimizer, swa_utils):
@@ -105,21 +104,20 @@ def _refuse_compilation(*_args, **_kwargs):
 
 
 def _dropout(on_cpu: Callable) -> Callable:
-    def dropout(input: Tensor, p: float, train: bool) -> Tensor:
-        return torch.native_dropout(input, p, True)[0] if train and 0 < p < 1 else on_cpu(input, p, train)
+    def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        if inplace or not training or not 0 < p < 1:
+            return on_cpu(input, p, training, inplace)
+        return torch.native_dropout(input, p, True)[0]
 
     return dropout
 
 
-def _rms_norm(on_cpu: Callable) -> Callable:
-    def rms_norm(input: Tensor, normalized_shape, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-        if autocasting() and RMS_NORM_IN_32_BIT:
-            input, weight = (t.float() if t is not None and t.dtype in HALF else t for t in (input, weight))
-        if weight is not None and weight.dtype != input.dtype:  # for mixed dtypes CUDA has no fused kernel either
-            return on_cpu(input, normalized_shape, weight, eps)
-        return _RMSNorm.apply(input, tuple(normalized_shape), weight, eps)
-
-    return rms_norm
+def _rms_norm(input: Tensor, normalized_shape, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+    if autocasting() and RMS_NORM_IN_32_BIT:
+        input, weight = (t.float() if t is not None and t.dtype in HALF else t for t in (input, weight))
+    if weight is not None and weight.dtype != input.dtype:  # for mixed dtypes CUDA has no fused kernel either
+        return torch.rms_norm(input, normalized_shape, weight, eps)
+    return _RMSNorm.apply(input, tuple(normalized_shape), weight, eps)
 
 
 class _RMSNorm(torch.autograd.Function):

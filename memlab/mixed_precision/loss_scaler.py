@@ -57,7 +57,8 @@ class LossScaler:
     agree: a function that makes all ranks skip together. It gets a 0-dim FP32 tensor, 1. if this rank met inf or nan,
       else 0., and returns the one that all agree on (all-reduce MAX). It is called once per optimizer and update(),
       before anything reads that tensor, and where a rank has no gradient too, which without `agree` step() refuses.
-      Ranks that share gradients as DTensors, such as FSDP2's, skip together without it.
+      Ranks whose gradients are DTensors, cut over all of them as FSDP2's are, skip together without it; replicas of
+      such ranks need it.
 
     FP16 gradients are unscaled in FP16: what the scale had saved from underflow is rounded or lost after all. An
     optimizer that can `widen_gradients()`, as MasterWeights can, is asked to first, and then nothing is lost.
@@ -94,7 +95,7 @@ class LossScaler:
         self.growth_interval = checked("growth_interval", growth_interval)
         self._enabled, self._agree = enabled, agree
         self._scale = self._growth_tracker = None  # 0-dim tensors, made where the first loss is, and these
-        self._bad_loss = self._one = None  # the first is nan if a loss was inf or nan, else 0
+        self._bad_loss = self._one = None  # the first is 1. if a loss was inf or nan since update(), else 0.
         self._stages, self._found_inf = {}, {}  # optimizer → its stage; → 1. if it met inf or nan. Until update()
         self._latest = WeakKeyDictionary()  # optimizer → found_inf of its latest step; None: unscaled and not stepped
 
@@ -309,7 +310,7 @@ class LossScaler:
     def _skips(self, optimizer) -> Tensor:
         """1. if it is to skip its step, else 0.: its gradients, or where it has none, the losses tell."""
         found_inf = self._found_inf.get(optimizer)
-        return self._bad_loss.ne(0).float() if found_inf is None else found_inf
+        return self._bad_loss.clone() if found_inf is None else found_inf
 
     def _multiply_gradients(self, optimizer, factor: Tensor) -> None:
         """Multiply gradients in place by a 0-dim FP32 tensor, and note found_inf, such a tensor too: 1. or 0."""

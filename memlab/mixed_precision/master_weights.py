@@ -366,7 +366,8 @@ class MasterWeights(Optimizer):
 
 def _in_order_of(m: Tensor, state: object) -> object:
     """A state of a master's shape, in its order of dimensions too: fused kernels read both in one."""
-    if isinstance(state, Tensor) and state.shape == m.shape and state.stride() != m.stride():
+    dense = isinstance(state, Tensor) and state.layout is torch.strided
+    if dense and state.shape == m.shape and state.stride() != m.stride():
         return torch.empty_like(m, dtype=state.dtype).copy_(state)
     return state
 

@@ -1,7 +1,7 @@
 """Whether a loss or a gradient is inf or nan, asked on the device where it is: nothing here waits for a GPU.
 
-inf · 0 and nan · 0 are nan, all other numbers · 0 are 0: so one sum tells of many losses. Of gradients PyTorch has a
-kernel that reads and multiplies many tensors in one launch, and writes 1. where it met inf or nan.
+Of gradients PyTorch has a kernel that reads and multiplies many tensors in one launch, and writes 1. into a number on
+the device where it met inf or nan: found_inf. That number begins as what the losses said.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ SPREAD = "device_mesh", "placements"  # what a DTensor says of the ranks that ha
 
 
 def note_losses(bad_loss: Tensor, losses: Tensor) -> None:
-    """Make `bad_loss` nan, in place, if one of the losses is inf or nan; else it stays what it was, nan or 0.
+    """Make `bad_loss` 1., in place, if one of the losses is inf or nan; else it stays what it was, 1. or 0.
 
     bad_loss: 0-dim, FP32. losses: of any shape, dtype and device; inside vmap and grad of torch.func what they wrap.
     In place, because a CUDA graph that has captured this does it again at each replay.
@@ -26,8 +26,9 @@ def note_losses(bad_loss: Tensor, losses: Tensor) -> None:
     if torch._C._functorch.maybe_current_level() is not None:  # asked first: torch.compile can't trace the rest
         losses, block = torch.func.debug_unwrap(losses), torch._C._DisableFuncTorch()
     with block:
-        nan_or_0 = (losses * 0.0).abs().sum(dtype=torch.float32).to(bad_loss.device)
-        bad_loss.add_(nan_or_0.full_tensor() if hasattr(nan_or_0, "full_tensor") else nan_or_0)  # the first: a DTensor
+        bad = losses.isfinite().all().logical_not()
+        bad = bad.full_tensor() if hasattr(bad, "full_tensor") else bad  # of a DTensor, what all its ranks have
+        bad_loss.logical_or_(bad.to(bad_loss.device))
 
 
 def gradients_in_memory(optimizer) -> list[Tensor]:
@@ -46,7 +47,7 @@ def gradients_in_memory(optimizer) -> list[Tensor]:
 
 @torch.no_grad()
 def multiply_and_check(gradients: list[Tensor], factor: Tensor, bad_loss: Tensor) -> Tensor:
-    """Multiply gradients in place. Returns found_inf: 1. if one of them was inf or nan or `bad_loss` is nan, else 0.
+    """Multiply gradients in place. Returns found_inf: 1. if one of them was inf or nan, or if `bad_loss` is, else 0.
 
     gradients: of any shapes, dtypes and devices. factor, bad_loss and found_inf: 0-dim, FP32, on one device.
     Of DTensors the parts that this rank has are multiplied, and found_inf is that of all ranks that have parts.
@@ -56,8 +57,7 @@ def multiply_and_check(gradients: list[Tensor], factor: Tensor, bad_loss: Tensor
         spread = () if type(gradient) is Tensor else (getattr(gradient, name, None) for name in SPREAD)
         alike[(gradient.device, gradient.dtype, *spread)].append(gradient)
     found = []
-    for (device, dtype, *_), some in alike.items():
-        found.append(torch.zeros_like(factor, device=device))
-        looked_at_too = bad_loss.to(device, dtype)  # nan and 0 stay so when they are multiplied
-        torch._amp_foreach_non_finite_check_and_unscale_([*some, looked_at_too], found[-1], factor.to(device))
-    return functools.reduce(torch.maximum, [here.to(factor.device) for here in found] or [bad_loss.ne(0).float()])
+    for (device, *_), some in alike.items():
+        found.append(bad_loss.to(device, copy=True))
+        torch._amp_foreach_non_finite_check_and_unscale_(some, found[-1], factor.to(device))
+    return functools.reduce(torch.maximum, [here.to(factor.device) for here in found] or [bad_loss.clone()])

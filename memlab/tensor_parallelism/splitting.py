@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from memlab.ranks import place_in
 from memlab.tensor_parallelism.cuts import Cut, share
@@ -59,9 +60,9 @@ def split_layers(
 
     plan: name pattern → ColumnParallelLinear, RowParallelLinear (of an nn.Linear) or VocabularyParallelEmbedding (of an
       nn.Embedding), or a pair of one and its options, such as (ColumnParallelLinear, {"gather_output": True}); or
-      copy_to_ranks, of any module that reads parts: its own parameters stay whole, and go through that in each forward,
-      so that their gradients are of all parts. Patterns are a shell's (fnmatch), of the whole name; "*" also matches
-      dots. Where several fit, the first counts.
+      copy_to_ranks, of a module that reads parts and does not call itself: its own parameters stay whole, and go
+      through that in each forward, so that their gradients are of all parts. Patterns are a shell's (fnmatch), of the
+      whole name; "*" also matches dots. Where several fit, the first counts.
     divide: name pattern → attributes that count heads or features, to become this rank's: {"*.attention": ["heads"]}.
     device: where layers on "meta" get their parts (None: the default device), with the values that such layers begin
       with; there never is a full weight then. Other modules on "meta" that have reset_parameters, as PyTorch's have,
@@ -70,11 +71,11 @@ def split_layers(
     All ranks of the group must hold the same model. Tied weights stay tied. Layers are replaced one after the other,
     and give up their whole weights as they go.
 
-    Raises ValueError for a pattern that fits nothing, sizes that the ranks do not divide, copy_to_ranks of a module
-    without parameters, weights that are tied to one that is cut in another way, or not, and layers with hooks;
-    TypeError for a layer of another kind than the plan's, one with parametrized weights, or with buffers or modules of
-    its own, and for options that the kind has not, or that the layer itself decides; PyTorch's own error for a device
-    that is not there. The model is then as it was.
+    Raises ValueError for a pattern that fits nothing, sizes that the ranks do not divide, copy_to_ranks of what reads
+    no parameters, weights that are tied to one that is cut in another way, or not, and layers with hooks; TypeError for
+    a layer of another kind than the plan's, one with parametrized weights, or with buffers or modules of its own, and
+    for options that the kind has not, or that the layer itself decides; PyTorch's own error for a device that is not
+    there. The model is then as it was.
     """
     names = _names(model)
     torch.empty(0, device=device)  # raises for one that is not there, as it would later
@@ -173,13 +174,21 @@ def _tried(name: str, layer: nn.Module, kind: type[nn.Module], options: dict) ->
 
 
 def _is_copied(model: nn.Module, name: str, entry) -> bool:
-    """Whether a module's own parameters are to go through copy_to_ranks. Raises ValueError for one without any."""
-    if entry is copy_to_ranks and not any(True for _ in model.get_submodule(name).parameters(recurse=False)):
+    """Whether a module's own parameters are to go through copy_to_ranks. Raises what `split_layers` raises for it."""
+    if entry is not copy_to_ranks:
+        return False
+    module = model.get_submodule(name)
+    if not module._parameters or isinstance(module, nn.ParameterList | nn.ParameterDict):
         raise ValueError(
-            f"expected a module with parameters of its own at {name} for copy_to_ranks, found a "
-            f"{type(model.get_submodule(name)).__name__} without; name the modules inside that have them"
+            f"expected a module that reads parameters of its own at {name} for copy_to_ranks, found a "
+            f"{type(module).__name__}; name the modules that read them"
         )
-    return entry is copy_to_ranks
+    if is_parametrized(module) or module._forward_pre_hooks:
+        raise TypeError(
+            f"expected plain weights at {name} for copy_to_ranks, found some that may be computed before each forward, "
+            "by a parametrization or a hook; split before adding those"
+        )
+    return True
 
 
 def _show_copies(group, module: nn.Module, _) -> None:
