@@ -24,6 +24,9 @@ CHUNK_BYTES = {"gpu": 64 * 2**20, "cpu": 4 * 2**20}
 Small chunks cost a GPU launches; large ones leave a CPU's caches before they are used.
 """
 
+VECTOR = 16
+"""Elements that a processor's instruction takes at once, at most. Of a parameter in a flat group all are in such."""
+
 
 def states(optimizer: str, itemsize: int, *, master: bool = False) -> list[Piece]:
     """What the optimizer keeps a parameter, in elements of `itemsize` bytes, without AdamW's step counters.
@@ -77,6 +80,17 @@ def chunks(counts: list[int], chunk_bytes: float) -> list[tuple[int, int]]:
     return [*bounds, (start, len(counts))]
 
 
+def lanes(counts: list[int]) -> list[list[int]]:
+    """A chunk's parameters as the optimizer sees them: a flat group of those that fill whole vectors, and each other.
+
+    >>> lanes([32, 5, 16])
+    [[0, 2], [1]]
+    """
+    flat = [i for i, count in enumerate(counts) if count % VECTOR == 0]
+    flat = flat if len(flat) > 1 else []
+    return [*([flat] if flat else []), *([i] for i in range(len(counts)) if i not in flat)]
+
+
 def loop_temporaries(sizes: list[str], counts: list[int], itemsize: int) -> list[Piece]:
     """What AdamW's loop over these parameters holds at its fullest. sizes, counts: of each, as text and as a number.
 
@@ -107,8 +121,8 @@ def play_step(
     """Look at the fullest instant of a step. sizes: every parameter tensor's, in order.
 
     chunk_bytes: of a step on master weights, which widens so many bytes of gradients to FP32 and steps, chunk by chunk,
-    in one block that is as large as the largest chunk; None is one step on everything. made: the states that the step
-    makes, when it is the first.
+    in one block that is as large as the largest chunk, with a flat group in each; inf is one such chunk without it,
+    None a step on everything. made: the states that the step makes, when it is the first.
     """
     counts = [elements(size, ledger.symbols) for size in sizes]
     so_far = [0, *accumulate(counts)]
@@ -116,6 +130,11 @@ def play_step(
 
     bounds = [(0, len(sizes))] if chunk_bytes is None else chunks(counts, chunk_bytes)
     block = max(bounds, key=lambda chunk: so_far[chunk[1]] - so_far[chunk[0]])
+
+    def seen(start: int, stop: int) -> list[list[int]]:
+        if chunk_bytes in (None, math.inf):
+            return [[i] for i in range(start, stop)]
+        return [[start + i for i in lane] for lane in lanes(counts[start:stop])]
 
     def in_chunk(start: int, stop: int) -> list[Piece]:
         found = []
@@ -127,15 +146,21 @@ def play_step(
             whole = "foreach_sqrt makes the whole list"
             found.append(Piece(name, size(start, stop), itemsize, "temporary", whole))
         if optimizer == "adamw" and implementation == "for-loop":
-            found += loop_temporaries(sizes[start:stop], counts[start:stop], itemsize)
+            alike = [[sizes[i] for i in lane] for lane in seen(start, stop)]
+            numels = [sum(counts[i] for i in lane) for lane in seen(start, stop)]
+            found += loop_temporaries([lane[0] if len(lane) == 1 else added(lane) for lane in alike], numels, itemsize)
         return found
 
+    def counters(start: int, stop: int) -> int:
+        # until its step is over a flat group has one; without temporaries the fullest instant comes after that
+        return stop if implementation == "fused" else start + len(seen(start, stop))
+
     def nbytes(start: int, stop: int) -> int:
-        states = sum(piece.itemsize * {"P": so_far[stop], "T": stop}[piece.size] for piece in made)
+        states = sum(p.itemsize * {"P": so_far[stop], "T": counters(start, stop)}[p.size] for p in made)
         return states + sum(map(ledger.bytes_of, in_chunk(start, stop)))
 
     start, stop = max(bounds, key=lambda chunk: nbytes(*chunk))
-    all_until = {"P": size(0, stop), "T": "T" if stop == len(sizes) else str(stop)}
+    all_until = {"P": size(0, stop), "T": "T" if (T := counters(start, stop)) == len(sizes) else str(T)}
     held = [replace(piece, size=all_until[piece.size]) for piece in made] + in_chunk(start, stop)
     for piece in held:
         ledger.make(piece)

@@ -10,9 +10,13 @@ is slower than from memory.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
+
+from memlab.mixed_precision.flat_group import views_in
 
 RESIZABLE = ("cpu", "cuda")
 """Types of devices whose storages give their bytes back and take them again; on others each step has a new one."""
@@ -38,30 +42,34 @@ class GradientBlock:
         """Some chunk of the coming step has so many elements. Growing within a step would leave what caches have."""
         self._expected = 0 if self._left else max(self._expected, numel)
 
-    def views(self, masters: list[Tensor]) -> list[Tensor]:
+    def views(self, masters: list[Tensor], together: Sequence[int] = ()) -> list[Tensor]:
         """Where the gradients of the step's next chunk go, in the shapes and strides of these. Values are undefined.
 
-        masters: dense, in any order of dimensions. The chunk before is overwritten.
+        masters: dense, in any order of dimensions. The chunk before is overwritten. together: of each flat group how
+        many they are, who come first and lie one after another: behind the views is one of each group's whole, (n,).
         """
         self._let_go()
         self._chunk += 1
-        layout = [m.shape for m in masters], [m.stride() for m in masters]
+        layout = [m.shape for m in masters], [m.stride() for m in masters], list(together)
         its_layout, numel, views = self._views.get(self._chunk, (None, 0, []))
         if its_layout != layout:
             numel, views = sum(map(Tensor.numel, masters)), []
         self._hold(4 * max(self._expected, numel))
         if not views or self._chunk not in self._views:  # or the block began anew
-            views = self._made(masters)
+            views = self._made(masters, together)
             self._views[self._chunk] = layout, numel, views
             self._owners = 1 + sum(len(its) for *_, its in self._views.values())  # the block's own
         return views
 
-    def _made(self, masters: list[Tensor]) -> list[Tensor]:
-        made, start = [self._flat] * len(masters), 0
-        for i in sorted(range(len(masters)), key=lambda i: -masters[i].numel()):
-            made[i] = self._flat.as_strided(masters[i].shape, masters[i].stride(), start)
-            start += masters[i].numel()
-        return made
+    def _made(self, masters: list[Tensor], together: Sequence[int]) -> list[Tensor]:
+        first = sum(together)
+        order = [*range(first), *sorted(range(first, len(masters)), key=lambda i: -masters[i].numel())]
+        made = dict(zip(order, views_in(self._flat, [masters[i] for i in order]), strict=True))
+        views = [made[i] for i in range(len(masters))]
+        for end, count in zip(accumulate(together), together, strict=True):
+            its = views[end - count : end]
+            views.append(self._flat.as_strided((sum(map(Tensor.numel, its)),), (1,), its[0].storage_offset()))
+        return views
 
     def _hold(self, nbytes: int) -> None:
         if self._flat.untyped_storage().nbytes() < nbytes:

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from memlab.memory_arithmetic.optimizers import chunk_limit
 from memlab.memory_timeline import in_main_memory
 from memlab.mixed_precision.fitting import HALVES, Counters, keep_options, refuse_class, refuse_shared
+from memlab.mixed_precision.flat_group import ELEMENTWISE, FlatGroup, can_be_flat, can_be_together, views_in
 from memlab.mixed_precision.gradient_block import GradientBlock
 from memlab.mixed_precision.versions import Versions
 
@@ -74,6 +75,7 @@ class MasterWeights(Optimizer):
         self._versions = Versions()  # of the weights, when their step ended
         self._blocks: dict[torch.device, GradientBlock] = {}
         self._counters = Counters()
+        self._flat: dict[int, FlatGroup | None] = {}  # by a parameter's id; None: it is stepped alone
         super().__init__(self._inner.param_groups, self._inner.defaults)
         if any(group.get("differentiable") for group in self.param_groups):
             raise ValueError(
@@ -108,10 +110,10 @@ class MasterWeights(Optimizer):
 
     def _brought(self) -> Iterator[list[tuple[dict, Tensor]]]:
         """The chunks of `_chunks`, each when all that its step needs is where the masters are. Ends with the step."""
-        chunks = list(self._chunks())
+        chunks = self._chunks()
         for chunk in chunks if len(chunks) > 1 else ():
-            dense = [p.numel() for _, p in chunk if p.grad.dtype in HALVES and not p.grad.is_sparse]
-            self._block(chunk[0][1].device).expect(sum(dense))
+            dense = [p for _, p in chunk if p.grad.dtype in HALVES and not p.grad.is_sparse or self._flat.get(id(p))]
+            self._block(chunk[0][1].device).expect(sum(map(Tensor.numel, dense)))
         try:
             yield from chunks
         finally:
@@ -127,22 +129,28 @@ class MasterWeights(Optimizer):
         for block in self._blocks.values():
             block.end(keep=keep)
 
-    def _chunks(self) -> Iterator[list[tuple[dict, Tensor]]]:
-        """Parameters with gradients and their groups, in order, as many as chunk_bytes allow, of one device."""
-        chunk, nbytes, most, device = [], 0, 0, None
+    def _chunks(self) -> list[list[tuple[dict, Tensor]]]:
+        """Parameters with gradients and their groups, in order, as many as chunk_bytes allow, of one device.
+
+        Those of a flat group stay together.
+        """
+        chunks, nbytes, most, device, place = [], 0, 0, None, {}
         for group in self.param_groups:
             for p in group["params"]:
                 if not self._has_gradient(p):
                     continue
-                nbytes += (size := 4 * p.numel())
+                flat = self._flat.get(id(p))
+                if flat in place:
+                    place[flat].append((group, p))
+                    continue
+                nbytes += (size := 4 * (p if flat is None else flat.master).numel())
                 if nbytes > most or p.device != device:
-                    if chunk:
-                        yield chunk
-                    chunk, nbytes, device = [], size, p.device
-                    most = self._most_bytes(p)
-                chunk.append((group, p))
-        if chunk:
-            yield chunk
+                    chunks.append([])
+                    nbytes, device, most = size, p.device, self._most_bytes(p)
+                chunks[-1].append((group, p))
+                if flat is not None:
+                    place[flat] = chunks[-1]
+        return chunks
 
     def _most_bytes(self, p: Tensor) -> float:
         """Of a chunk where this parameter is; the imagined card's are on a GPU."""
@@ -150,32 +158,34 @@ class MasterWeights(Optimizer):
 
     def _step_chunk(self, chunk: list[tuple[dict, Tensor]]) -> list[tuple[dict, dict]]:
         """One step of these parameters. Returns their groups, each with what the optimizer made of its options."""
-        weights, inner, groups = [p for _, p in chunk], self._inner, []
-        masters, states = self._masters(chunk, weights)
-        for (group, _), m in zip(chunk, masters, strict=True):
-            if not groups or groups[-1][0] is not group:
-                groups.append((group, group | {"params": []}))
-            groups[-1][1]["params"].append(m)
-        started = [{} if len(state) == 1 and "master" in state else state for state in states]  # empty: to begin with
-        inner.state.update(zip(masters, started, strict=True))
+        inner, (chunk, masters, states, flats) = self._inner, self._with_flat_groups(chunk, *self._masters(chunk))
+        weights, alone = [p for _, p in chunk], sum(flat.count for _, flat in flats)
+        before = [*(flat.state for _, flat in flats), *states[alone:]]
+        groups, seen = {}, [*(flat.master for _, flat in flats), *masters[alone:]]  # by the optimizer
+        for (group, _), m, state in zip([*flats, *chunk[alone:]], seen, before, strict=True):
+            inner.state[m] = {} if len(state) == 1 and "master" in state else state
+            groups.setdefault(id(group), (group, group | {"params": []}))[1]["params"].append(m)
         narrow, wide = weights, masters  # of those that have a master
         if any(map(operator.is_, weights, masters)):
             halves = [(p, m) for p, m in zip(weights, masters, strict=True) if m is not p]
             narrow, wide = [p for p, _ in halves], [m for _, m in halves]
         try:
-            inner.param_groups = [options for _, options in groups]
-            self._widen(narrow, wide)
-            self._divide(masters)
+            inner.param_groups = [options for _, options in groups.values()]
+            self._widen(narrow, wide, [flat for _, flat in flats])
+            self._divide(seen)
             self._step_inner(weights, masters)
         finally:  # if it raises halfway, some masters have moved: their states and weights go along
             strange = []
-            if len(inner.state) > len(states):
+            if len(inner.state) > len(seen):
                 strange = [key for key in inner.state if not isinstance(key, Tensor)]
-            if len(inner.state) != len(states) or not all(map(operator.is_, inner.state.values(), states)):
-                self.state.update((p, self._kept(p, m) | inner.state[m]) for p, m in zip(weights, masters, strict=True))
+            if len(inner.state) != len(seen) or not all(map(operator.is_, inner.state.values(), before)):
+                of_its_own = zip(weights[alone:], masters[alone:], strict=True)
+                self.state.update((p, self._kept(p, m) | inner.state[m]) for p, m in of_its_own)
             inner.state, inner.param_groups = defaultdict(dict), self.param_groups
-            for m in wide:
+            for m in [*seen[: len(flats)], *wide[alone:]]:
                 m.grad = None
+            for _, flat in flats:
+                flat.hand_out()
             if wide:
                 self._round(narrow, wide)
         if strange:
@@ -183,9 +193,9 @@ class MasterWeights(Optimizer):
                 f"expected {type(inner).__name__} to keep its states by parameter, found one under {strange[0]!r}, "
                 "which would be lost; let it keep that in its groups"
             )
-        for group, options in groups:
+        for group, options in groups.values():
             options["params"] = group["params"]
-        return groups
+        return list(groups.values())
 
     def _step_inner(self, weights: list[Tensor], masters: list[Tensor]) -> None:
         """The optimizer's own step. If it raises, gradients that were divided in place are as before, to try again."""
@@ -198,22 +208,24 @@ class MasterWeights(Optimizer):
                 multiply_gradients([m for p, m in zip(weights, masters, strict=True) if m is p], scale.float())
             raise
 
-    def _widen(self, weights: list[Tensor], masters: list[Tensor]) -> None:
-        """Give each of these masters its weight's gradient, in the master's dtype."""
-        copied, wide = [], []  # or of another layout: fused kernels read a gradient in its master's order
-        for p, m in zip(weights, masters, strict=True):
+    def _widen(self, weights: list[Tensor], masters: list[Tensor], flats: list[FlatGroup]) -> None:
+        """Give each of these masters its weight's gradient, in the master's dtype. The first are those of the groups,
+        which get theirs as one."""
+        alone = sum(flat.count for flat in flats)
+        copied, wide = [*map(self._gradient, weights[:alone])], masters[:alone]
+        for p, m in zip(weights[alone:], masters[alone:], strict=True):
             gradient = self._gradient(p)
             dense = m.dtype is torch.float32 and not gradient.is_sparse
             if dense and (gradient.dtype in HALVES or gradient.stride() != m.stride()):
-                copied.append(gradient)
+                copied.append(gradient)  # or of another layout: fused kernels read a gradient in its master's order
                 wide.append(m)
             else:
                 m.grad = gradient.to(m.device, m.dtype)
-        if wide:
-            places = self._block(wide[0].device).views(wide)  # of the memory that the chunk before had
-            for m, place in zip(wide, places, strict=True):
+        if wide:  # places in the memory that the chunk before had
+            places = self._block(wide[0].device).views(wide, [flat.count for flat in flats])
+            for m, place in zip(wide[alone:] + [flat.master for flat in flats], places[alone:], strict=True):
                 m.grad = place
-            torch._foreach_copy_(places, copied)
+            torch._foreach_copy_(places[: len(wide)], copied)
 
     def _divide(self, masters: list[Tensor]) -> None:
         """Divide the gradients by the loss scale, if a scaler left that to us."""
@@ -242,17 +254,18 @@ class MasterWeights(Optimizer):
         """The gradient of a parameter that has one, in its own dtype, once its chunk is brought."""
         return p.grad
 
-    def _masters(self, chunk: list[tuple[dict, Tensor]], weights: list[Tensor]) -> tuple[list[Tensor], list[dict]]:
+    def _masters(self, chunk: list[tuple[dict, Tensor]]) -> tuple[list[Tensor], list[dict]]:
         """Their FP32 weights, up to date with what others wrote to them, and their states; made, where missing."""
+        weights = [p for _, p in chunk]
         states, all_unchanged = list(map(self.state.get, weights)), self._versions.unchanged(weights)
         if all(all_unchanged) and all(state is not None and "master" in state for state in states):
             return [state["master"] for state in states], states
-        masters, states = [], []
+        masters, states, places = [], [], self._flat_places(weights)
         for (group, p), unchanged in zip(chunk, all_unchanged, strict=True):
             state = self.state.get(p)  # now: a parameter may be given twice
             m = state.get("master") if state else None
             if m is None:
-                m = self._wide(p) if self._needs_master(p) else p
+                m = places[id(p)].copy_(p) if id(p) in places else self._wide(p) if self._needs_master(p) else p
                 kept = self._kept(p, m)
                 if state is None or (kept and not state):  # {}: somebody has looked for it
                     # most optimizers begin with none; torch 2.11's Adagrad needs what its __init__ makes
@@ -271,6 +284,59 @@ class MasterWeights(Optimizer):
     def _kept(self, p: Tensor, m: Tensor) -> dict[str, Tensor]:
         """What a parameter's state holds beside the optimizer's own."""
         return {"master": m} if self._keeps_masters and m is not p else {}
+
+    # ---- flat groups
+
+    _makes_flat_groups = True
+
+    def _flat_places(self, weights: list[Tensor]) -> dict[int, Tensor]:
+        """By id, where masters that are to be made lie one after another, those of a flat group."""
+        if not self._can_be_flat:
+            return {}
+        begin = {id(p): p for p in weights if self._needs_master(p) and not self.state.get(p) and can_be_flat(p)}
+        if len(begin) < 2:
+            return {}
+        whole = torch.empty(sum(map(Tensor.numel, begin.values())), dtype=torch.float32, device=weights[0].device)
+        return dict(zip(begin, views_in(whole, begin.values()), strict=True))
+
+    @property
+    def _can_be_flat(self) -> bool:
+        return self._makes_flat_groups and self.chunk_bytes is not None and type(self._inner) in ELEMENTWISE
+
+    def _with_flat_groups(self, chunk: list[tuple[dict, Tensor]], masters: list[Tensor], states: list[dict]) -> tuple:
+        """The chunk, its masters and its states, those of flat groups first, and these: [(group, FlatGroup)]."""
+        if not self._can_be_flat and not self._flat:
+            return chunk, masters, states, []
+        if not self._flat.keys() >= {id(p) for _, p in chunk}:
+            self._put_together(chunk, masters, states)
+        places: dict[FlatGroup | None, list[int]] = {}
+        for i, (_, p) in enumerate(chunk):
+            places.setdefault(self._flat[id(p)], []).append(i)
+        alone, flats, order = places.pop(None, []), [], []
+        for flat, its in places.items():
+            groups = {id(chunk[i][0]) for i in its}
+            dense = all(self._gradient(chunk[i][1]).layout is torch.strided for i in its)
+            if len(groups) == 1 and dense and flat.holds([states[i] for i in its]):
+                flats.append((chunk[its[0]][0], flat))
+                order += its
+            else:
+                self._flat.update((number, None) for number, other in self._flat.items() if other is flat)
+                alone += its
+        order += alone
+        return *([its[i] for i in order] for its in (chunk, masters, states)), flats
+
+    def _put_together(self, chunk: list[tuple[dict, Tensor]], masters: list[Tensor], states: list[dict]) -> None:
+        """Make a flat group of each group's parameters in the chunk that have never been asked, if it suits them."""
+        found = defaultdict(list)
+        for (group, p), m, state in zip(chunk, masters, states, strict=True):
+            if id(p) not in self._flat:
+                self._flat[id(p)] = None
+                if m is not p and can_be_flat(m) and self._gradient(p).layout is torch.strided:
+                    found[id(group)].append((id(p), m, state))
+        for members in found.values():
+            numbers, masters, states = zip(*members, strict=True)
+            if len(members) > 1 and can_be_together(masters, states):
+                self._flat |= dict.fromkeys(numbers, FlatGroup(masters, states))
 
     def _round(self, weights: list[Tensor], masters: list[Tensor]) -> None:
         """Masters → weights, to the nearest."""
@@ -361,7 +427,7 @@ class MasterWeights(Optimizer):
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
-        self._versions, self._blocks, self._counters = Versions(), {}, Counters()
+        self._versions, self._blocks, self._counters, self._flat = Versions(), {}, Counters(), {}
 
 
 def _in_order_of(m: Tensor, state: object) -> object:

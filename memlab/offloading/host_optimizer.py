@@ -68,7 +68,7 @@ class OffloadedOptimizer(MasterWeights):
     middle of a step, load a state dict.
     """
 
-    _refuses_wide = False
+    _refuses_wide = _makes_flat_groups = False
 
     def __init__(
         self,

@@ -1,0 +1,161 @@
+"""Parameters that are stepped as one: their masters lie one after another in a vector, and so does each state.
+
+An elementwise optimizer asks nowhere where a parameter ends. Of fifty small ones it makes fifty small steps, or, with
+foreach, each operation over a list of fifty; of one vector that holds them all it makes one step. Casts are what a step
+on masters pays beyond FP32's; what it saves of such lists pays for them, unless parameters are few and large. DeepSpeed
+and Megatron keep their FP32 copies so, too.
+
+To everybody else a parameter has a master and states of its own, in its own shape: they are views.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor, optim
+from torch._subclasses.fake_tensor import FakeTensor
+
+from memlab.memory_arithmetic.optimizers import VECTOR
+from memlab.memory_timeline import in_main_memory, main_memory
+
+ELEMENTWISE = {
+    *(optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax),
+    *(optim.Adagrad, optim.Adadelta, optim.RMSprop, optim.Rprop, optim.ASGD),
+}
+"""Optimizers that do to an element what its gradient and states say, wherever it lies.
+
+Adafactor and Muon look at rows and columns; a class derived from one of these may do anything.
+"""
+
+
+def can_be_flat(p: Tensor) -> bool:
+    """Whether a parameter fills whole vectors without a gap. Its dimensions may be in any order.
+
+    What is left over at an end is computed one by one, and a CPU's fused kernel rounds that otherwise: if such a
+    parameter were not left alone, the last bit of an element would depend on what lies beside it.
+    """
+    plain = type(p.detach()) in (Tensor, FakeTensor) and p.layout is torch.strided
+    return plain and p.numel() > 0 and p.numel() % VECTOR == 0 and _is_dense(p)
+
+
+def _is_dense(p: Tensor) -> bool:
+    expected = 1
+    for stride, size in sorted(zip(p.stride(), p.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def views_in(flat: Tensor, tensors: Iterable[Tensor]) -> list[Tensor]:
+    """For each of these dense tensors a view of its shape and strides, one after another. flat: (n,)."""
+    views, start = [], flat.storage_offset()
+    for tensor in tensors:
+        views.append(flat.as_strided(tensor.shape, tensor.stride(), start))
+        start += tensor.numel()
+    return views
+
+
+class FlatGroup:
+    """What an optimizer sees instead of some parameters: one vector of masters, and its state.
+
+    masters: of each parameter. states: of each, as `can_be_together` wants them, with "master" and the optimizer's own;
+    from now on they hold views.
+
+    master: (n,). state: what the optimizer keeps of it, (n,) or a single number, such as a counter of steps. Of those
+    each parameter has one of its own, so that a saved state counts each parameter, as it would elsewhere.
+    """
+
+    def __init__(self, masters: Sequence[Tensor], states: Sequence[dict]):
+        self.count, self._states = len(masters), list(states)
+        self.master = _joined(masters)
+        self.state = {name: _joined_state([s[name] for s in states], masters) for name in states[0] if name != "master"}
+        self.masters = views_in(self.master, masters)
+        self._share()
+
+    def hand_out(self) -> None:
+        """A step is over: the parameters' states become what the optimizer left in `state`."""
+        if not _all_same(self.state.values(), self._given):
+            self._share()
+        for first, others in self._counters:
+            others.copy_(first)
+        self._versions = self._counted()
+
+    def _share(self) -> None:
+        """Give each parameter's state views of what is in `state`."""
+        self._counters: list[tuple[Tensor, Tensor]] = []  # of the first parameter, and of all others
+        shared = {"master": self.masters}
+        for name, value in self.state.items():
+            shared[name] = [value] * self.count
+            if isinstance(value, Tensor) and value.shape == self.master.shape:
+                shared[name] = views_in(value, self.masters)
+            elif isinstance(value, Tensor) and value.dim() == 0:
+                with main_memory() if in_main_memory(value) else nullcontext():
+                    others = value.expand(self.count - 1).clone()
+                shared[name] = [value, *others.unbind()]
+                self._counters.append((value, others))
+        for state, values in zip(self._states, zip(*shared.values(), strict=True), strict=True):
+            state.clear()
+            state.update(zip(shared, values, strict=True))
+        self._given = list(self.state.values())  # as long as these are the same, so are the views of them
+        self._shared = [value for state in self._states for value in state.values()]
+        self._versions = self._counted()
+
+    def holds(self, states: Sequence[dict]) -> bool:
+        """Whether the parameters' states are still those. Their values may be others, but for the counters'."""
+        return (
+            _all_same(states, self._states)
+            and _all_same((value for state in states for value in state.values()), self._shared)
+            and self._counted() == self._versions
+        )
+
+    def _counted(self) -> list[int]:
+        """How often somebody wrote to the counters."""
+        return [0 if its.is_inference() else its._version for pair in self._counters for its in pair]
+
+
+def can_be_together(masters: Sequence[Tensor], states: Sequence[dict]) -> bool:
+    """Whether states are one name for one the same kind: a tensor of the master's shape, or equal single numbers.
+
+    On imagined hardware numbers are unknown, and taken for equal.
+    """
+    names = states[0].keys()
+    return all(state.keys() == names for state in states) and all(
+        _fit([state[name] for state in states], masters) for name in names
+    )
+
+
+def _fit(values: list, masters: Sequence[Tensor]) -> bool:
+    first = values[0]
+    if not isinstance(first, Tensor):
+        return all(type(value) is type(first) and value == first for value in values)
+    if not all(isinstance(v, Tensor) and v.dtype is first.dtype and v.device == first.device for v in values):
+        return False
+    if all(v.shape == m.shape and v.stride() == m.stride() for v, m in zip(values, masters, strict=True)):
+        return True
+    if any(value.dim() for value in values) or torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        return False
+    return isinstance(first, FakeTensor) or bool((torch.stack(values) == first).all())
+
+
+def _joined_state(values: list, masters: Sequence[Tensor]) -> object:
+    return _joined(values) if isinstance(values[0], Tensor) and values[0].dim() else values[0]
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """One vector of all elements: the memory where they are, if they lie one after another, else a copy. (n,)."""
+    numel, at, first = sum(map(Tensor.numel, parts)), parts[0].storage_offset(), parts[0]
+    for part in parts:
+        if part.untyped_storage()._cdata != first.untyped_storage()._cdata or part.storage_offset() != at:
+            whole = torch.empty(numel, dtype=first.dtype, device=first.device)
+            torch._foreach_copy_(views_in(whole, parts), list(parts))
+            return whole
+        at += part.numel()
+    return first.as_strided((numel,), (1,), first.storage_offset())
+
+
+def _all_same(found: Iterable[object], expected: list[object]) -> bool:
+    found = list(found)
+    return len(found) == len(expected) and all(a is b for a, b in zip(found, expected, strict=True))
