@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
@@ -174,15 +175,27 @@ class ParameterNames:
 def owned_by_optimizer(optimizer: torch.optim.Optimizer, names: ParameterNames | Mapping[int, str]) -> Iterator[Owned]:
     """The optimizer's states, also in lists (LBFGS has such), named after the parameter they belong to.
 
-    names: id(parameter) → its name.
+    Where one memory has those of several, as in MasterWeights, after the first of these. names: id(parameter) → its
+    name.
     """
-    for parameter, states in optimizer.state.items():
-        owner = names.get(id(parameter), "a parameter")
-        if isinstance(states, Mapping):
-            for state, value in states.items():
-                for leaf, name in _leaves(value, str(state)):
-                    if isinstance(leaf, Tensor):
-                        yield Owned(leaf, "optimizer_state", f"{name} of {owner}")
+    found = [
+        (leaf, name, names.get(id(parameter), "a parameter"), _memory(leaf))
+        for parameter, states in optimizer.state.items()
+        if isinstance(states, Mapping)
+        for state, value in states.items()
+        for leaf, name in _leaves(value, str(state))
+        if isinstance(leaf, Tensor)
+    ]
+    sharing = Counter(memory for *_, memory in found)
+    for leaf, name, owner, memory in found:
+        others = f" and {sharing[memory] - 1} more" if sharing[memory] > 1 else ""
+        yield Owned(leaf, "optimizer_state", f"{name} of {owner}{others}")
+
+
+def _memory(tensor: Tensor) -> int:
+    """Equal for tensors that lie in one storage; a sparse tensor, or a wrapper, is by itself."""
+    plain = type(tensor) in (*_PLAIN, FakeTensor) and tensor.layout is torch.strided
+    return tensor.untyped_storage()._cdata if plain else id(tensor)
 
 
 def _leaves(value: object, name: str) -> Iterator[tuple[object, str]]:

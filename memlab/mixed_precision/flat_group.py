@@ -11,7 +11,7 @@ To everybody else a parameter has a master and states of its own, in its own sha
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, optim
@@ -71,7 +71,7 @@ class FlatGroup:
     def __init__(self, masters: Sequence[Tensor], states: Sequence[dict]):
         self.count, self._states = len(masters), list(states)
         self.master = _joined(masters)
-        self.state = {name: _joined_state([s[name] for s in states], masters) for name in states[0] if name != "master"}
+        self.state = {name: _copied([s[name] for s in states], masters) for name in states[0] if name != "master"}
         self.masters = views_in(self.master, masters)
         self._share()
 
@@ -92,7 +92,7 @@ class FlatGroup:
             if isinstance(value, Tensor) and value.shape == self.master.shape:
                 shared[name] = views_in(value, self.masters)
             elif isinstance(value, Tensor) and value.dim() == 0:
-                with main_memory() if in_main_memory(value) else nullcontext():
+                with _where(value):
                     others = value.expand(self.count - 1).clone()
                 shared[name] = [value, *others.unbind()]
                 self._counters.append((value, others))
@@ -140,20 +140,31 @@ def _fit(values: list, masters: Sequence[Tensor]) -> bool:
     return isinstance(first, FakeTensor) or bool((torch.stack(values) == first).all())
 
 
-def _joined_state(values: list, masters: Sequence[Tensor]) -> object:
-    return _joined(values) if isinstance(values[0], Tensor) and values[0].dim() else values[0]
-
-
-def _joined(parts: Sequence[Tensor]) -> Tensor:
+def _joined(masters: Sequence[Tensor]) -> Tensor:
     """One vector of all elements: the memory where they are, if they lie one after another, else a copy. (n,)."""
-    numel, at, first = sum(map(Tensor.numel, parts)), parts[0].storage_offset(), parts[0]
-    for part in parts:
-        if part.untyped_storage()._cdata != first.untyped_storage()._cdata or part.storage_offset() != at:
-            whole = torch.empty(numel, dtype=first.dtype, device=first.device)
-            torch._foreach_copy_(views_in(whole, parts), list(parts))
-            return whole
-        at += part.numel()
-    return first.as_strided((numel,), (1,), first.storage_offset())
+    first, at = masters[0], masters[0].storage_offset()
+    for master in masters:
+        if master.untyped_storage()._cdata != first.untyped_storage()._cdata or master.storage_offset() != at:
+            return _copied(masters, masters)
+        at += master.numel()
+    return first.as_strided((at - first.storage_offset(),), (1,), first.storage_offset())
+
+
+def _copied(values: list, masters: Sequence[Tensor]) -> object:
+    """A state of all of them: a copy, since a loaded one may be somebody else's, too."""
+    if not isinstance(values[0], Tensor):
+        return values[0]
+    if values[0].dim() == 0:
+        with _where(values[0]):
+            return values[0].clone()
+    whole = torch.empty(sum(map(Tensor.numel, masters)), dtype=values[0].dtype, device=values[0].device)
+    torch._foreach_copy_(views_in(whole, masters), list(values))
+    return whole
+
+
+def _where(tensor: Tensor) -> AbstractContextManager:
+    """What is made in this block lies where the tensor does: beside an imagined card, or on it."""
+    return main_memory() if in_main_memory(tensor) else nullcontext()
 
 
 def _all_same(found: Iterable[object], expected: list[object]) -> bool:

@@ -322,8 +322,9 @@ class MasterWeights(Optimizer):
             else:
                 self._flat.update((number, None) for number, other in self._flat.items() if other is flat)
                 alone += its
+        masters = [m for _, flat in flats for m in flat.masters] + [masters[i] for i in alone]
         order += alone
-        return *([its[i] for i in order] for its in (chunk, masters, states)), flats
+        return [chunk[i] for i in order], masters, [states[i] for i in order], flats
 
     def _put_together(self, chunk: list[tuple[dict, Tensor]], masters: list[Tensor], states: list[dict]) -> None:
         """Make a flat group of each group's parameters in the chunk that have never been asked, if it suits them."""

@@ -1,0 +1,400 @@
+"""Parameters stepped as one vector: the same bits and counters as one by one, whatever happens between steps."""
+
+import contextlib
+import copy
+import io
+import random
+
+import pytest
+import torch
+from torch import nn, optim
+
+from memlab.memory_timeline import Meter
+from memlab.mixed_precision import MasterWeights, StochasticRounding
+from memlab.mixed_precision.flat_group import ELEMENTWISE, FlatGroup, can_be_flat, can_be_together
+from memlab.offloading import OffloadedOptimizer
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+SHAPES = [(4, 8), (5,), (16,), (2, 3, 16), (), (0,), (33, 3), (64,)]  # four of them fill vectors
+FLAT = [0, 2, 3, 7]
+
+
+class OneByOne(MasterWeights):
+    """What MasterWeights does with optimizers that are not known to be elementwise."""
+
+    _makes_flat_groups = False
+
+
+def parameters(shapes=SHAPES, dtype=BF16, seed=0) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(seed)
+    return [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in shapes]
+
+
+def give_gradients(params, seed, without=()):
+    generator = torch.Generator().manual_seed(seed)
+    for i, p in enumerate(params):
+        gradient = torch.randn(p.shape, generator=generator).to(BF16)
+        p.grad = None if i in without else gradient.to(p.dtype)
+
+
+def groups_of(masters) -> list[FlatGroup]:
+    return list(dict.fromkeys(flat for flat in masters._flat.values() if flat is not None))
+
+
+def assert_same(ours, params, theirs, others, *, own_master=False):
+    """own_master: theirs steps on FP32 weights."""
+    for p, q in zip(params, others, strict=True):
+        state, expected = ours.state.get(p, {}), dict(theirs.state.get(q, {}))
+        if own_master:
+            expected["master"] = q
+        assert state.keys() == expected.keys()
+        for name, value in expected.items():
+            found = state[name]
+            if torch.is_tensor(value):
+                assert found.shape == value.shape and found.dtype == value.dtype and torch.equal(found, value), name
+            else:
+                assert found == value
+        assert torch.equal(p, q.to(p.dtype))
+
+
+# ---- the same bits
+
+OPTIONS = {
+    optim.SGD: [{}, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}, {"maximize": True}],
+    optim.Adam: [{}, {"amsgrad": True}, {"weight_decay": 0.1}],
+    optim.AdamW: [{}, {"amsgrad": True, "maximize": True}, {"lr": torch.tensor(0.01)}],
+    optim.NAdam: [{}],
+    optim.RAdam: [{"decoupled_weight_decay": True, "weight_decay": 0.1}],
+    optim.Adamax: [{}],
+    optim.Adagrad: [{"initial_accumulator_value": 0.1}, {"lr_decay": 0.1}],
+    optim.Adadelta: [{}],
+    optim.RMSprop: [{}, {"momentum": 0.5, "centered": True}],
+    optim.Rprop: [{}],
+    optim.ASGD: [{"t0": 2}],
+}
+CASES = [
+    (kind, options | how)
+    for kind, its in OPTIONS.items()
+    for options in its
+    for how in ({"foreach": False}, {"foreach": True}, {"fused": True})
+    if "fused" not in how or kind in (optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad)
+    if "foreach" not in how or not how["foreach"] or "lr" not in options
+]
+
+
+def test_every_class_that_is_called_elementwise_is_tried():
+    assert set(OPTIONS) == ELEMENTWISE
+
+
+@pytest.mark.parametrize(("kind", "options"), CASES, ids=lambda value: getattr(value, "__name__", str(value)))
+@pytest.mark.parametrize("chunk_bytes", ["auto", 400])
+def test_a_vector_of_parameters_is_stepped_as_the_parameters_bit_for_bit(kind, options, chunk_bytes):
+    params, wide = parameters(), [nn.Parameter(p.detach().float()) for p in parameters()]
+    split = lambda ps: [{"params": ps[:4]}, {"params": ps[4:], "lr": 0.3}]  # noqa: E731
+    ours, reference = (
+        MasterWeights(split(params), kind, chunk_bytes=chunk_bytes, **options),
+        kind(split(wide), **options),
+    )
+    for step in range(4):
+        give_gradients(params, step)
+        for p, q in zip(params, wide, strict=True):
+            q.grad = p.grad.float()
+        ours.step()
+        reference.step()
+        assert_same(ours, params, reference, wide, own_master=True)
+    assert [flat.count for flat in groups_of(ours)] == ([3] if chunk_bytes == "auto" else [2])
+
+
+def test_large_parameters_that_several_threads_step_come_to_the_same_bits():
+    shapes = [(300, 112), (16,), (1000, 160), (64, 64)]
+    for options in ({"foreach": False}, {"foreach": True}, {"fused": True}):
+        params, wide = parameters(shapes), [nn.Parameter(p.detach().float()) for p in parameters(shapes)]
+        ours, reference = MasterWeights(params, optim.AdamW, **options), optim.AdamW(wide, **options)
+        for step in range(3):
+            give_gradients(params, step)
+            for p, q in zip(params, wide, strict=True):
+                q.grad = p.grad.float()
+            ours.step()
+            reference.step()
+        assert_same(ours, params, reference, wide, own_master=True)
+        assert [flat.count for flat in groups_of(ours)] == [4]
+
+
+def test_who_is_not_known_to_be_elementwise_sees_each_parameter():
+    seen = []
+
+    class Derived(optim.AdamW):
+        def step(self, closure=None):
+            seen.append([tuple(p.shape) for group in self.param_groups for p in group["params"]])
+
+    for kind, words in ((Derived, {}), (optim.AdamW, {"chunk_bytes": None}), (optim.Adafactor, {})):
+        params = parameters([(4, 8), (16,)])
+        ours = MasterWeights(params, kind, **words)
+        give_gradients(params, 0)
+        ours.step()
+        assert not groups_of(ours)
+    assert seen == [[(4, 8), (16,)]]
+    for kind in (StochasticRounding, OffloadedOptimizer):  # they keep no masters, or elsewhere
+        params = parameters([(4, 8), (16,)])
+        ours = kind(params, optim.AdamW)
+        give_gradients(params, 0)
+        ours.step()
+        assert not groups_of(ours)
+
+
+def test_what_fills_no_whole_vectors_or_has_gaps_is_stepped_alone():
+    base = torch.zeros(8, 16)
+    fits = [base, base.T, base.view(2, 4, 4, 4).to(memory_format=torch.channels_last), base[:, None], base[2:4]]
+    gaps = [base[:, :8], base[::2], base[:1].expand(4, 16), torch.zeros(17), torch.zeros(()), torch.zeros(0)]
+    assert all(map(can_be_flat, fits)) and not any(map(can_be_flat, gaps))
+
+
+# ---- whatever happens between steps
+
+
+def happen(params, ours, event: str, at: int, seed: int):
+    """One thing that users do, to one of two pairs that have had the same."""
+    p = params[at]
+    with torch.no_grad():
+        if event == "weight written":
+            p.mul_(0.5)
+        elif event == "other data":
+            p.data = p.data.clone() * 0.75
+        elif event == "frozen":
+            p.requires_grad_(not p.requires_grad)
+        elif event == "state written" and "exp_avg" in ours.state.get(p, {}):
+            ours.state[p]["exp_avg"].mul_(2)
+        elif event == "counter written" and "step" in ours.state.get(p, {}):
+            ours.state[p]["step"].add_(5)
+        elif event == "state replaced" and "exp_avg" in ours.state.get(p, {}):
+            ours.state[p]["exp_avg"] = ours.state[p]["exp_avg"].clone() + 1
+        elif event == "state gone":
+            ours.state.pop(p, None)
+        elif event == "lr":
+            ours.param_groups[0]["lr"] *= 0.5
+        elif event == "moved" and len(ours.param_groups[1]["params"]) > 1:
+            ours.param_groups[0]["params"].append(ours.param_groups[1]["params"].pop(0))
+        elif event == "loaded":
+            ours.load_state_dict(copy.deepcopy(ours.state_dict()))
+        elif event == "through a file":
+            file = io.BytesIO()
+            torch.save(ours.state_dict(), file)
+            file.seek(0)
+            ours.load_state_dict(torch.load(file))
+        elif event == "chunks":
+            ours.chunk_bytes = random.Random(seed).choice([1, 150, 400, "auto", None])
+
+
+EVENTS = "weight written,other data,frozen,state written,counter written,state replaced,state gone,lr,moved,loaded"
+EVENTS = [*EVENTS.split(","), "through a file", "chunks", "missing", "widened", "turned", "nothing", "nothing"]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_on_a_random_walk_every_state_is_the_one_of_parameters_stepped_one_by_one(seed):
+    chance = random.Random(seed)
+    options = chance.choice([{"foreach": False}, {"foreach": True}, {"fused": True}])
+    pairs = []
+    for kind in (MasterWeights, OneByOne):
+        params = parameters()
+        groups = [{"params": params[:5]}, {"params": params[5:], "weight_decay": 0.3}]
+        pairs.append((params, kind(groups, optim.AdamW, lr=0.01, **options)))
+    had_groups = 0
+    for step in range(25):
+        event, at = chance.choice(EVENTS), chance.choice(FLAT)
+        for params, masters in pairs:
+            happen(params, masters, event, at, step)
+            give_gradients(params, step, without=[at] if event == "missing" else ())
+            for p in params:
+                if not p.requires_grad:
+                    p.grad = None
+                elif event == "turned" and p.dim() == 2:
+                    p.grad = p.grad.T.contiguous().T
+            if event == "widened":
+                masters.widen_gradients()
+            masters.step()
+            for p in params:
+                p.grad = p.grad_dtype = None
+        (params, ours), (others, theirs) = pairs
+        assert_same(ours, params, theirs, others)
+        had_groups += len(groups_of(ours)) > 0
+    assert had_groups
+
+
+def test_a_parameter_without_a_gradient_is_not_counted_and_what_begins_later_begins_at_one():
+    params = parameters([(16,)] * 4)
+    ours = MasterWeights(params, optim.AdamW)
+    for step, without in enumerate([(2, 3), (), (0,), ()]):
+        give_gradients(params, step, without)
+        ours.step()
+    assert [ours.state[p]["step"].item() for p in params] == [3, 4, 3, 3]
+    assert [flat.count for flat in groups_of(ours)] == [2]  # those that began together and have not been apart
+
+
+def test_parameters_that_are_thawed_make_a_group_of_their_own():
+    params = parameters([(16,)] * 5)
+    ours = MasterWeights(params, optim.AdamW)
+    for step, without in enumerate([(0, 1), (0, 1), (), ()]):
+        give_gradients(params, step, without)
+        ours.step()
+    assert sorted(flat.count for flat in groups_of(ours)) == [2, 3]
+
+
+def test_a_sparse_gradient_takes_its_parameter_out_and_the_others_go_on():
+    pairs = []
+    for kind in (MasterWeights, OneByOne):
+        params = parameters([(8, 16), (16,), (32,)])
+        pairs.append((params, kind(params, optim.SGD, lr=0.1)))
+    for step in range(4):
+        for params, masters in pairs:
+            give_gradients(params, step)
+            if step == 2:
+                params[0].grad = params[0].grad.to_sparse()
+            masters.step()
+    assert_same(*reversed(pairs[0]), *reversed(pairs[1]))
+
+
+@pytest.mark.parametrize("failing", ["_foreach_sqrt", "_foreach_lerp_", "_foreach_addcdiv_", "_foreach_copy_"])
+def test_a_step_that_fails_halfway_leaves_what_it_would_have_one_by_one(failing, monkeypatch):
+    pairs = []
+    for kind in (MasterWeights, OneByOne):
+        params = parameters([(16,), (4, 8), (32,)])
+        pairs.append((params, kind(params, optim.AdamW, foreach=True, lr=0.1)))
+    for step in range(4):
+        for params, masters in pairs:
+            give_gradients(params, step)
+            with monkeypatch.context() as patch:
+                if step == 2:
+                    patch.setattr(torch, failing, lambda *args, **kwargs: 1 / 0)
+                with contextlib.suppress(ZeroDivisionError):
+                    masters.step()
+    (params, ours), (others, theirs) = pairs
+    assert_same(ours, params, theirs, others)
+
+
+# ---- saved and loaded
+
+
+def stepped(params, masters, steps):
+    for step in steps:
+        give_gradients(params, step)
+        masters.step()
+
+
+def test_a_saved_state_counts_each_parameter_by_itself_also_in_the_optimizers_own_class():
+    params = parameters()
+    ours = MasterWeights(params, optim.AdamW, lr=0.1)
+    stepped(params, ours, range(3))
+    file = io.BytesIO()
+    torch.save(ours.state_dict(), file)
+    file.seek(0)
+    saved = torch.load(file)
+    wide = [nn.Parameter(state.pop("master").clone()) for state in saved["state"].values()]
+    plain = optim.AdamW(wide, lr=0.1)
+    plain.load_state_dict(saved)
+    for step in range(3, 6):
+        give_gradients(params, step)
+        for p, q in zip(params, wide, strict=True):
+            q.grad = p.grad.float()
+        ours.step()
+        plain.step()
+    assert_same(ours, params, plain, wide, own_master=True)
+    assert {state["step"].item() for state in plain.state.values()} == {6}
+
+
+@pytest.mark.parametrize("way", ["a dict", "a file", "deepcopy", "the dict of one by one"])
+def test_loaded_states_are_put_together_again(way):
+    params = parameters()
+    kind = OneByOne if way == "the dict of one by one" else MasterWeights
+    first = kind(params, optim.AdamW, lr=0.1)
+    stepped(params, first, range(2))
+    if way == "deepcopy":
+        others, second = copy.deepcopy((params, first))
+    else:
+        others = [nn.Parameter(p.detach().clone()) for p in params]
+        second, saved, file = MasterWeights(others, optim.AdamW), copy.deepcopy(first.state_dict()), io.BytesIO()
+        torch.save(saved, file)
+        file.seek(0)
+        second.load_state_dict(torch.load(file) if way == "a file" else saved)
+    stepped(others, second, range(2, 4))
+    stepped(params, first, range(2, 4))
+    assert_same(second, others, first, params)
+    assert [flat.count for flat in groups_of(second)] == [4]
+
+
+def test_states_that_were_put_together_are_not_the_loaded_dicts():
+    params = parameters([(16,), (4, 8)])
+    first, second = MasterWeights(params, optim.AdamW), MasterWeights(parameters([(16,), (4, 8)]), optim.AdamW)
+    stepped(params, first, range(2))
+    before = copy.deepcopy(first.state_dict()["state"])
+    second.load_state_dict(first.state_dict())
+    stepped(second.param_groups[0]["params"], second, range(2))
+    for number, state in first.state_dict()["state"].items():
+        assert all(torch.equal(value, before[number][name]) for name, value in state.items())
+
+
+def test_states_with_other_counters_stay_apart():
+    params = parameters([(16,)] * 3)
+    ours = MasterWeights(params, optim.AdamW)
+    stepped(params, ours, range(2))
+    saved = copy.deepcopy(ours.state_dict())
+    saved["state"][1]["step"] += 1
+    ours.load_state_dict(saved)
+    stepped(params, ours, range(2))
+    assert [ours.state[p]["step"].item() for p in params] == [4, 5, 4]
+    assert not groups_of(ours)
+
+
+def test_states_of_one_kind_fit_together_and_others_do_not():
+    masters = [torch.zeros(16), torch.zeros(2, 16)]
+    like = lambda fill: [{"m": torch.full_like(m, fill), "step": torch.tensor(2.0), "none": None} for m in masters]  # noqa: E731
+    assert can_be_together(masters, like(1))
+    for change in ({"m": torch.zeros(3)}, {"step": torch.tensor(3.0)}, {"none": 1}, {"other": 1}, {"step": 2.0}):
+        states = like(1)
+        states[1] |= change
+        assert not can_be_together(masters, states)
+    turned = like(1)
+    turned[1]["m"] = torch.zeros(16, 2).T
+    assert not can_be_together(masters, turned)
+
+
+# ---- bytes
+
+
+def test_masters_and_states_have_twelve_bytes_an_element_and_a_file_has_no_more():
+    params = parameters([(16, 64), (64,), (64, 64), (64,)])
+    model = nn.ParameterList(params)
+    ours, numel = MasterWeights(params, optim.AdamW), sum(p.numel() for p in params)
+    for step in range(2):
+        give_gradients(params, step)
+        with Meter(model, ours) as meter:
+            ours.step()
+        held = meter.timeline.bytes_by_category(len(meter.timeline))
+        assert held["optimizer_state"] == 12 * numel + 4 * len(params) and held["temporary"] == 0
+    names = {storage.name: storage.nbytes for storage in meter.timeline.storages.values()}
+    assert names["exp_avg of 0 and 3 more"] == 4 * numel
+    file = io.BytesIO()
+    torch.save(ours.state_dict(), file)
+    assert 12 * numel < file.tell() < 12 * numel + 8 * 1024
+
+
+def test_after_a_load_nothing_is_held_twice():
+    params = parameters([(16, 64), (64,), (64, 64), (64,)])
+    model = nn.ParameterList(params)
+    ours, numel = MasterWeights(params, optim.AdamW), sum(p.numel() for p in params)
+    stepped(params, ours, range(2))
+    ours.load_state_dict(copy.deepcopy(ours.state_dict()))
+    give_gradients(params, 2)
+    with Meter(model, ours) as meter:
+        ours.step()
+    held = meter.timeline.bytes_by_category(len(meter.timeline))
+    assert held["optimizer_state"] == 12 * numel + 4 * len(params) and held["temporary"] == 0
+
+
+def test_a_flat_group_is_of_one_chunk():
+    params = parameters([(64,)] * 10)
+    ours = MasterWeights(params, optim.SGD, lr=0.1, chunk_bytes=3 * 4 * 64)
+    for step in range(3):
+        give_gradients(params, step)
+        ours.step()
+        assert [len(chunk) for chunk in ours._chunks()] == [3, 3, 3, 1]
+    assert [flat.count for flat in groups_of(ours)] == [3, 3, 3]
