@@ -38,7 +38,7 @@ def give_gradients(params, seed, without=()):
 
 
 def groups_of(masters) -> list[FlatGroup]:
-    return list(dict.fromkeys(flat for flat in masters._flat.values() if flat is not None))
+    return list(dict.fromkeys(flat for flat in masters._flats._of.values() if flat is not None))
 
 
 def assert_same(ours, params, theirs, others, *, own_master=False):

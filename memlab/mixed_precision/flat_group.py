@@ -20,6 +20,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from memlab.memory_arithmetic.optimizers import VECTOR
 from memlab.memory_timeline import in_main_memory, main_memory
 
+Chunk = list[tuple[dict, Tensor]]
+"""Parameters, each with its group of an optimizer's options."""
 ELEMENTWISE = {
     *(optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax),
     *(optim.Adagrad, optim.Adadelta, optim.RMSprop, optim.Rprop, optim.ASGD),
@@ -49,6 +51,30 @@ def _is_dense(p: Tensor) -> bool:
     return True
 
 
+def can_be_together(masters: Sequence[Tensor], states: Sequence[dict]) -> bool:
+    """Whether states are one name for one the same kind: a tensor of the master's shape, or equal single numbers.
+
+    On imagined hardware numbers are unknown, and taken for equal.
+    """
+    names = states[0].keys()
+    return all(state.keys() == names for state in states) and all(
+        _fit([state[name] for state in states], masters) for name in names
+    )
+
+
+def _fit(values: list, masters: Sequence[Tensor]) -> bool:
+    first = values[0]
+    if not isinstance(first, Tensor):
+        return all(type(value) is type(first) and value == first for value in values)
+    if not all(isinstance(v, Tensor) and v.dtype is first.dtype and v.device == first.device for v in values):
+        return False
+    if all(v.shape == m.shape and v.stride() == m.stride() for v, m in zip(values, masters, strict=True)):
+        return True
+    if any(value.dim() for value in values) or torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        return False
+    return isinstance(first, FakeTensor) or bool((torch.stack(values) == first).all())
+
+
 def views_in(flat: Tensor, tensors: Iterable[Tensor]) -> list[Tensor]:
     """For each of these dense tensors a view of its shape and strides, one after another. flat: (n,)."""
     views, start = [], flat.storage_offset()
@@ -56,6 +82,68 @@ def views_in(flat: Tensor, tensors: Iterable[Tensor]) -> list[Tensor]:
         views.append(flat.as_strided(tensor.shape, tensor.stride(), start))
         start += tensor.numel()
     return views
+
+
+class FlatGroups:
+    """Which parameters of an optimizer are stepped as one.
+
+    Those of one group of options that have their first step in one chunk, or their first after a state dict was
+    loaded. If one of them is left out of a step, if somebody replaces its states or writes to its counter, each is
+    stepped alone from then on: their counters may differ.
+    """
+
+    def __init__(self):
+        self._of: dict[int, FlatGroup | None] = {}  # by a parameter's id; None: it is stepped alone
+
+    def of(self, p: Tensor) -> FlatGroup | None:
+        """The flat group of a parameter that has one."""
+        return self._of.get(id(p))
+
+    def places(self, weights: Iterable[Tensor]) -> dict[int, Tensor]:
+        """Where the masters of those that may be stepped as one are to be made, by a parameter's id. FP32."""
+        fit = {id(p): p for p in weights if can_be_flat(p)}
+        if len(fit) < 2:
+            return {}
+        numel, device = sum(map(Tensor.numel, fit.values())), next(iter(fit.values())).device
+        return dict(zip(fit, views_in(torch.empty(numel, device=device), fit.values()), strict=True))
+
+    def first(self, chunk: Chunk, masters: list[Tensor], states: list[dict], *, begin: bool) -> tuple:
+        """A chunk, its masters and states in another order, flat groups first, and these, each with its options.
+
+        begin: whether parameters that are new here may become a flat group.
+        """
+        if begin and not self._of.keys() >= {id(p) for _, p in chunk}:
+            self._begin(chunk, masters, states)
+        found: dict[FlatGroup | None, list[int]] = {}
+        for i, (_, p) in enumerate(chunk):
+            found.setdefault(self.of(p), []).append(i)
+        alone, flats, order = found.pop(None, []), [], []
+        for flat, its in found.items():
+            if self._is_whole(flat, [chunk[i] for i in its], [states[i] for i in its]):
+                flats.append((chunk[its[0]][0], flat))
+                order += its
+            else:
+                self._of.update((number, None) for number, other in self._of.items() if other is flat)
+                alone += its
+        masters = [m for _, flat in flats for m in flat.masters] + [masters[i] for i in alone]
+        order += alone
+        return [chunk[i] for i in order], masters, [states[i] for i in order], flats
+
+    def _is_whole(self, flat: FlatGroup, members: Chunk, states: list[dict]) -> bool:
+        dense = all(p.grad.layout is torch.strided for _, p in members)
+        return dense and len({id(group) for group, _ in members}) == 1 and flat.holds(states)
+
+    def _begin(self, chunk: Chunk, masters: list[Tensor], states: list[dict]) -> None:
+        found: dict[int, list[tuple]] = {}
+        for (group, p), m, state in zip(chunk, masters, states, strict=True):
+            if id(p) not in self._of:
+                self._of[id(p)] = None
+                if m is not p and can_be_flat(m) and p.grad.layout is torch.strided:
+                    found.setdefault(id(group), []).append((id(p), m, state))
+        for members in found.values():
+            numbers, masters, states = zip(*members, strict=True)
+            if len(members) > 1 and can_be_together(masters, states):
+                self._of |= dict.fromkeys(numbers, FlatGroup(masters, states))
 
 
 class FlatGroup:
@@ -114,30 +202,6 @@ class FlatGroup:
     def _counted(self) -> list[int]:
         """How often somebody wrote to the counters."""
         return [0 if its.is_inference() else its._version for pair in self._counters for its in pair]
-
-
-def can_be_together(masters: Sequence[Tensor], states: Sequence[dict]) -> bool:
-    """Whether states are one name for one the same kind: a tensor of the master's shape, or equal single numbers.
-
-    On imagined hardware numbers are unknown, and taken for equal.
-    """
-    names = states[0].keys()
-    return all(state.keys() == names for state in states) and all(
-        _fit([state[name] for state in states], masters) for name in names
-    )
-
-
-def _fit(values: list, masters: Sequence[Tensor]) -> bool:
-    first = values[0]
-    if not isinstance(first, Tensor):
-        return all(type(value) is type(first) and value == first for value in values)
-    if not all(isinstance(v, Tensor) and v.dtype is first.dtype and v.device == first.device for v in values):
-        return False
-    if all(v.shape == m.shape and v.stride() == m.stride() for v, m in zip(values, masters, strict=True)):
-        return True
-    if any(value.dim() for value in values) or torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        return False
-    return isinstance(first, FakeTensor) or bool((torch.stack(values) == first).all())
 
 
 def _joined(masters: Sequence[Tensor]) -> Tensor:

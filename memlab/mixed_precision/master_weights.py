@@ -6,7 +6,8 @@ where small steps add up, and the 16-bit weight is the master, rounded. Micikevi
 
 A parameter then takes 2 bytes as weight, 2 as gradient, 4 as master and, with Adam, 8 as moments: 16, as many as in
 FP32. What is saved is activations and time, and never a byte of this sum. A second FP32 copy, of the gradients, would
-make it 20: so the step goes chunk by chunk, and the FP32 gradients of one chunk at a time exist.
+make it 20: so the step goes chunk by chunk, and the FP32 gradients of one chunk at a time exist. What casts cost in
+time is saved elsewhere: an elementwise optimizer steps a chunk's parameters as one vector, see flat_group.py.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torch.optim import Optimizer
 from memlab.memory_arithmetic.optimizers import chunk_limit
 from memlab.memory_timeline import in_main_memory
 from memlab.mixed_precision.fitting import HALVES, Counters, keep_options, refuse_class, refuse_shared
-from memlab.mixed_precision.flat_group import ELEMENTWISE, FlatGroup, can_be_flat, can_be_together, views_in
+from memlab.mixed_precision.flat_group import ELEMENTWISE, FlatGroup, FlatGroups
 from memlab.mixed_precision.gradient_block import GradientBlock
 from memlab.mixed_precision.versions import Versions
 
@@ -40,11 +41,13 @@ class MasterWeights(Optimizer):
       at all of them together, or at their places in the groups, needs chunk_bytes=None.
     chunk_bytes: how many bytes of FP32 gradients may exist at once (one parameter's, if they are more), as an int or
       such as "16 MiB"; None: no limit. "auto": 64 MiB on a GPU, where each chunk costs launches; 4 MiB on a CPU, whose
-      caches keep them until they are used.
+      caches keep them until they are used. An elementwise optimizer of torch.optim steps what fits of a chunk as one
+      vector, unless it is None: its for-loop's temporaries are then two of a chunk, not of a parameter.
 
     `param_groups` hold the model's own parameters, so schedulers, `zero_grad`, clipping and loss scalers find what they
     expect. `state[p]` holds the master, under "master", with the optimizer's states: both are made at a parameter's
-    first step, and a parameter that never has a gradient costs nothing.
+    first step, and a parameter that never has a gradient costs nothing. They may be views of what a chunk has: to save
+    some of them, clone them; and the memory of those that are removed stays until the chunk's other ones go.
 
     A weight that somebody writes to between steps, such as `model.load_state_dict`, is taken over, if torch counts it
     (`torch.distributed.broadcast` it does not: see `refresh`).
@@ -75,7 +78,7 @@ class MasterWeights(Optimizer):
         self._versions = Versions()  # of the weights, when their step ended
         self._blocks: dict[torch.device, GradientBlock] = {}
         self._counters = Counters()
-        self._flat: dict[int, FlatGroup | None] = {}  # by a parameter's id; None: it is stepped alone
+        self._flats = FlatGroups()
         super().__init__(self._inner.param_groups, self._inner.defaults)
         if any(group.get("differentiable") for group in self.param_groups):
             raise ValueError(
@@ -112,7 +115,7 @@ class MasterWeights(Optimizer):
         """The chunks of `_chunks`, each when all that its step needs is where the masters are. Ends with the step."""
         chunks = self._chunks()
         for chunk in chunks if len(chunks) > 1 else ():
-            dense = [p for _, p in chunk if p.grad.dtype in HALVES and not p.grad.is_sparse or self._flat.get(id(p))]
+            dense = [p for _, p in chunk if p.grad.dtype in HALVES and not p.grad.is_sparse or self._flats.of(p)]
             self._block(chunk[0][1].device).expect(sum(map(Tensor.numel, dense)))
         try:
             yield from chunks
@@ -139,7 +142,7 @@ class MasterWeights(Optimizer):
             for p in group["params"]:
                 if not self._has_gradient(p):
                     continue
-                flat = self._flat.get(id(p))
+                flat = self._flats.of(p)
                 if flat in place:
                     place[flat].append((group, p))
                     continue
@@ -158,7 +161,8 @@ class MasterWeights(Optimizer):
 
     def _step_chunk(self, chunk: list[tuple[dict, Tensor]]) -> list[tuple[dict, dict]]:
         """One step of these parameters. Returns their groups, each with what the optimizer made of its options."""
-        inner, (chunk, masters, states, flats) = self._inner, self._with_flat_groups(chunk, *self._masters(chunk))
+        inner = self._inner
+        chunk, masters, states, flats = self._flats.first(chunk, *self._masters(chunk), begin=self._can_be_flat)
         weights, alone = [p for _, p in chunk], sum(flat.count for _, flat in flats)
         before = [*(flat.state for _, flat in flats), *states[alone:]]
         groups, seen = {}, [*(flat.master for _, flat in flats), *masters[alone:]]  # by the optimizer
@@ -236,7 +240,12 @@ class MasterWeights(Optimizer):
 
     # ---- masters
 
-    _keeps_masters = _refuses_wide = True
+    _keeps_masters = _refuses_wide = _makes_flat_groups = True
+
+    @property
+    def _can_be_flat(self) -> bool:
+        """Whether parameters that begin may be stepped as one; with no limit to a chunk, one would be the model."""
+        return self._makes_flat_groups and self.chunk_bytes is not None and type(self._inner) in ELEMENTWISE
 
     def _needs_master(self, p: Tensor) -> bool:
         """Whether the optimizer steps on a copy of this parameter."""
@@ -260,7 +269,8 @@ class MasterWeights(Optimizer):
         states, all_unchanged = list(map(self.state.get, weights)), self._versions.unchanged(weights)
         if all(all_unchanged) and all(state is not None and "master" in state for state in states):
             return [state["master"] for state in states], states
-        masters, states, places = [], [], self._flat_places(weights)
+        begin = [p for p in weights if self._needs_master(p) and not self.state.get(p)] if self._can_be_flat else []
+        masters, states, places = [], [], self._flats.places(begin)
         for (group, p), unchanged in zip(chunk, all_unchanged, strict=True):
             state = self.state.get(p)  # now: a parameter may be given twice
             m = state.get("master") if state else None
@@ -284,60 +294,6 @@ class MasterWeights(Optimizer):
     def _kept(self, p: Tensor, m: Tensor) -> dict[str, Tensor]:
         """What a parameter's state holds beside the optimizer's own."""
         return {"master": m} if self._keeps_masters and m is not p else {}
-
-    # ---- flat groups
-
-    _makes_flat_groups = True
-
-    def _flat_places(self, weights: list[Tensor]) -> dict[int, Tensor]:
-        """By id, where masters that are to be made lie one after another, those of a flat group."""
-        if not self._can_be_flat:
-            return {}
-        begin = {id(p): p for p in weights if self._needs_master(p) and not self.state.get(p) and can_be_flat(p)}
-        if len(begin) < 2:
-            return {}
-        whole = torch.empty(sum(map(Tensor.numel, begin.values())), dtype=torch.float32, device=weights[0].device)
-        return dict(zip(begin, views_in(whole, begin.values()), strict=True))
-
-    @property
-    def _can_be_flat(self) -> bool:
-        return self._makes_flat_groups and self.chunk_bytes is not None and type(self._inner) in ELEMENTWISE
-
-    def _with_flat_groups(self, chunk: list[tuple[dict, Tensor]], masters: list[Tensor], states: list[dict]) -> tuple:
-        """The chunk, its masters and its states, those of flat groups first, and these: [(group, FlatGroup)]."""
-        if not self._can_be_flat and not self._flat:
-            return chunk, masters, states, []
-        if not self._flat.keys() >= {id(p) for _, p in chunk}:
-            self._put_together(chunk, masters, states)
-        places: dict[FlatGroup | None, list[int]] = {}
-        for i, (_, p) in enumerate(chunk):
-            places.setdefault(self._flat[id(p)], []).append(i)
-        alone, flats, order = places.pop(None, []), [], []
-        for flat, its in places.items():
-            groups = {id(chunk[i][0]) for i in its}
-            dense = all(self._gradient(chunk[i][1]).layout is torch.strided for i in its)
-            if len(groups) == 1 and dense and flat.holds([states[i] for i in its]):
-                flats.append((chunk[its[0]][0], flat))
-                order += its
-            else:
-                self._flat.update((number, None) for number, other in self._flat.items() if other is flat)
-                alone += its
-        masters = [m for _, flat in flats for m in flat.masters] + [masters[i] for i in alone]
-        order += alone
-        return [chunk[i] for i in order], masters, [states[i] for i in order], flats
-
-    def _put_together(self, chunk: list[tuple[dict, Tensor]], masters: list[Tensor], states: list[dict]) -> None:
-        """Make a flat group of each group's parameters in the chunk that have never been asked, if it suits them."""
-        found = defaultdict(list)
-        for (group, p), m, state in zip(chunk, masters, states, strict=True):
-            if id(p) not in self._flat:
-                self._flat[id(p)] = None
-                if m is not p and can_be_flat(m) and self._gradient(p).layout is torch.strided:
-                    found[id(group)].append((id(p), m, state))
-        for members in found.values():
-            numbers, masters, states = zip(*members, strict=True)
-            if len(members) > 1 and can_be_together(masters, states):
-                self._flat |= dict.fromkeys(numbers, FlatGroup(masters, states))
 
     def _round(self, weights: list[Tensor], masters: list[Tensor]) -> None:
         """Masters → weights, to the nearest."""
@@ -428,7 +384,7 @@ class MasterWeights(Optimizer):
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
-        self._versions, self._blocks, self._counters, self._flat = Versions(), {}, Counters(), {}
+        self._versions, self._blocks, self._counters, self._flats = Versions(), {}, Counters(), FlatGroups()
 
 
 def _in_order_of(m: Tensor, state: object) -> object:

@@ -13,6 +13,7 @@ from memlab.book.measures.timing import compared, interleaved, keep_freed_blocks
 from memlab.book.workloads import GPT, text_batch
 from memlab.memory_arithmetic.optimizers import CHUNK_BYTES, chunks
 from memlab.mixed_precision import LossScaler, MasterWeights
+from memlab.mixed_precision.flat_group import views_in
 
 
 def loss_scaling(device: str, rounds: int) -> list[tuple]:
@@ -98,23 +99,23 @@ def with_gradients(shapes: list[tuple[int, ...]], dtype: torch.dtype, device: st
 def cast_step_cast(weights: list[nn.Parameter], chunk_bytes: int, how: dict) -> Callable[[], None]:
     """What a step on master weights cannot do without: of each chunk gradients to FP32, AdamW's step, and the weights.
 
-    With a block of FP32 gradients that is always there, a chunk's largest first, and nothing looked up or checked.
+    Each chunk's masters are one vector, as its FP32 gradients in a block that is always there; nothing is looked up or
+    checked.
     """
     bounds = chunks([weight.numel() for weight in weights], chunk_bytes)
     largest = max(sum(weight.numel() for weight in weights[start:stop]) for start, stop in bounds)
     parts, block = [], torch.empty(largest, device=weights[0].device)
     for start, stop in bounds:
-        masters = [nn.Parameter(weight.detach().float()) for weight in weights[start:stop]]
-        ordered = sorted(masters, key=nn.Parameter.numel, reverse=True)
-        numels = [master.numel() for master in ordered]
-        for master, piece in zip(ordered, block[: sum(numels)].split(numels), strict=True):
-            master.grad = piece.view(master.shape)
-        parts.append((weights[start:stop], masters, torch.optim.AdamW(masters, **how)))
+        narrow = weights[start:stop]
+        master = nn.Parameter(torch.cat([weight.detach().flatten().float() for weight in narrow]))
+        master.grad = block[: master.numel()]
+        masters, gradients = (views_in(flat, narrow) for flat in (master.detach(), master.grad))
+        parts.append((narrow, masters, gradients, torch.optim.AdamW([master], **how)))
 
     @torch.no_grad()
     def step() -> None:
-        for narrow, masters, optimizer in parts:
-            torch._foreach_copy_([master.grad for master in masters], [weight.grad for weight in narrow])
+        for narrow, masters, gradients, optimizer in parts:
+            torch._foreach_copy_(gradients, [weight.grad for weight in narrow])
             optimizer.step()
             torch._foreach_copy_(narrow, masters)
 
