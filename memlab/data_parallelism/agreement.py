@@ -119,7 +119,7 @@ def refuse_other_parts(parameters: Iterable[Tensor], group=None) -> None:
 
     Parts have one shape, and are other numbers: one rank's would become everybody's. Of whole parameters nobody asks.
     """
-    mine = sorted({(cut.rank, cut.ranks) for p in parameters if (cut := getattr(p, "_cut", None)) is not None})
+    mine = sorted({(cut.rank, cut.ranks) for p in parameters if (cut := part_of(p)) is not None})
     for rank, theirs in enumerate(told_by_all(mine, group) if mine else ()):
         if theirs != mine:
             of = lambda parts: " and ".join(f"part {part} of {ranks}" for part, ranks in parts) or "whole ones"  # noqa: E731
@@ -130,9 +130,14 @@ def refuse_other_parts(parameters: Iterable[Tensor], group=None) -> None:
             )
 
 
+def part_of(p: Tensor) -> Any:
+    """The cut by which a parameter is a rank's part of a split one (chapter 14's `cut_of`), or None."""
+    return getattr(p, "_cut", None)
+
+
 def said(p: Tensor) -> str:
     """What of a parameter has to be the same on all ranks."""
-    what = "a part, " if hasattr(p, "_cut") else ""
+    what = "" if part_of(p) is None else "a part, "
     return f"{what}{tuple(p.shape)} of {p.dtype}, {'trained' if p.requires_grad else 'frozen'}"
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
-from memlab.data_parallelism.agreement import fill_from_rank_0, raise_on_all
+from memlab.data_parallelism.agreement import fill_from_rank_0, part_of, raise_on_all
 from memlab.data_parallelism.flat import on_the_wire
 from memlab.data_parallelism.norms import clip_parts_
 from memlab.data_parallelism.shard import FlatShard
@@ -42,7 +42,7 @@ def clip_grad_norm_(
         parameters = parameters.parameters()
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     shards = _of_one_group(list(dict.fromkeys(_holder(p)[1] for p in parameters)))
-    if any(hasattr(p, "_cut") for p in parameters):
+    if any(part_of(p) is not None for p in parameters):
         raise ValueError(
             "expected parameters that no tensor ranks have split, found a part, whose norm is not the model's; call "
             "memlab.tensor_parallelism.clip_grad_norm_(..., group=tensor ranks, shard_group=data ranks)"

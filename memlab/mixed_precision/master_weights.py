@@ -213,8 +213,7 @@ class MasterWeights(Optimizer):
             raise
 
     def _widen(self, weights: list[Tensor], masters: list[Tensor], flats: list[FlatGroup]) -> None:
-        """Give each of these masters its weight's gradient, in the master's dtype. The first are those of the groups,
-        which get theirs as one."""
+        """Give each of these masters its weight's gradient, in the master's dtype. Those of flat groups come first."""
         alone = sum(flat.count for flat in flats)
         copied, wide = [*map(self._gradient, weights[:alone])], masters[:alone]
         for p, m in zip(weights[alone:], masters[alone:], strict=True):

@@ -99,8 +99,8 @@ def with_gradients(shapes: list[tuple[int, ...]], dtype: torch.dtype, device: st
 def cast_step_cast(weights: list[nn.Parameter], chunk_bytes: int, how: dict) -> Callable[[], None]:
     """What a step on master weights cannot do without: of each chunk gradients to FP32, AdamW's step, and the weights.
 
-    Each chunk's masters are one vector, as its FP32 gradients in a block that is always there; nothing is looked up or
-    checked.
+    Each chunk's masters are one vector; so are its FP32 gradients, in a block that all chunks use. Nothing is looked up
+    or checked.
     """
     bounds = chunks([weight.numel() for weight in weights], chunk_bytes)
     largest = max(sum(weight.numel() for weight in weights[start:stop]) for start, stop in bounds)
