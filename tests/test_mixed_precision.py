@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from memlab.book.frameworks import deepspeed_alone, has_deepspeed
+from memlab.book.measures.mixed_precision import cast_step_cast, with_gradients
 from memlab.book.steps import metered_step
 from memlab.book.workloads import GPT, text_batch
 from memlab.memory_arithmetic import Transformer, training_step
@@ -73,6 +74,21 @@ def fp16_run(scaler, steps=24):
 
 def same(one, other):
     return one[0] == other[0] and all(torch.equal(a, b) for a, b in zip(one[1], other[1], strict=True))
+
+
+@pytest.mark.parametrize("how", [{"foreach": False}, {"foreach": True}, {"fused": True}])
+def test_the_step_that_the_benchmark_takes_by_hand_makes_the_same_weights(how):
+    shapes = [(64, 64), (64,), (300, 64), (16,), (64, 128)]
+    torch.manual_seed(0)
+    library = with_gradients(shapes, torch.bfloat16, "cpu")
+    by_hand = [torch.nn.Parameter(p.detach().clone()) for p in library]
+    for p, q in zip(library, by_hand, strict=True):
+        q.grad = p.grad
+    ours, step = MasterWeights(library, torch.optim.AdamW, **how), cast_step_cast(by_hand, 40_000, how)
+    for _ in range(3):
+        ours.step()
+        step()
+    assert all(torch.equal(p, q) for p, q in zip(library, by_hand, strict=True))
 
 
 def test_pytorchs_own_scaler_drives_master_weights_bit_for_bit_as_ours_does():

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import io
 import random
+import weakref
 
 import pytest
 import torch
@@ -253,6 +254,52 @@ def test_a_sparse_gradient_takes_its_parameter_out_and_the_others_go_on():
     assert_same(*reversed(pairs[0]), *reversed(pairs[1]))
 
 
+@pytest.mark.parametrize("name", ["master", "exp_avg", "step"])
+def test_states_whose_data_were_moved_are_stepped_where_they_are(name):
+    pairs = []
+    for kind in (MasterWeights, OneByOne):
+        params = parameters([(16,), (4, 8), (32,)])
+        pairs.append((params, kind(params, optim.AdamW, lr=0.1)))
+    for step in range(4):
+        for params, masters in pairs:
+            give_gradients(params, step)
+            if step == 2:
+                for state in masters.state.values():
+                    state[name].data = state[name].data.clone()
+            masters.step()
+    assert_same(*reversed(pairs[0]), *reversed(pairs[1]))
+
+
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")
+def test_a_parameter_given_twice_is_stepped_twice_also_after_a_load():
+    pairs = []
+    for kind in (MasterWeights, OneByOne):
+        params = parameters([(16,), (32,)])
+        pairs.append((params, kind([*params, params[0]], optim.AdamW, lr=0.1)))
+    for step in range(4):
+        for params, masters in pairs:
+            give_gradients(params, step)
+            if step == 2:
+                masters.load_state_dict(copy.deepcopy(masters.state_dict()))
+            masters.step()
+    assert_same(*reversed(pairs[0]), *reversed(pairs[1]))
+
+
+@pytest.mark.parametrize("entry", [lambda: [1], lambda: {"a": 1}, lambda: [torch.zeros(2)], lambda: "text"])
+def test_what_others_keep_in_a_state_stays_there(entry):
+    params = parameters([(16,), (32,)])
+    ours = MasterWeights(params, optim.AdamW)
+    stepped(params, ours, range(2))
+    ours.load_state_dict(copy.deepcopy(ours.state_dict()))
+    entries = [entry(), entry()]
+    for p, its in zip(params, entries, strict=True):
+        ours.state[p]["log"] = its
+    stepped(params, ours, range(2, 4))
+    assert all(
+        ours.state[p]["log"] is its and ours.state[p]["step"] == 4 for p, its in zip(params, entries, strict=True)
+    )
+
+
 @pytest.mark.parametrize("failing", ["_foreach_sqrt", "_foreach_lerp_", "_foreach_addcdiv_", "_foreach_copy_"])
 def test_a_step_that_fails_halfway_leaves_what_it_would_have_one_by_one(failing, monkeypatch):
     pairs = []
@@ -388,6 +435,65 @@ def test_after_a_load_nothing_is_held_twice():
         ours.step()
     held = meter.timeline.bytes_by_category(len(meter.timeline))
     assert held["optimizer_state"] == 12 * numel + 4 * len(params) and held["temporary"] == 0
+
+
+def held(masters) -> int:
+    """Bytes of the storages in its states, each once."""
+    values = [value for state in masters.state.values() for value in state.values()]
+    return sum({v.untyped_storage()._cdata: v.untyped_storage().nbytes() for v in values}.values())
+
+
+def test_states_that_are_removed_are_freed_and_those_of_others_go_on():
+    params, numel = parameters([(16, 64)] * 8), 16 * 64
+    ours = MasterWeights([{"params": params[:4]}, {"params": params[4:]}], optim.AdamW)
+    stepped(params, ours, range(2))
+    for p in ours.param_groups.pop()["params"]:
+        del ours.state[p]
+    stepped(params[:4], ours, range(2, 4))
+    assert held(ours) == 4 * (12 * numel + 4) and [flat.count for flat in groups_of(ours)] == [4]
+    for p in params[:3]:
+        p.grad = None
+        del ours.state[p]
+    give_gradients(params[3:4], 4)
+    ours.param_groups[0]["params"] = params[3:4]
+    ours.step()
+    assert held(ours) == 12 * numel + 4 and not groups_of(ours)
+    group = weakref.ref(ours.state[params[3]]["master"].untyped_storage())
+    ours.state.clear()
+    assert group() is None
+
+
+def test_a_parameter_with_sparse_gradients_holds_no_room_of_others():
+    params = parameters([(16, 64), (16, 16), (64,)])
+    ours = MasterWeights(params, optim.SGD, lr=0.1)
+    give_gradients(params, 0)
+    params[1].grad = params[1].grad.to_sparse()
+    ours.step()
+    assert held(ours) == 4 * sum(p.numel() for p in params) and [flat.count for flat in groups_of(ours)] == [2]
+
+
+def test_cleared_states_are_freed_before_others_are_made():
+    params = parameters([(16, 64)] * 4)
+    model, ours, numel = nn.ParameterList(params), MasterWeights(params, optim.AdamW, fused=True), 4 * 16 * 64
+    stepped(params, ours, range(2))
+    ours.state.clear()
+    give_gradients(params, 2)
+    with Meter(model, ours) as meter:
+        ours.step()
+    assert meter.timeline.peak_bytes == (2 + 2 + 12 + 4) * numel + 4 * 4
+
+
+def test_another_limit_makes_other_groups():
+    params = parameters([(64,)] * 12)
+    ours = MasterWeights(params, optim.AdamW)
+    sizes = []
+    for step, chunk_bytes in enumerate(["auto", 4 * 4 * 64, None, 1, "auto"]):
+        ours.chunk_bytes = chunk_bytes
+        give_gradients(params, step)
+        ours.step()
+        sizes.append([flat.count for flat in groups_of(ours)])
+    assert sizes == [[12], [4, 4, 4], [], [], [12]]
+    assert all(ours.state[p]["step"] == 5 for p in params) and held(ours) == 12 * (12 * 64 + 4)
 
 
 def test_a_flat_group_is_of_one_chunk():

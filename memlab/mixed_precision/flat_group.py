@@ -65,7 +65,8 @@ def can_be_together(masters: Sequence[Tensor], states: Sequence[dict]) -> bool:
 def _fit(values: list, masters: Sequence[Tensor]) -> bool:
     first = values[0]
     if not isinstance(first, Tensor):
-        return all(type(value) is type(first) and value == first for value in values)
+        plain = type(first) in (type(None), bool, int, float)
+        return plain and all(type(value) is type(first) and value == first for value in values)
     if not all(isinstance(v, Tensor) and v.dtype is first.dtype and v.device == first.device for v in values):
         return False
     if all(v.shape == m.shape and v.stride() == m.stride() for v, m in zip(values, masters, strict=True)):
@@ -87,25 +88,44 @@ def views_in(flat: Tensor, tensors: Iterable[Tensor]) -> list[Tensor]:
 class FlatGroups:
     """Which parameters of an optimizer are stepped as one.
 
-    Those of one group of options that have their first step in one chunk, or their first after a state dict was
-    loaded. If one of them is left out of a step, if somebody replaces its states or writes to its counter, each is
-    stepped alone from then on: their counters may differ.
+    Those of one group of options that have their first step in one chunk, or their first after a state dict was loaded.
+    If one of them is left out of a step, if somebody replaces a state, or writes to a counter other than through
+    `.data`, each is stepped alone from then on, with states in memory of its own: their counters may differ.
     """
 
     def __init__(self):
         self._of: dict[int, FlatGroup | None] = {}  # by a parameter's id; None: it is stepped alone
+        self._chunk_bytes: object = None
 
     def of(self, p: Tensor) -> FlatGroup | None:
         """The flat group of a parameter that has one."""
         return self._of.get(id(p))
 
-    def places(self, weights: Iterable[Tensor]) -> dict[int, Tensor]:
+    def begin_step(self, states: Iterable[dict], chunk_bytes: object) -> None:
+        """Break up groups of states that are gone, and with another chunk_bytes all, to be made anew."""
+        alive, changed = {id(state) for state in states}, chunk_bytes != self._chunk_bytes
+        for flat in {flat for flat in self._of.values() if flat is not None}:
+            if changed or not all(id(state) in alive for state in flat.states):
+                self._break_up(flat, alive)
+        if changed:
+            self._of, self._chunk_bytes = {}, chunk_bytes
+
+    def _break_up(self, flat: FlatGroup, alive: set[int] | None = None) -> None:
+        self._of.update((number, None) for number, other in self._of.items() if other is flat)
+        flat.break_up([state for state in flat.states if alive is None or id(state) in alive])
+
+    def places(self, chunk: Chunk) -> dict[int, Tensor]:
         """Where the masters of those that may be stepped as one are to be made, by a parameter's id. FP32."""
-        fit = {id(p): p for p in weights if can_be_flat(p)}
-        if len(fit) < 2:
-            return {}
-        numel, device = sum(map(Tensor.numel, fit.values())), next(iter(fit.values())).device
-        return dict(zip(fit, views_in(torch.empty(numel, device=device), fit.values()), strict=True))
+        fit: dict[int, dict[int, Tensor]] = {}
+        for group, p in chunk:
+            if id(p) not in self._of and _may_begin(p, p):
+                fit.setdefault(id(group), {})[id(p)] = p
+        places = {}
+        for its in fit.values():
+            if len(its) > 1:
+                numel, device = sum(map(Tensor.numel, its.values())), next(iter(its.values())).device
+                places |= zip(its, views_in(torch.empty(numel, device=device), its.values()), strict=True)
+        return places
 
     def first(self, chunk: Chunk, masters: list[Tensor], states: list[dict], *, begin: bool) -> tuple:
         """A chunk, its masters and states in another order, flat groups first, and these, each with its options.
@@ -119,31 +139,33 @@ class FlatGroups:
             found.setdefault(self.of(p), []).append(i)
         alone, flats, order = found.pop(None, []), [], []
         for flat, its in found.items():
-            if self._is_whole(flat, [chunk[i] for i in its], [states[i] for i in its]):
+            dense = all(chunk[i][1].grad.layout is torch.strided for i in its)
+            if dense and len({id(chunk[i][0]) for i in its}) == 1 and flat.holds([states[i] for i in its]):
                 flats.append((chunk[its[0]][0], flat))
                 order += its
             else:
-                self._of.update((number, None) for number, other in self._of.items() if other is flat)
+                self._break_up(flat)
                 alone += its
-        masters = [m for _, flat in flats for m in flat.masters] + [masters[i] for i in alone]
         order += alone
-        return [chunk[i] for i in order], masters, [states[i] for i in order], flats
-
-    def _is_whole(self, flat: FlatGroup, members: Chunk, states: list[dict]) -> bool:
-        dense = all(p.grad.layout is torch.strided for _, p in members)
-        return dense and len({id(group) for group, _ in members}) == 1 and flat.holds(states)
+        chunk, states = ([its[i] for i in order] for its in (chunk, states))
+        masters = [state.get("master", masters[i]) for i, state in zip(order, states, strict=True)]  # some have moved
+        return chunk, masters, states, flats
 
     def _begin(self, chunk: Chunk, masters: list[Tensor], states: list[dict]) -> None:
         found: dict[int, list[tuple]] = {}
         for (group, p), m, state in zip(chunk, masters, states, strict=True):
             if id(p) not in self._of:
                 self._of[id(p)] = None
-                if m is not p and can_be_flat(m) and p.grad.layout is torch.strided:
+                if m is not p and _may_begin(p, m):
                     found.setdefault(id(group), []).append((id(p), m, state))
         for members in found.values():
             numbers, masters, states = zip(*members, strict=True)
             if len(members) > 1 and can_be_together(masters, states):
                 self._of |= dict.fromkeys(numbers, FlatGroup(masters, states))
+
+
+def _may_begin(p: Tensor, master: Tensor) -> bool:
+    return can_be_flat(master) and p.grad.layout is torch.strided
 
 
 class FlatGroup:
@@ -157,7 +179,7 @@ class FlatGroup:
     """
 
     def __init__(self, masters: Sequence[Tensor], states: Sequence[dict]):
-        self.count, self._states = len(masters), list(states)
+        self.count, self.states = len(masters), list(states)
         self.master = _joined(masters)
         self.state = {name: _copied([s[name] for s in states], masters) for name in states[0] if name != "master"}
         self.masters = views_in(self.master, masters)
@@ -184,20 +206,30 @@ class FlatGroup:
                     others = value.expand(self.count - 1).clone()
                 shared[name] = [value, *others.unbind()]
                 self._counters.append((value, others))
-        for state, values in zip(self._states, zip(*shared.values(), strict=True), strict=True):
+        for state, values in zip(self.states, zip(*shared.values(), strict=True), strict=True):
             state.clear()
             state.update(zip(shared, values, strict=True))
         self._given = list(self.state.values())  # as long as these are the same, so are the views of them
-        self._shared = [value for state in self._states for value in state.values()]
-        self._versions = self._counted()
+        self._shared = [value for state in self.states for value in state.values()]
+        self._places, self._versions = list(map(_place, self._shared)), self._counted()
+
+    def break_up(self, states: Sequence[dict]) -> None:
+        """Give these of the parameters' states memory of their own, one kind of state after the other."""
+        names, shared = ["master", *self.state], set(map(id, self._shared))
+        for its in (self.masters, self.state, self._given, self._shared, self._counters):
+            its.clear()
+        del self.master
+        for name in names:
+            for state in states:
+                if id(state.get(name)) in shared and isinstance(state[name], Tensor):
+                    with _where(state[name]):
+                        state[name] = state[name].clone()
 
     def holds(self, states: Sequence[dict]) -> bool:
         """Whether the parameters' states are still those. Their values may be others, but for the counters'."""
-        return (
-            _all_same(states, self._states)
-            and _all_same((value for state in states for value in state.values()), self._shared)
-            and self._counted() == self._versions
-        )
+        found = [value for state in states for value in state.values()]
+        same = _all_same(states, self.states) and _all_same(found, self._shared)
+        return same and list(map(_place, found)) == self._places and self._counted() == self._versions
 
     def _counted(self) -> list[int]:
         """How often somebody wrote to the counters."""
@@ -229,6 +261,13 @@ def _copied(values: list, masters: Sequence[Tensor]) -> object:
 def _where(tensor: Tensor) -> AbstractContextManager:
     """What is made in this block lies where the tensor does: beside an imagined card, or on it."""
     return main_memory() if in_main_memory(tensor) else nullcontext()
+
+
+def _place(value: object) -> int | None:
+    """Where a tensor's elements are, which changes with its `data`. An imagined one has no address."""
+    if isinstance(value, FakeTensor):
+        return value.untyped_storage()._cdata
+    return value.data_ptr() if isinstance(value, Tensor) else None
 
 
 def _all_same(found: Iterable[object], expected: list[object]) -> bool:

@@ -47,7 +47,7 @@ class MasterWeights(Optimizer):
     `param_groups` hold the model's own parameters, so schedulers, `zero_grad`, clipping and loss scalers find what they
     expect. `state[p]` holds the master, under "master", with the optimizer's states: both are made at a parameter's
     first step, and a parameter that never has a gradient costs nothing. They may be views of what a chunk has: to save
-    some of them, clone them; and the memory of those that are removed stays until the chunk's other ones go.
+    one parameter's alone, clone them.
 
     A weight that somebody writes to between steps, such as `model.load_state_dict`, is taken over, if torch counts it
     (`torch.distributed.broadcast` it does not: see `refresh`).
@@ -106,6 +106,7 @@ class MasterWeights(Optimizer):
                 loss = closure()
         if not getattr(self, "found_inf", False):
             self._counters.begin()
+            self._flats.begin_step(self.state.values(), self.chunk_bytes)
             with closing(self._brought()) as chunks:
                 keep_options(self._inner, [pair for chunk in chunks for pair in self._step_chunk(chunk)])
             self._counters.refuse(self._inner)
@@ -268,8 +269,8 @@ class MasterWeights(Optimizer):
         states, all_unchanged = list(map(self.state.get, weights)), self._versions.unchanged(weights)
         if all(all_unchanged) and all(state is not None and "master" in state for state in states):
             return [state["master"] for state in states], states
-        begin = [p for p in weights if self._needs_master(p) and not self.state.get(p)] if self._can_be_flat else []
-        masters, states, places = [], [], self._flats.places(begin)
+        begin = [its for its in chunk if self._needs_master(its[1]) and not self.state.get(its[1])]
+        masters, states, places = [], [], self._flats.places(begin if self._can_be_flat else [])
         for (group, p), unchanged in zip(chunk, all_unchanged, strict=True):
             state = self.state.get(p)  # now: a parameter may be given twice
             m = state.get("master") if state else None
