@@ -392,16 +392,16 @@ def test_states_with_other_counters_stay_apart():
 
 
 def test_states_of_one_kind_fit_together_and_others_do_not():
-    masters = [torch.zeros(16), torch.zeros(2, 16)]
-    like = lambda fill: [{"m": torch.full_like(m, fill), "step": torch.tensor(2.0), "none": None} for m in masters]  # noqa: E731
-    assert can_be_together(masters, like(1))
+    def like(**changes):
+        masters = [torch.zeros(16), torch.zeros(2, 16)]
+        states = [{"master": m, "m": m + 1, "step": torch.tensor(2.0), "none": None} for m in masters]
+        states[1] |= changes
+        return states
+
+    assert can_be_together(like())
     for change in ({"m": torch.zeros(3)}, {"step": torch.tensor(3.0)}, {"none": 1}, {"other": 1}, {"step": 2.0}):
-        states = like(1)
-        states[1] |= change
-        assert not can_be_together(masters, states)
-    turned = like(1)
-    turned[1]["m"] = torch.zeros(16, 2).T
-    assert not can_be_together(masters, turned)
+        assert not can_be_together(like(**change))
+    assert not can_be_together(like(m=torch.zeros(16, 2).T))
 
 
 # ---- bytes

@@ -87,8 +87,9 @@ def lanes(counts: list[int]) -> list[list[int]]:
     [[0, 2], [1]]
     """
     flat = [i for i, count in enumerate(counts) if count % VECTOR == 0]
-    flat = flat if len(flat) > 1 else []
-    return [*([flat] if flat else []), *([i] for i in range(len(counts)) if i not in flat)]
+    if len(flat) < 2:
+        return [[i] for i in range(len(counts))]
+    return [flat, *([i] for i, count in enumerate(counts) if count % VECTOR)]
 
 
 def loop_temporaries(sizes: list[str], counts: list[int], itemsize: int) -> list[Piece]:
@@ -146,9 +147,9 @@ def play_step(
             whole = "foreach_sqrt makes the whole list"
             found.append(Piece(name, size(start, stop), itemsize, "temporary", whole))
         if optimizer == "adamw" and implementation == "for-loop":
-            alike = [[sizes[i] for i in lane] for lane in seen(start, stop)]
-            numels = [sum(counts[i] for i in lane) for lane in seen(start, stop)]
-            found += loop_temporaries([lane[0] if len(lane) == 1 else added(lane) for lane in alike], numels, itemsize)
+            its = seen(start, stop)
+            texts = [sizes[lane[0]] if len(lane) == 1 else added([sizes[i] for i in lane]) for lane in its]
+            found += loop_temporaries(texts, [sum(counts[i] for i in lane) for lane in its], itemsize)
         return found
 
     def counters(start: int, stop: int) -> int:

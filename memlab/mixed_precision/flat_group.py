@@ -51,12 +51,12 @@ def _is_dense(p: Tensor) -> bool:
     return True
 
 
-def can_be_together(masters: Sequence[Tensor], states: Sequence[dict]) -> bool:
+def can_be_together(states: Sequence[dict]) -> bool:
     """Whether states are one name for one the same kind: a tensor of the master's shape, or equal single numbers.
 
-    On imagined hardware numbers are unknown, and taken for equal.
+    states: of each parameter, with "master". On imagined hardware numbers are unknown, and taken for equal.
     """
-    names = states[0].keys()
+    names, masters = states[0].keys(), [state.get("master") for state in states]
     return all(state.keys() == names for state in states) and all(
         _fit([state[name] for state in states], masters) for name in names
     )
@@ -101,21 +101,24 @@ class FlatGroups:
         """The flat group of a parameter that has one."""
         return self._of.get(id(p))
 
-    def begin_step(self, states: Iterable[dict], chunk_bytes: object) -> None:
-        """Break up groups of states that are gone, and with another chunk_bytes all, to be made anew."""
-        alive, changed = {id(state) for state in states}, chunk_bytes != self._chunk_bytes
+    def begin_step(self, states: dict[Tensor, dict], chunk_bytes: object) -> None:
+        """Break up groups of which a state is gone; all, to be made anew, if chunk_bytes are others."""
+        alive, changed = set(map(id, states.values())), chunk_bytes != self._chunk_bytes
         for flat in {flat for flat in self._of.values() if flat is not None}:
-            if changed or not all(id(state) in alive for state in flat.states):
-                self._break_up(flat, alive)
+            if changed or not alive.issuperset(map(id, flat.states)):
+                self._break_up(flat, [state for state in flat.states if id(state) in alive])
         if changed:
             self._of, self._chunk_bytes = {}, chunk_bytes
+        elif len(self._of) > len(states):
+            known = set(map(id, states))
+            self._of = {number: flat for number, flat in self._of.items() if number in known}
 
-    def _break_up(self, flat: FlatGroup, alive: set[int] | None = None) -> None:
-        self._of.update((number, None) for number, other in self._of.items() if other is flat)
-        flat.break_up([state for state in flat.states if alive is None or id(state) in alive])
+    def _break_up(self, flat: FlatGroup, states: list[dict]) -> None:
+        self._of.update([(number, None) for number, other in self._of.items() if other is flat])
+        flat.break_up(states)
 
     def places(self, chunk: Chunk) -> dict[int, Tensor]:
-        """Where the masters of those that may be stepped as one are to be made, by a parameter's id. FP32."""
+        """Where to make the masters of those that may be stepped as one, by a parameter's id. FP32, not yet filled."""
         fit: dict[int, dict[int, Tensor]] = {}
         for group, p in chunk:
             if id(p) not in self._of and _may_begin(p, p):
@@ -127,41 +130,37 @@ class FlatGroups:
                 places |= zip(its, views_in(torch.empty(numel, device=device), its.values()), strict=True)
         return places
 
-    def first(self, chunk: Chunk, masters: list[Tensor], states: list[dict], *, begin: bool) -> tuple:
-        """A chunk, its masters and states in another order, flat groups first, and these, each with its options.
+    def begin(self, chunk: Chunk, states: list[dict]) -> None:
+        """Make a group of those in the chunk that have never been asked, where they fit together."""
+        if self._of.keys() >= {id(p) for _, p in chunk}:
+            return
+        found: dict[int, tuple[dict, list, list]] = {}
+        for (group, p), state in zip(chunk, states, strict=True):
+            if id(p) not in self._of:
+                self._of[id(p)] = None
+                if "master" in state and _may_begin(p, state["master"]):
+                    _, numbers, members = found.setdefault(id(group), (group, [], []))
+                    numbers.append(id(p))
+                    members.append(state)
+        for group, numbers, members in found.values():
+            if len(members) > 1 and can_be_together(members):
+                self._of |= dict.fromkeys(numbers, FlatGroup(group, members))
 
-        begin: whether parameters that are new here may become a flat group.
-        """
-        if begin and not self._of.keys() >= {id(p) for _, p in chunk}:
-            self._begin(chunk, masters, states)
+    def whole(self, chunk: Chunk, states: list[dict]) -> tuple[list[FlatGroup], list[int]]:
+        """The groups that can be stepped, and where in the chunk their parameters are, then where all others are."""
         found: dict[FlatGroup | None, list[int]] = {}
         for i, (_, p) in enumerate(chunk):
             found.setdefault(self.of(p), []).append(i)
         alone, flats, order = found.pop(None, []), [], []
         for flat, its in found.items():
-            dense = all(chunk[i][1].grad.layout is torch.strided for i in its)
-            if dense and len({id(chunk[i][0]) for i in its}) == 1 and flat.holds([states[i] for i in its]):
-                flats.append((chunk[its[0]][0], flat))
+            suit = all(chunk[i][0] is flat.group and chunk[i][1].grad.layout is torch.strided for i in its)
+            if suit and flat.holds([states[i] for i in its]):
+                flats.append(flat)
                 order += its
             else:
-                self._break_up(flat)
+                self._break_up(flat, flat.states)
                 alone += its
-        order += alone
-        chunk, states = ([its[i] for i in order] for its in (chunk, states))
-        masters = [state.get("master", masters[i]) for i, state in zip(order, states, strict=True)]  # some have moved
-        return chunk, masters, states, flats
-
-    def _begin(self, chunk: Chunk, masters: list[Tensor], states: list[dict]) -> None:
-        found: dict[int, list[tuple]] = {}
-        for (group, p), m, state in zip(chunk, masters, states, strict=True):
-            if id(p) not in self._of:
-                self._of[id(p)] = None
-                if m is not p and _may_begin(p, m):
-                    found.setdefault(id(group), []).append((id(p), m, state))
-        for members in found.values():
-            numbers, masters, states = zip(*members, strict=True)
-            if len(members) > 1 and can_be_together(masters, states):
-                self._of |= dict.fromkeys(numbers, FlatGroup(masters, states))
+        return flats, order + sorted(alone)
 
 
 def _may_begin(p: Tensor, master: Tensor) -> bool:
@@ -171,69 +170,80 @@ def _may_begin(p: Tensor, master: Tensor) -> bool:
 class FlatGroup:
     """What an optimizer sees instead of some parameters: one vector of masters, and its state.
 
-    masters: of each parameter. states: of each, as `can_be_together` wants them, with "master" and the optimizer's own;
-    from now on they hold views.
+    group: of options, that of all of them. states: of each, as `can_be_together` wants them, with "master" and the
+    optimizer's own; from now on they hold views.
 
     master: (n,). state: what the optimizer keeps of it, (n,) or a single number, such as a counter of steps. Of those
     each parameter has one of its own, so that a saved state counts each parameter, as it would elsewhere.
     """
 
-    def __init__(self, masters: Sequence[Tensor], states: Sequence[dict]):
-        self.count, self.states = len(masters), list(states)
-        self.master = _joined(masters)
-        self.state = {name: _copied([s[name] for s in states], masters) for name in states[0] if name != "master"}
+    def __init__(self, group: dict, states: Sequence[dict]):
+        self.group, self.states, self.count = group, list(states), len(states)
+        masters = [state["master"] for state in states]
+        self.master, self.state = _joined(masters), {}
         self.masters = views_in(self.master, masters)
-        self._share()
+        for state, master in zip(states, self.masters, strict=True):
+            state["master"] = master
+        del masters
+        self._counters: dict[str, tuple[Tensor, Tensor]] = {}  # by name: the first parameter's, and all others'
+        for name in [name for name in states[0] if name != "master"]:  # one after the other: the old ones go
+            self.state[name] = _together([state[name] for state in states], self.masters)
+            self._spread(name)
+        self._note()
+
+    def _spread(self, name: str) -> None:
+        """Give each parameter's state its part of a state in `state`."""
+        value, parts = self.state[name], [self.state[name]] * self.count
+        if isinstance(value, Tensor) and value.shape == self.master.shape:
+            parts = views_in(value, self.masters)
+        elif isinstance(value, Tensor) and value.dim() == 0:
+            with _where(value):
+                others = value.expand(self.count - 1).clone()
+            parts, self._counters[name] = [value, *others.unbind()], (value, others)
+        for state, part in zip(self.states, parts, strict=True):
+            state[name] = part
+
+    def _note(self) -> None:
+        """What is here when a step ends: the optimizer's states, and their parts, by identity and by place."""
+        self._given = list(self.state.values())
+        self._parts = [value for state in self.states for value in state.values()]
+        self._places, self._versions = list(map(_place, self._parts)), self._counted()
 
     def hand_out(self) -> None:
         """A step is over: the parameters' states become what the optimizer left in `state`."""
         if not _all_same(self.state.values(), self._given):
-            self._share()
-        for first, others in self._counters:
+            self._counters.clear()
+            for state in self.states:
+                for name in state.keys() - self.state.keys() - {"master"}:
+                    del state[name]
+            for name in self.state:
+                self._spread(name)
+            self._note()
+        for first, others in self._counters.values():
             others.copy_(first)
         self._versions = self._counted()
-
-    def _share(self) -> None:
-        """Give each parameter's state views of what is in `state`."""
-        self._counters: list[tuple[Tensor, Tensor]] = []  # of the first parameter, and of all others
-        shared = {"master": self.masters}
-        for name, value in self.state.items():
-            shared[name] = [value] * self.count
-            if isinstance(value, Tensor) and value.shape == self.master.shape:
-                shared[name] = views_in(value, self.masters)
-            elif isinstance(value, Tensor) and value.dim() == 0:
-                with _where(value):
-                    others = value.expand(self.count - 1).clone()
-                shared[name] = [value, *others.unbind()]
-                self._counters.append((value, others))
-        for state, values in zip(self.states, zip(*shared.values(), strict=True), strict=True):
-            state.clear()
-            state.update(zip(shared, values, strict=True))
-        self._given = list(self.state.values())  # as long as these are the same, so are the views of them
-        self._shared = [value for state in self.states for value in state.values()]
-        self._places, self._versions = list(map(_place, self._shared)), self._counted()
-
-    def break_up(self, states: Sequence[dict]) -> None:
-        """Give these of the parameters' states memory of their own, one kind of state after the other."""
-        names, shared = ["master", *self.state], set(map(id, self._shared))
-        for its in (self.masters, self.state, self._given, self._shared, self._counters):
-            its.clear()
-        del self.master
-        for name in names:
-            for state in states:
-                if id(state.get(name)) in shared and isinstance(state[name], Tensor):
-                    with _where(state[name]):
-                        state[name] = state[name].clone()
 
     def holds(self, states: Sequence[dict]) -> bool:
         """Whether the parameters' states are still those. Their values may be others, but for the counters'."""
         found = [value for state in states for value in state.values()]
-        same = _all_same(states, self.states) and _all_same(found, self._shared)
+        same = _all_same(states, self.states) and _all_same(found, self._parts)
         return same and list(map(_place, found)) == self._places and self._counted() == self._versions
 
     def _counted(self) -> list[int]:
         """How often somebody wrote to the counters."""
-        return [0 if its.is_inference() else its._version for pair in self._counters for its in pair]
+        return [0 if its.is_inference() else its._version for pair in self._counters.values() for its in pair]
+
+    def break_up(self, states: Sequence[dict]) -> None:
+        """Give these of the parameters' states memory of their own, one kind of state after the other."""
+        names, parts = ["master", *self.state], set(map(id, self._parts))
+        for its in (self.masters, self.state, self._given, self._parts, self._counters):
+            its.clear()
+        del self.master
+        for name in names:
+            for state in states:
+                if id(state.get(name)) in parts and isinstance(state[name], Tensor):
+                    with _where(state[name]):
+                        state[name] = state[name].clone()
 
 
 def _joined(masters: Sequence[Tensor]) -> Tensor:
@@ -241,20 +251,25 @@ def _joined(masters: Sequence[Tensor]) -> Tensor:
     first, at = masters[0], masters[0].storage_offset()
     for master in masters:
         if master.untyped_storage()._cdata != first.untyped_storage()._cdata or master.storage_offset() != at:
-            return _copied(masters, masters)
+            return _vector(masters, masters)
         at += master.numel()
     return first.as_strided((at - first.storage_offset(),), (1,), first.storage_offset())
 
 
-def _copied(values: list, masters: Sequence[Tensor]) -> object:
-    """A state of all of them: a copy, since a loaded one may be somebody else's, too."""
+def _together(values: list, masters: Sequence[Tensor]) -> object:
+    """One state of all of them: a copy, since a loaded one may be somebody else's, too."""
     if not isinstance(values[0], Tensor):
         return values[0]
-    if values[0].dim() == 0:
-        with _where(values[0]):
-            return values[0].clone()
-    whole = torch.empty(sum(map(Tensor.numel, masters)), dtype=values[0].dtype, device=values[0].device)
-    torch._foreach_copy_(views_in(whole, masters), list(values))
+    if values[0].dim():
+        return _vector(values, masters)
+    with _where(values[0]):
+        return values[0].clone()
+
+
+def _vector(parts: Sequence[Tensor], masters: Sequence[Tensor]) -> Tensor:
+    """A copy of these, which are of the masters' shapes, one after another. (n,)."""
+    whole = torch.empty(sum(map(Tensor.numel, parts)), dtype=parts[0].dtype, device=parts[0].device)
+    torch._foreach_copy_(views_in(whole, masters), list(parts))
     return whole
 
 

@@ -42,7 +42,7 @@ class MasterWeights(Optimizer):
     chunk_bytes: how many bytes of FP32 gradients may exist at once (one parameter's, if they are more), as an int or
       such as "16 MiB"; None: no limit. "auto": 64 MiB on a GPU, where each chunk costs launches; 4 MiB on a CPU, whose
       caches keep them until they are used. An elementwise optimizer of torch.optim steps what fits of a chunk as one
-      vector, unless it is None: its for-loop's temporaries are then two of a chunk, not of a parameter.
+      vector: its for-loop's temporaries are two of a chunk, not of a parameter. With None it sees each parameter.
 
     `param_groups` hold the model's own parameters, so schedulers, `zero_grad`, clipping and loss scalers find what they
     expect. `state[p]` holds the master, under "master", with the optimizer's states: both are made at a parameter's
@@ -106,7 +106,7 @@ class MasterWeights(Optimizer):
                 loss = closure()
         if not getattr(self, "found_inf", False):
             self._counters.begin()
-            self._flats.begin_step(self.state.values(), self.chunk_bytes)
+            self._flats.begin_step(self.state, self.chunk_bytes)
             with closing(self._brought()) as chunks:
                 keep_options(self._inner, [pair for chunk in chunks for pair in self._step_chunk(chunk)])
             self._counters.refuse(self._inner)
@@ -162,35 +162,42 @@ class MasterWeights(Optimizer):
 
     def _step_chunk(self, chunk: list[tuple[dict, Tensor]]) -> list[tuple[dict, dict]]:
         """One step of these parameters. Returns their groups, each with what the optimizer made of its options."""
-        inner = self._inner
-        chunk, masters, states, flats = self._flats.first(chunk, *self._masters(chunk), begin=self._can_be_flat)
-        weights, alone = [p for _, p in chunk], sum(flat.count for _, flat in flats)
-        before = [*(flat.state for _, flat in flats), *states[alone:]]
-        groups, seen = {}, [*(flat.master for _, flat in flats), *masters[alone:]]  # by the optimizer
-        for (group, _), m, state in zip([*flats, *chunk[alone:]], seen, before, strict=True):
+        inner, groups = self._inner, {id(group): (group, group | {"params": []}) for group, _ in chunk}
+        masters, states = self._masters(chunk)
+        if self._can_be_flat:
+            self._flats.begin(chunk, states)
+        flats, order = self._flats.whole(chunk, states)
+        in_flats = sum(flat.count for flat in flats)  # they come first
+        chunk, states = ([its[i] for i in order] for its in (chunk, states))
+        masters = [state.get("master", masters[i]) for i, state in zip(order, states, strict=True)]  # some have moved
+        weights = [p for _, p in chunk]
+        seen = [(flat.group, flat.master, flat.state) for flat in flats]  # by the optimizer
+        seen += [(group, m, state) for (group, _), m, state in zip(chunk, masters, states, strict=True)][in_flats:]
+        for group, m, state in seen:
+            groups[id(group)][1]["params"].append(m)
             inner.state[m] = {} if len(state) == 1 and "master" in state else state
-            groups.setdefault(id(group), (group, group | {"params": []}))[1]["params"].append(m)
         narrow, wide = weights, masters  # of those that have a master
         if any(map(operator.is_, weights, masters)):
             halves = [(p, m) for p, m in zip(weights, masters, strict=True) if m is not p]
             narrow, wide = [p for p, _ in halves], [m for _, m in halves]
         try:
             inner.param_groups = [options for _, options in groups.values()]
-            self._widen(narrow, wide, [flat for _, flat in flats])
-            self._divide(seen)
+            self._widen(narrow, wide, flats)
+            self._divide([m for _, m, _ in seen])
             self._step_inner(weights, masters)
         finally:  # if it raises halfway, some masters have moved: their states and weights go along
-            strange = []
+            strange, before = [], [state for _, _, state in seen]
             if len(inner.state) > len(seen):
                 strange = [key for key in inner.state if not isinstance(key, Tensor)]
             if len(inner.state) != len(seen) or not all(map(operator.is_, inner.state.values(), before)):
-                of_its_own = zip(weights[alone:], masters[alone:], strict=True)
-                self.state.update((p, self._kept(p, m) | inner.state[m]) for p, m in of_its_own)
+                alone = zip(weights[in_flats:], masters[in_flats:], strict=True)
+                self.state.update((p, self._kept(p, m) | inner.state[m]) for p, m in alone)
             inner.state, inner.param_groups = defaultdict(dict), self.param_groups
-            for m in [*seen[: len(flats)], *wide[alone:]]:
-                m.grad = None
-            for _, flat in flats:
+            for flat in flats:
+                flat.master.grad = None
                 flat.hand_out()
+            for m in wide[in_flats:]:
+                m.grad = None
             if wide:
                 self._round(narrow, wide)
         if strange:
@@ -215,9 +222,9 @@ class MasterWeights(Optimizer):
 
     def _widen(self, weights: list[Tensor], masters: list[Tensor], flats: list[FlatGroup]) -> None:
         """Give each of these masters its weight's gradient, in the master's dtype. Those of flat groups come first."""
-        alone = sum(flat.count for flat in flats)
-        copied, wide = [*map(self._gradient, weights[:alone])], masters[:alone]
-        for p, m in zip(weights[alone:], masters[alone:], strict=True):
+        in_flats = sum(flat.count for flat in flats)
+        copied, wide = [*map(self._gradient, weights[:in_flats])], masters[:in_flats]
+        for p, m in zip(weights[in_flats:], masters[in_flats:], strict=True):
             gradient = self._gradient(p)
             dense = m.dtype is torch.float32 and not gradient.is_sparse
             if dense and (gradient.dtype in HALVES or gradient.stride() != m.stride()):
@@ -227,7 +234,7 @@ class MasterWeights(Optimizer):
                 m.grad = gradient.to(m.device, m.dtype)
         if wide:  # places in the memory that the chunk before had
             places = self._block(wide[0].device).views(wide, [flat.count for flat in flats])
-            for m, place in zip(wide[alone:] + [flat.master for flat in flats], places[alone:], strict=True):
+            for m, place in zip([*wide[in_flats:], *(flat.master for flat in flats)], places[in_flats:], strict=True):
                 m.grad = place
             torch._foreach_copy_(places[: len(wide)], copied)
 
@@ -244,7 +251,7 @@ class MasterWeights(Optimizer):
 
     @property
     def _can_be_flat(self) -> bool:
-        """Whether parameters that begin may be stepped as one; with no limit to a chunk, one would be the model."""
+        """Whether parameters that begin may be stepped as one."""
         return self._makes_flat_groups and self.chunk_bytes is not None and type(self._inner) in ELEMENTWISE
 
     def _needs_master(self, p: Tensor) -> bool:
