@@ -35,7 +35,7 @@ def give_gradients(params, seed, without=()):
     generator = torch.Generator().manual_seed(seed)
     for i, p in enumerate(params):
         gradient = torch.randn(p.shape, generator=generator).to(BF16)
-        p.grad = None if i in without else gradient.to(p.dtype)
+        p.grad = None if i in without else gradient.to(p.device, p.dtype)
 
 
 def groups_of(masters) -> list[FlatGroup]:
@@ -106,10 +106,12 @@ def test_a_vector_of_parameters_is_stepped_as_the_parameters_bit_for_bit(kind, o
     assert [flat.count for flat in groups_of(ours)] == ([3] if chunk_bytes == "auto" else [2])
 
 
-def test_large_parameters_that_several_threads_step_come_to_the_same_bits():
+@pytest.mark.parametrize("device", ["cpu", *["cuda"] * torch.cuda.is_available()])
+def test_large_parameters_that_several_threads_step_come_to_the_same_bits(device):
     shapes = [(300, 112), (16,), (1000, 160), (64, 64)]
     for options in ({"foreach": False}, {"foreach": True}, {"fused": True}):
-        params, wide = parameters(shapes), [nn.Parameter(p.detach().float()) for p in parameters(shapes)]
+        params = [nn.Parameter(p.detach().to(device)) for p in parameters(shapes)]
+        wide = [nn.Parameter(p.detach().float()) for p in params]
         ours, reference = MasterWeights(params, optim.AdamW, **options), optim.AdamW(wide, **options)
         for step in range(3):
             give_gradients(params, step)
@@ -282,6 +284,22 @@ def test_a_parameter_given_twice_is_stepped_twice_also_after_a_load():
             if step == 2:
                 masters.load_state_dict(copy.deepcopy(masters.state_dict()))
             masters.step()
+    assert_same(*reversed(pairs[0]), *reversed(pairs[1]))
+
+
+def test_a_step_in_inference_mode_leaves_states_that_can_be_written_to():
+    pairs = []
+    for kind in (MasterWeights, OneByOne):
+        params = parameters([(16,), (32,), (64,)])
+        pairs.append((params, kind(params, optim.AdamW, lr=0.1)))
+    for params, masters in pairs:
+        stepped(params, masters, range(2))
+        masters.load_state_dict(copy.deepcopy(masters.state_dict()))
+        give_gradients(params, 2)
+        with torch.inference_mode():
+            masters.step()
+        assert not any(value.is_inference() for state in masters.state.values() for value in state.values())
+        masters.refresh()
     assert_same(*reversed(pairs[0]), *reversed(pairs[1]))
 
 

@@ -10,6 +10,8 @@ To everybody else a parameter has a master and states of its own, in its own sha
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
@@ -103,19 +105,19 @@ class FlatGroups:
 
     def begin_step(self, states: dict[Tensor, dict], chunk_bytes: object) -> None:
         """Break up groups of which a state is gone; all, to be made anew, if chunk_bytes are others."""
-        alive, changed = set(map(id, states.values())), chunk_bytes != self._chunk_bytes
-        for flat in {flat for flat in self._of.values() if flat is not None}:
-            if changed or not alive.issuperset(map(id, flat.states)):
-                self._break_up(flat, [state for state in flat.states if id(state) in alive])
-        if changed:
-            self._of, self._chunk_bytes = {}, chunk_bytes
-        elif len(self._of) > len(states):
-            known = set(map(id, states))
-            self._of = {number: flat for number, flat in self._of.items() if number in known}
+        changed = chunk_bytes != self._chunk_bytes
+        if changed or len(self._of) > len(states):
+            known, alive = set(map(id, states)), set(map(id, states.values()))
+            for flat in {flat for flat in self._of.values() if flat is not None}:
+                if changed or not alive.issuperset(map(id, flat.states)):
+                    self._break_up(flat, states)
+            self._of = {} if changed else {number: flat for number, flat in self._of.items() if number in known}
+            self._chunk_bytes = chunk_bytes
 
-    def _break_up(self, flat: FlatGroup, states: list[dict]) -> None:
+    def _break_up(self, flat: FlatGroup, states: dict[Tensor, dict]) -> None:
         self._of.update([(number, None) for number, other in self._of.items() if other is flat])
-        flat.break_up(states)
+        alive = set(map(id, states.values()))
+        flat.break_up([state for state in flat.states if id(state) in alive])
 
     def places(self, chunk: Chunk) -> dict[int, Tensor]:
         """Where to make the masters of those that may be stepped as one, by a parameter's id. FP32, not yet filled."""
@@ -146,25 +148,28 @@ class FlatGroups:
             if len(members) > 1 and can_be_together(members):
                 self._of |= dict.fromkeys(numbers, FlatGroup(group, members))
 
-    def whole(self, chunk: Chunk, states: list[dict]) -> tuple[list[FlatGroup], list[int]]:
-        """The groups that can be stepped, and where in the chunk their parameters are, then where all others are."""
+    def whole(self, chunk: Chunk, states: list[dict], of_all: dict[Tensor, dict]) -> tuple[list[FlatGroup], list[int]]:
+        """The groups that can be stepped, and where in the chunk their parameters are, then where all others are.
+
+        states: the chunk's. of_all: every parameter's.
+        """
         found: dict[FlatGroup | None, list[int]] = {}
         for i, (_, p) in enumerate(chunk):
-            found.setdefault(self.of(p), []).append(i)
+            found.setdefault(self._of.get(id(p)), []).append(i)
         alone, flats, order = found.pop(None, []), [], []
         for flat, its in found.items():
-            suit = all(chunk[i][0] is flat.group and chunk[i][1].grad.layout is torch.strided for i in its)
+            suit = all(chunk[i][0] is flat.group and not chunk[i][1].grad.is_sparse for i in its)
             if suit and flat.holds([states[i] for i in its]):
                 flats.append(flat)
                 order += its
             else:
-                self._break_up(flat, flat.states)
+                self._break_up(flat, of_all)
                 alone += its
         return flats, order + sorted(alone)
 
 
 def _may_begin(p: Tensor, master: Tensor) -> bool:
-    return can_be_flat(master) and p.grad.layout is torch.strided
+    return can_be_flat(master) and not p.grad.is_sparse
 
 
 class FlatGroup:
@@ -206,12 +211,14 @@ class FlatGroup:
     def _note(self) -> None:
         """What is here when a step ends: the optimizer's states, and their parts, by identity and by place."""
         self._given = list(self.state.values())
-        self._parts = [value for state in self.states for value in state.values()]
-        self._places, self._versions = list(map(_place, self._parts)), self._counted()
+        self._parts = _values(self.states)
+        self._place = _imagined_place if isinstance(self.master, FakeTensor) else Tensor.data_ptr
+        self._tensors = [part for part in self._parts if isinstance(part, Tensor)]
+        self._places, self._versions = list(map(self._place, self._tensors)), self._counted()
 
     def hand_out(self) -> None:
         """A step is over: the parameters' states become what the optimizer left in `state`."""
-        if not _all_same(self.state.values(), self._given):
+        if not _all_same(list(self.state.values()), self._given):
             self._counters.clear()
             for state in self.states:
                 for name in state.keys() - self.state.keys() - {"master"}:
@@ -225,9 +232,12 @@ class FlatGroup:
 
     def holds(self, states: Sequence[dict]) -> bool:
         """Whether the parameters' states are still those. Their values may be others, but for the counters'."""
-        found = [value for state in states for value in state.values()]
-        same = _all_same(states, self.states) and _all_same(found, self._parts)
-        return same and list(map(_place, found)) == self._places and self._counted() == self._versions
+        return (
+            _all_same(states, self.states)
+            and _all_same(_values(states), self._parts)
+            and list(map(self._place, self._tensors)) == self._places  # another since `data` was assigned to
+            and self._counted() == self._versions
+        )
 
     def _counted(self) -> list[int]:
         """How often somebody wrote to the counters."""
@@ -236,11 +246,11 @@ class FlatGroup:
     def break_up(self, states: Sequence[dict]) -> None:
         """Give these of the parameters' states memory of their own, one kind of state after the other."""
         names, parts = ["master", *self.state], set(map(id, self._parts))
-        for its in (self.masters, self.state, self._given, self._parts, self._counters):
+        for its in (self.masters, self.state, self._given, self._parts, self._tensors, self._counters):
             its.clear()
         del self.master
-        for name in names:
-            for state in states:
+        with torch.inference_mode(False):
+            for name, state in itertools.product(names, states):
                 if id(state.get(name)) in parts and isinstance(state[name], Tensor):
                     with _where(state[name]):
                         state[name] = state[name].clone()
@@ -278,13 +288,14 @@ def _where(tensor: Tensor) -> AbstractContextManager:
     return main_memory() if in_main_memory(tensor) else nullcontext()
 
 
-def _place(value: object) -> int | None:
-    """Where a tensor's elements are, which changes with its `data`. An imagined one has no address."""
-    if isinstance(value, FakeTensor):
-        return value.untyped_storage()._cdata
-    return value.data_ptr() if isinstance(value, Tensor) else None
+def _imagined_place(tensor: Tensor) -> int:
+    """Instead of an address, which an imagined tensor has not."""
+    return tensor.untyped_storage()._cdata
 
 
-def _all_same(found: Iterable[object], expected: list[object]) -> bool:
-    found = list(found)
-    return len(found) == len(expected) and all(a is b for a, b in zip(found, expected, strict=True))
+def _values(states: Sequence[dict]) -> list[object]:
+    return list(itertools.chain.from_iterable(map(dict.values, states)))
+
+
+def _all_same(found: list[object], expected: list[object]) -> bool:
+    return len(found) == len(expected) and all(map(operator.is_, found, expected))

@@ -16,7 +16,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from memlab.mixed_precision.flat_group import views_in
+from memlab.mixed_precision.flat_group import FlatGroup, views_in
 
 RESIZABLE = ("cpu", "cuda")
 """Types of devices whose storages give their bytes back and take them again; on others each step has a new one."""
@@ -42,21 +42,23 @@ class GradientBlock:
         """Some chunk of the coming step has so many elements. Growing within a step would leave what caches have."""
         self._expected = 0 if self._left else max(self._expected, numel)
 
-    def views(self, masters: list[Tensor], together: Sequence[int] = ()) -> list[Tensor]:
+    def views(self, masters: list[Tensor], flats: Sequence[FlatGroup] = ()) -> list[Tensor]:
         """Where the gradients of the step's next chunk go, in the shapes and strides of these. Values are undefined.
 
-        masters: dense, in any order of dimensions. The chunk before is overwritten. together: of each flat group how
-        many they are, who come first and lie one after another: behind the views is one of each group's whole, (n,).
+        masters: dense, in any order of dimensions. The chunk before is overwritten. flats: the groups whose masters
+        come first; of these gradients, too, each group's lie one after another, and behind the views is one of each
+        group's whole, (n,).
         """
         self._let_go()
         self._chunk += 1
-        layout = [m.shape for m in masters], [m.stride() for m in masters], list(together)
+        alone = masters[sum(flat.count for flat in flats) :]
+        layout = list(flats), [m.shape for m in alone], [m.stride() for m in alone]
         its_layout, numel, views = self._views.get(self._chunk, (None, 0, []))
         if its_layout != layout:
             numel, views = sum(map(Tensor.numel, masters)), []
         self._hold(4 * max(self._expected, numel))
         if not views or self._chunk not in self._views:  # or the block began anew
-            views = self._made(masters, together)
+            views = self._made(masters, [flat.count for flat in flats])
             self._views[self._chunk] = layout, numel, views
             self._owners = 1 + sum(len(its) for *_, its in self._views.values())  # the block's own
         return views

@@ -139,11 +139,12 @@ class MasterWeights(Optimizer):
         Those of a flat group stay together.
         """
         chunks, nbytes, most, device, place = [], 0, 0, None, {}
+        flat_group_of, has_gradient = self._flats.of, self._has_gradient
         for group in self.param_groups:
             for p in group["params"]:
-                if not self._has_gradient(p):
+                if not has_gradient(p):
                     continue
-                flat = self._flats.of(p)
+                flat = flat_group_of(p)
                 if flat in place:
                     place[flat].append((group, p))
                     continue
@@ -166,18 +167,20 @@ class MasterWeights(Optimizer):
         masters, states = self._masters(chunk)
         if self._can_be_flat:
             self._flats.begin(chunk, states)
-        flats, order = self._flats.whole(chunk, states)
+        flats, order = self._flats.whole(chunk, states, self.state)
         in_flats = sum(flat.count for flat in flats)  # they come first
-        chunk, states = ([its[i] for i in order] for its in (chunk, states))
-        masters = [state.get("master", masters[i]) for i, state in zip(order, states, strict=True)]  # some have moved
-        weights = [p for _, p in chunk]
+        chunk, states = [chunk[i] for i in order], [states[i] for i in order]
+        alone = [state.get("master", masters[i]) for i, state in zip(order[in_flats:], states[in_flats:], strict=True)]
+        weights, masters = [p for _, p in chunk], [*(m for flat in flats for m in flat.masters), *alone]
         seen = [(flat.group, flat.master, flat.state) for flat in flats]  # by the optimizer
-        seen += [(group, m, state) for (group, _), m, state in zip(chunk, masters, states, strict=True)][in_flats:]
+        seen += [
+            (group, m, state) for (group, _), m, state in zip(chunk[in_flats:], alone, states[in_flats:], strict=True)
+        ]
         for group, m, state in seen:
             groups[id(group)][1]["params"].append(m)
             inner.state[m] = {} if len(state) == 1 and "master" in state else state
         narrow, wide = weights, masters  # of those that have a master
-        if any(map(operator.is_, weights, masters)):
+        if any(map(operator.is_, weights[in_flats:], alone)):
             halves = [(p, m) for p, m in zip(weights, masters, strict=True) if m is not p]
             narrow, wide = [p for p, _ in halves], [m for _, m in halves]
         try:
@@ -190,8 +193,8 @@ class MasterWeights(Optimizer):
             if len(inner.state) > len(seen):
                 strange = [key for key in inner.state if not isinstance(key, Tensor)]
             if len(inner.state) != len(seen) or not all(map(operator.is_, inner.state.values(), before)):
-                alone = zip(weights[in_flats:], masters[in_flats:], strict=True)
-                self.state.update((p, self._kept(p, m) | inner.state[m]) for p, m in alone)
+                its = zip(weights[in_flats:], alone, strict=True)
+                self.state.update((p, self._kept(p, m) | inner.state[m]) for p, m in its)
             inner.state, inner.param_groups = defaultdict(dict), self.param_groups
             for flat in flats:
                 flat.master.grad = None
@@ -233,7 +236,7 @@ class MasterWeights(Optimizer):
             else:
                 m.grad = gradient.to(m.device, m.dtype)
         if wide:  # places in the memory that the chunk before had
-            places = self._block(wide[0].device).views(wide, [flat.count for flat in flats])
+            places = self._block(wide[0].device).views(wide, flats)
             for m, place in zip([*wide[in_flats:], *(flat.master for flat in flats)], places[in_flats:], strict=True):
                 m.grad = place
             torch._foreach_copy_(places[: len(wide)], copied)
@@ -251,8 +254,9 @@ class MasterWeights(Optimizer):
 
     @property
     def _can_be_flat(self) -> bool:
-        """Whether parameters that begin may be stepped as one."""
-        return self._makes_flat_groups and self.chunk_bytes is not None and type(self._inner) in ELEMENTWISE
+        """Whether parameters that begin may be stepped as one; not where what is made could not be written to later."""
+        wanted = self._makes_flat_groups and self.chunk_bytes is not None
+        return wanted and type(self._inner) in ELEMENTWISE and not torch.is_inference_mode_enabled()
 
     def _needs_master(self, p: Tensor) -> bool:
         """Whether the optimizer steps on a copy of this parameter."""
