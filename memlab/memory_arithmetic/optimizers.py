@@ -25,7 +25,7 @@ Small chunks cost a GPU launches; large ones leave a CPU's caches before they ar
 """
 
 VECTOR = 16
-"""Elements that a processor's instruction takes at once, at most. Of a parameter in a flat group all are in such."""
+"""Elements that a processor's instruction takes at once, at most. A flat group's parameters consist of such vectors."""
 
 
 def states(optimizer: str, itemsize: int, *, master: bool = False) -> list[Piece]:

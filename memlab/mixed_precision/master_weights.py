@@ -52,7 +52,8 @@ class MasterWeights(Optimizer):
     A weight that somebody writes to between steps, such as `model.load_state_dict`, is taken over, if torch counts it
     (`torch.distributed.broadcast` it does not: see `refresh`).
     A scale that a scaler leaves to the optimizer (torch.amp.GradScaler does) is divided out here, in FP32: 16-bit
-    gradients stay scaled, those in FP32 are divided in place. Before the scaler's `unscale_`, call `widen_gradients`.
+    gradients stay scaled, those in FP32 may be divided in place. Before the scaler's `unscale_`, call
+    `widen_gradients`.
     For plain tensors: FSDP2's DTensor is refused by torch ("mixed torch.Tensor and DTensor").
 
     Raises TypeError or ValueError for an optimizer instead of its class, one whose step needs a closure (LBFGS) or is
