@@ -58,6 +58,17 @@ def assert_same(ours, params, theirs, others, *, own_master=False):
         assert torch.equal(p, q.to(p.dtype))
 
 
+def step_both(ours, params, reference, wide, steps):
+    """Step on 16-bit weights and, with the same gradients, the plain optimizer on FP32 ones."""
+    for step in steps:
+        give_gradients(params, step)
+        for p, q in zip(params, wide, strict=True):
+            q.grad = p.grad.float()
+        ours.step()
+        reference.step()
+    assert_same(ours, params, reference, wide, own_master=True)
+
+
 # ---- the same bits
 
 OPTIONS = {
@@ -97,12 +108,7 @@ def test_a_vector_of_parameters_is_stepped_as_the_parameters_bit_for_bit(kind, o
         kind(split(wide), **options),
     )
     for step in range(4):
-        give_gradients(params, step)
-        for p, q in zip(params, wide, strict=True):
-            q.grad = p.grad.float()
-        ours.step()
-        reference.step()
-        assert_same(ours, params, reference, wide, own_master=True)
+        step_both(ours, params, reference, wide, [step])
     assert [flat.count for flat in groups_of(ours)] == ([3] if chunk_bytes == "auto" else [2])
 
 
@@ -113,13 +119,7 @@ def test_large_parameters_that_several_threads_step_come_to_the_same_bits(device
         params = [nn.Parameter(p.detach().to(device)) for p in parameters(shapes)]
         wide = [nn.Parameter(p.detach().float()) for p in params]
         ours, reference = MasterWeights(params, optim.AdamW, **options), optim.AdamW(wide, **options)
-        for step in range(3):
-            give_gradients(params, step)
-            for p, q in zip(params, wide, strict=True):
-                q.grad = p.grad.float()
-            ours.step()
-            reference.step()
-        assert_same(ours, params, reference, wide, own_master=True)
+        step_both(ours, params, reference, wide, range(3))
         assert [flat.count for flat in groups_of(ours)] == [4]
 
 
@@ -356,13 +356,7 @@ def test_a_saved_state_counts_each_parameter_by_itself_also_in_the_optimizers_ow
     wide = [nn.Parameter(state.pop("master").clone()) for state in saved["state"].values()]
     plain = optim.AdamW(wide, lr=0.1)
     plain.load_state_dict(saved)
-    for step in range(3, 6):
-        give_gradients(params, step)
-        for p, q in zip(params, wide, strict=True):
-            q.grad = p.grad.float()
-        ours.step()
-        plain.step()
-    assert_same(ours, params, plain, wide, own_master=True)
+    step_both(ours, params, plain, wide, range(3, 6))
     assert {state["step"].item() for state in plain.state.values()} == {6}
 
 

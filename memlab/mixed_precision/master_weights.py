@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from memlab.memory_arithmetic.optimizers import chunk_limit
 from memlab.memory_timeline import in_main_memory
 from memlab.mixed_precision.fitting import HALVES, Counters, keep_options, refuse_class, refuse_shared
-from memlab.mixed_precision.flat_group import ELEMENTWISE, FlatGroup, FlatGroups
+from memlab.mixed_precision.flat_group import ELEMENTWISE, Chunk, FlatGroup, FlatGroups
 from memlab.mixed_precision.gradient_block import GradientBlock
 from memlab.mixed_precision.versions import Versions
 
@@ -113,7 +113,7 @@ class MasterWeights(Optimizer):
             self._counters.refuse(self._inner)
         return loss
 
-    def _brought(self) -> Iterator[list[tuple[dict, Tensor]]]:
+    def _brought(self) -> Iterator[Chunk]:
         """The chunks of `_chunks`, each when all that its step needs is where the masters are. Ends with the step."""
         chunks = self._chunks()
         for chunk in chunks if len(chunks) > 1 else ():
@@ -134,7 +134,7 @@ class MasterWeights(Optimizer):
         for block in self._blocks.values():
             block.end(keep=keep)
 
-    def _chunks(self) -> list[list[tuple[dict, Tensor]]]:
+    def _chunks(self) -> list[Chunk]:
         """Parameters with gradients and their groups, in order, as many as chunk_bytes allow, of one device.
 
         Those of a flat group stay together.
@@ -162,7 +162,7 @@ class MasterWeights(Optimizer):
         """Of a chunk where this parameter is; the imagined card's are on a GPU."""
         return chunk_limit(self.chunk_bytes, "cpu" if in_main_memory(p) else "gpu")
 
-    def _step_chunk(self, chunk: list[tuple[dict, Tensor]]) -> list[tuple[dict, dict]]:
+    def _step_chunk(self, chunk: Chunk) -> list[tuple[dict, dict]]:
         """One step of these parameters. Returns their groups, each with what the optimizer made of its options."""
         inner, groups = self._inner, {id(group): (group, group | {"params": []}) for group, _ in chunk}
         masters, states = self._masters(chunk)
@@ -275,7 +275,7 @@ class MasterWeights(Optimizer):
         """The gradient of a parameter that has one, in its own dtype, once its chunk is brought."""
         return p.grad
 
-    def _masters(self, chunk: list[tuple[dict, Tensor]]) -> tuple[list[Tensor], list[dict]]:
+    def _masters(self, chunk: Chunk) -> tuple[list[Tensor], list[dict]]:
         """Their FP32 weights, up to date with what others wrote to them, and their states; made, where missing."""
         weights = [p for _, p in chunk]
         states, all_unchanged = list(map(self.state.get, weights)), self._versions.unchanged(weights)

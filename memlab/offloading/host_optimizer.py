@@ -25,6 +25,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from memlab.memory_timeline import in_main_memory, main_memory
 from memlab.mixed_precision.fitting import HALVES
+from memlab.mixed_precision.flat_group import Chunk
 from memlab.mixed_precision.master_weights import MasterWeights
 from memlab.mixed_precision.versions import Versions
 from memlab.offloading.host_gradients import HostGradients
@@ -33,7 +34,6 @@ from memlab.offloading.slab import rounded
 from memlab.offloading.state_file import Passage, StateFile, StateRegion
 from memlab.units import MiB, parse_bytes
 
-Chunk = list[tuple[dict, Tensor]]
 HOST_CHUNK_BYTES, FILE_CHUNK_BYTES = 8 * MiB, 4 * MiB
 """Bytes of FP32 gradients that are stepped at once, unless told otherwise, with states in memory and in a file."""
 
