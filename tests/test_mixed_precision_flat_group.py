@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import io
 import random
 import weakref
@@ -301,6 +302,31 @@ def test_a_step_in_inference_mode_leaves_states_that_can_be_written_to():
         assert not any(value.is_inference() for state in masters.state.values() for value in state.values())
         masters.refresh()
     assert_same(*reversed(pairs[0]), *reversed(pairs[1]))
+
+
+def test_a_parameter_in_two_groups_is_stepped_in_the_groups_order():
+    params = parameters([(16,), (5,), (32,), (64,)])
+    wide, both = [nn.Parameter(p.detach().float()) for p in params], []
+    for kind, its in ((functools.partial(MasterWeights, optimizer_class=optim.SGD), params), (optim.SGD, wide)):
+        both.append(kind([{"params": its[:2]}, {"params": its[2:], "lr": 0.5, "weight_decay": 0.5}], lr=0.1))
+        both[-1].param_groups[1]["params"].append(its[1])
+    ours, reference = both
+    step_both(ours, params, reference, wide, range(3))
+    assert [flat.count for flat in groups_of(ours)] == [2]
+
+
+def test_parameters_that_are_gone_are_forgotten():
+    params = parameters([(16,)] * 6)
+    ours = MasterWeights(params, optim.AdamW)
+    for step in range(8):
+        give_gradients(params, step)
+        ours.step()
+        del ours.state[params.pop(0)]
+        params.append(*parameters([(16,)], seed=step))
+        ours.param_groups[0]["params"] = list(params)
+    give_gradients(params[:-1], 9)
+    ours.step()
+    assert len(ours._flats._of) == len(ours.state) == 5
 
 
 @pytest.mark.parametrize("entry", [lambda: [1], lambda: {"a": 1}, lambda: [torch.zeros(2)], lambda: "text"])
