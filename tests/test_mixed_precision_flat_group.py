@@ -24,7 +24,7 @@ FLAT = [0, 2, 3, 7]
 class OneByOne(MasterWeights):
     """What MasterWeights does with optimizers that are not known to be elementwise."""
 
-    _makes_flat_groups = False
+    _rearranges = False
 
 
 def parameters(shapes=SHAPES, dtype=BF16, seed=0) -> list[nn.Parameter]:

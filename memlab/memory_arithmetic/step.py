@@ -109,7 +109,8 @@ def training_step(
       AdamW's step counters lie in main memory unless it is fused.
     first_step: the optimizer has no states until its step.
     chunk_bytes: for "mixed", how many bytes of FP32 gradients the step makes at once, one parameter's at least, as in
-      `MasterWeights`: an int or such as "16 MiB"; None: no limit; "auto": 64 MiB on a GPU and 4 MiB on a CPU.
+      `MasterWeights`: an int or such as "16 MiB"; None: no limit; "auto": 64 MiB on a GPU and 4 MiB on a CPU. On a GPU
+      fused AdamW makes none: one kernel reads the 16-bit gradients (with triton, which CUDA's builds bring on Linux).
     micro_batches: how many of (batch, tokens) accumulate gradients before the optimizer's step. From 2 on, the moments
       are those of any micro-batch but the first, and their bytes are the same for every number, except for the inputs:
       x and y of all micro-batches are held from the start. Of the losses a running sum is kept, in FP32.
@@ -192,6 +193,7 @@ def training_step(
             implementation,
             state_size,
             chunk_bytes=chunk_bytes if mixed else None,
+            by_kernel=mixed and hardware == "gpu" and (optimizer, implementation) == ("adamw", "fused"),
             made=on_device if first_step else [],
         )
 

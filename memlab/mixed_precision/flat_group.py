@@ -41,10 +41,11 @@ def can_be_flat(p: Tensor) -> bool:
     parameter were not left alone, the last bit of an element would depend on what lies beside it.
     """
     plain = type(p.detach()) in (Tensor, FakeTensor) and p.layout is torch.strided
-    return plain and p.numel() > 0 and p.numel() % VECTOR == 0 and _is_dense(p)
+    return plain and p.numel() > 0 and p.numel() % VECTOR == 0 and is_dense(p)
 
 
-def _is_dense(p: Tensor) -> bool:
+def is_dense(p: Tensor) -> bool:
+    """Whether its elements fill its memory without a gap, in whatever order of dimensions."""
     expected = 1
     for stride, size in sorted(zip(p.stride(), p.shape, strict=True)):
         if size != 1 and stride != expected:
@@ -218,7 +219,7 @@ class FlatGroup:
 
     def hand_out(self) -> None:
         """A step is over: the parameters' states become what the optimizer left in `state`."""
-        if not _all_same(list(self.state.values()), self._given):
+        if not all_same(list(self.state.values()), self._given):
             self._counters.clear()
             for state in self.states:
                 for name in state.keys() - self.state.keys() - {"master"}:
@@ -233,8 +234,8 @@ class FlatGroup:
     def holds(self, states: Sequence[dict]) -> bool:
         """Whether the parameters' states are still those. Their values may be others, but for the counters'."""
         return (
-            _all_same(states, self.states)
-            and _all_same(_values(states), self._parts)
+            all_same(states, self.states)
+            and all_same(_values(states), self._parts)
             and list(map(self._place, self._tensors)) == self._places  # another since `data` was assigned to
             and self._counted() == self._versions
         )
@@ -297,5 +298,6 @@ def _values(states: Sequence[dict]) -> list[object]:
     return list(itertools.chain.from_iterable(map(dict.values, states)))
 
 
-def _all_same(found: list[object], expected: list[object]) -> bool:
+def all_same(found: Sequence[object], expected: Sequence[object]) -> bool:
+    """Whether these are the same objects."""
     return len(found) == len(expected) and all(map(operator.is_, found, expected))

@@ -7,7 +7,8 @@ where small steps add up, and the 16-bit weight is the master, rounded. Micikevi
 A parameter then takes 2 bytes as weight, 2 as gradient, 4 as master and, with Adam, 8 as moments: 16, as many as in
 FP32. What is saved is activations and time, and never a byte of this sum. A second FP32 copy, of the gradients, would
 make it 20: so the step goes chunk by chunk, and the FP32 gradients of one chunk at a time exist. What casts cost in
-time is saved elsewhere: an elementwise optimizer steps a chunk's parameters as one vector, see flat_group.py.
+time is saved elsewhere: an elementwise optimizer steps a chunk's parameters as one vector, see flat_group.py. On a GPU
+fused Adam needs neither: its casts are part of the step's kernel, see fused_adam.py.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import closing
 
 import torch
@@ -24,6 +25,7 @@ from torch.optim import Optimizer
 
 from memlab.memory_arithmetic.optimizers import chunk_limit
 from memlab.memory_timeline import in_main_memory
+from memlab.mixed_precision import fused_adam
 from memlab.mixed_precision.fitting import HALVES, Counters, keep_options, refuse_class, refuse_shared
 from memlab.mixed_precision.flat_group import ELEMENTWISE, Chunk, FlatGroup, FlatGroups
 from memlab.mixed_precision.gradient_block import GradientBlock
@@ -43,6 +45,7 @@ class MasterWeights(Optimizer):
       such as "16 MiB"; None: no limit. "auto": 64 MiB on a GPU, where each chunk costs launches; 4 MiB on a CPU, whose
       caches keep them until they are used. An elementwise optimizer of torch.optim steps what fits of a chunk as one
       vector: its for-loop's temporaries are two of a chunk, not of a parameter. With None it sees each parameter.
+      Adam and AdamW with fused=True make none on a GPU where Triton works: one kernel reads the 16-bit gradients.
 
     `param_groups` hold the model's own parameters, so schedulers, `zero_grad`, clipping and loss scalers find what they
     expect. `state[p]` holds the master, under "master", with the optimizer's states: both are made at a parameter's
@@ -80,6 +83,7 @@ class MasterWeights(Optimizer):
         self._blocks: dict[torch.device, GradientBlock] = {}
         self._counters = Counters()
         self._flats = FlatGroups()
+        self._kernels: dict[int, fused_adam.FusedAdam] = {}  # by a group's id
         super().__init__(self._inner.param_groups, self._inner.defaults)
         if any(group.get("differentiable") for group in self.param_groups):
             raise ValueError(
@@ -105,13 +109,34 @@ class MasterWeights(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if not getattr(self, "found_inf", False):
+        if not getattr(self, "found_inf", False) and self._step_by_kernel():
             self._counters.begin()
             self._flats.begin_step(self.state, self.chunk_bytes)
             with closing(self._brought()) as chunks:
                 keep_options(self._inner, [pair for chunk in chunks for pair in self._step_chunk(chunk)])
             self._counters.refuse(self._inner)
         return loss
+
+    def _step_by_kernel(self) -> bool:
+        """Step what `fused_adam` can step: its gradients are never widened. Returns whether others are left."""
+        self._done, stepped, left = frozenset(), [], False
+        if not self._rearranges:
+            return True
+        for group in self.param_groups:
+            asked = [p for p in group["params"] if p.grad is not None]
+            if not (asked and fused_adam.has_kernel(self._inner, group)):
+                left = left or bool(asked)
+                continue
+            kernel = self._kernels.setdefault(id(group), fused_adam.FusedAdam())
+            if not (all(self._versions.unchanged(kernel.params)) and kernel.holds(asked, self.state.get)):
+                kernel.begin(asked, lambda able, group=group: self._masters([(group, p) for p in able], flat=False)[1])
+            kernel.step(group, getattr(self, "grad_scale", None))
+            self._versions.wrote(kernel.params)
+            stepped.append(kernel.params)
+            left = left or len(kernel.params) < len(asked)
+        if left:
+            self._done = {id(p) for params in stepped for p in params}
+        return left
 
     def _brought(self) -> Iterator[Chunk]:
         """The chunks of `_chunks`, each when all that its step needs is where the masters are. Ends with the step."""
@@ -140,10 +165,10 @@ class MasterWeights(Optimizer):
         Those of a flat group stay together.
         """
         chunks, nbytes, most, device, place = [], 0, 0, None, {}
-        flat_group_of, has_gradient = self._flats.of, self._has_gradient
+        flat_group_of, has_gradient, done = self._flats.of, self._has_gradient, self._done
         for group in self.param_groups:
             for p in group["params"]:
-                if not has_gradient(p):
+                if id(p) in done or not has_gradient(p):
                     continue
                 flat = flat_group_of(p)
                 if flat in place:
@@ -251,12 +276,13 @@ class MasterWeights(Optimizer):
 
     # ---- masters
 
-    _keeps_masters = _refuses_wide = _makes_flat_groups = True
+    _keeps_masters = _refuses_wide = _rearranges = True
+    _done: Set[int] = frozenset()  # ids of parameters that the kernel has stepped
 
     @property
     def _can_be_flat(self) -> bool:
         """Whether parameters that begin may be stepped as one; not where what is made could not be written to later."""
-        wanted = self._makes_flat_groups and self.chunk_bytes is not None
+        wanted = self._rearranges and self.chunk_bytes is not None
         return wanted and type(self._inner) in ELEMENTWISE and not torch.is_inference_mode_enabled()
 
     def _needs_master(self, p: Tensor) -> bool:
@@ -275,14 +301,14 @@ class MasterWeights(Optimizer):
         """The gradient of a parameter that has one, in its own dtype, once its chunk is brought."""
         return p.grad
 
-    def _masters(self, chunk: Chunk) -> tuple[list[Tensor], list[dict]]:
+    def _masters(self, chunk: Chunk, *, flat: bool = True) -> tuple[list[Tensor], list[dict]]:
         """Their FP32 weights, up to date with what others wrote to them, and their states; made, where missing."""
         weights = [p for _, p in chunk]
         states, all_unchanged = list(map(self.state.get, weights)), self._versions.unchanged(weights)
         if all(all_unchanged) and all(state is not None and "master" in state for state in states):
             return [state["master"] for state in states], states
         begin = [its for its in chunk if self._needs_master(its[1]) and not self.state.get(its[1])]
-        masters, states, places = [], [], self._flats.places(begin if self._can_be_flat else [])
+        masters, states, places = [], [], self._flats.places(begin if flat and self._can_be_flat else [])
         for (group, p), unchanged in zip(chunk, all_unchanged, strict=True):
             state = self.state.get(p)  # now: a parameter may be given twice
             m = state.get("master") if state else None
@@ -397,6 +423,7 @@ class MasterWeights(Optimizer):
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
         self._versions, self._blocks, self._counters, self._flats = Versions(), {}, Counters(), FlatGroups()
+        self._kernels = {}
 
 
 def _in_order_of(m: Tensor, state: object) -> object:

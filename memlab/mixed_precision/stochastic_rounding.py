@@ -49,7 +49,7 @@ class StochasticRounding(MasterWeights):
     Raises what MasterWeights raises, and ValueError for FP16 parameters.
     """
 
-    _keeps_masters = _makes_flat_groups = False
+    _keeps_masters = _rearranges = False
 
     def __init__(
         self,

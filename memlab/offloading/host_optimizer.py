@@ -68,7 +68,7 @@ class OffloadedOptimizer(MasterWeights):
     middle of a step, load a state dict.
     """
 
-    _refuses_wide = _makes_flat_groups = False
+    _refuses_wide = _rearranges = False
 
     def __init__(
         self,

@@ -1,0 +1,181 @@
+"""Which parameters the kernel of `adam_kernel` steps: their gradients are never widened, and need no chunks.
+
+The optimizer's own step does the same for all others: in main memory, without Triton, of other classes and options.
+A GPU waits for Python's answers, so a parameter is looked at closely only when something of it is new.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain, compress
+from operator import attrgetter
+
+import torch
+from torch import Tensor, optim
+from torch._subclasses.fake_tensor import FakeTensor
+
+from memlab.memory_timeline import on_imagined_card
+from memlab.mixed_precision.adam_kernel import COLUMNS, Launch, addresses
+from memlab.mixed_precision.fitting import HALVES
+from memlab.mixed_precision.flat_group import all_same, is_dense
+
+KEPT = "master", "exp_avg", "exp_avg_sq", "step"
+"""What the state of a parameter holds."""
+
+
+def has_kernel(optimizer: optim.Optimizer, group: dict) -> bool:
+    """Whether the kernel can step a group of this optimizer: torch's own Adam or AdamW, fused, and without AMSGrad."""
+    return (
+        type(optimizer) in (optim.Adam, optim.AdamW)
+        and bool(group["fused"])
+        and not group["amsgrad"]
+        and not any(isinstance(option, Tensor) for option in (group["lr"], *group["betas"]))
+    )
+
+
+class FusedAdam:
+    """Steps of one group by the kernel. What it found of parameters holds until one of them is another.
+
+    params: those that it steps.
+    """
+
+    def __init__(self):
+        self.params: list[Tensor] = []
+        self._asked: list[Tensor] = []
+        self._ran: bool = False
+        self._looks: object = None
+        self._columns: list[list[Tensor]] = []  # of each parameter's state what KEPT names
+        self._values: list[object] = []  # all that is in the states
+        self._addresses: list[int] | None = None  # imagined tensors have none
+        self._launches: list[tuple[list[bool], Launch | None]] = []
+
+    def holds(self, asked: Sequence[Tensor], state_of: Callable[[Tensor], dict | None]) -> bool:
+        """Whether it can step as before. asked: the parameters with gradients; those in `params` lie where they did."""
+        return (
+            self._addresses is not None
+            and all_same(asked, self._asked)
+            and _runs_at(asked[0]) == self._ran
+            and _looks(asked) == self._looks
+            and all_same(_values(map(state_of, self.params)), self._values)
+            and addresses(chain(*self._columns)) == self._addresses
+        )
+
+    def begin(self, asked: list[Tensor], states_of: Callable[[list[Tensor]], list[dict]]) -> None:
+        """Find out what it can step. states_of: gives states, and makes a "master" where it is missing."""
+        once = len(set(map(id, asked))) == len(asked)  # else one launch would step a parameter twice at a time
+        able = [p for p in asked if once and can_step(p)]
+        states = states_of(able)
+        for state in states:
+            if state.keys() == {"master"}:
+                state.update(first_state(state["master"]))
+        fit = list(map(suits, able, states))
+        self.params, states = list(compress(able, fit)), list(compress(states, fit))
+        self._asked, self._ran, self._looks, self._values = asked, _runs_at(asked[0]), _looks(asked), _values(states)
+        self._columns = [[state[name] for state in states] for name in KEPT]
+        kinds = [(p.device, p.dtype, p.grad.dtype) for p in self.params]
+        self._launches = []
+        for kind in dict.fromkeys(kinds):
+            which = [its == kind for its in kinds]
+            columns = [list(compress(column, which)) for column in (self.params, *self._columns)]
+            self._launches.append((which, None if _is_fake(columns[0][0]) else Launch(*columns)))
+        self._addresses = None if any(map(_is_fake, asked)) else addresses(chain(*self._columns))
+
+    def step(self, group: dict, scale: Tensor | None) -> None:
+        """One step of `params`: moments, masters and weights, in place. The gradients stay as they are.
+
+        group: whose options they have. scale: the loss scale that gradients are divided by, of one element, or None.
+        """
+        gradients = [p.grad for p in self.params]
+        if gradients:
+            torch._foreach_add_(self._columns[-1], 1)
+        for which, launch in self._launches:
+            its = list(compress(gradients, which))
+            device = its[0].device
+            inverse = None if scale is None else scale.to(device, torch.float64).reciprocal().float()
+            if launch is None:  # imagined: only the table
+                torch.empty(COLUMNS, len(its), dtype=torch.int64, device=device)
+            else:
+                launch.run(group, its, inverse)
+        torch.autograd.graph.increment_version([*self.params, *self._columns[0]])
+
+
+def can_step(p: Tensor) -> bool:
+    """Whether the kernel can step a parameter with a gradient now: of 16 bits, on a GPU, both dense and of one order.
+
+    Not while CUDA records a graph: when that is replayed, gradients may be elsewhere.
+    """
+    gradient = p.grad
+    return (
+        p.dtype in HALVES
+        and _runs_at(p)
+        and gradient.layout is p.layout is torch.strided
+        and gradient.dtype in (*HALVES, torch.float32)
+        and gradient.stride() == p.stride()
+        and gradient.device == p.device
+        and is_dense(p)
+        and p.numel() > 0
+    )
+
+
+def _runs_at(p: Tensor) -> bool:
+    if _is_fake(p):
+        return p.is_cuda or on_imagined_card(p)  # where Triton is taken to be
+    if p.is_cuda:
+        return not torch.cuda.is_current_stream_capturing() and _works_on(p.device)
+    return os.environ.get("TRITON_INTERPRET") == "1" and p.dtype is torch.float16 and _works_on(p.device)
+
+
+@functools.cache
+def _works_on(device: torch.device) -> bool:
+    """Whether Triton steps 16 numbers there: it wants a C compiler, too."""
+    if importlib.util.find_spec("triton") is None:
+        return False
+    weight, gradient = (torch.zeros(16, dtype=torch.float16, device=device) for _ in range(2))
+    master, m, v, steps = (torch.zeros(16, device=device) for _ in range(4))
+    columns = [[tensor] for tensor in (weight, master, m, v, steps[0])]
+    try:
+        Launch(*columns).run(optim.AdamW([master]).defaults, [gradient], None)
+    except Exception as error:
+        warnings.warn(
+            f"expected Triton to work on {device}, found {type(error).__name__}: {error}; so PyTorch's kernels step on "
+            "masters, in more memory and time. Triton needs a C compiler, such as gcc",
+            stacklevel=2,
+        )
+        return False
+    return True
+
+
+def _is_fake(p: Tensor) -> bool:
+    return isinstance(p, FakeTensor)
+
+
+def first_state(master: Tensor) -> dict[str, Tensor]:
+    """What Adam begins with: a counter of steps, and moments of the master's shape and strides, all 0."""
+    moments = (torch.zeros_like(master, memory_format=torch.preserve_format) for _ in range(2))
+    return dict(zip(KEPT[1:], [*moments, torch.zeros((), device=master.device)], strict=True))
+
+
+def suits(p: Tensor, state: dict) -> bool:
+    """Whether a parameter's state holds what `first_state` makes, and a "master", with its own strides."""
+    *alike, steps = values = [state.get(name) for name in KEPT]
+    return (
+        all(isinstance(its, Tensor) and its.dtype is torch.float32 and its.device == p.device for its in values)
+        and all(its.shape == p.shape and its.stride() == p.stride() for its in alike)
+        and steps.dim() == 0
+    )
+
+
+def _values(states: Iterable[dict | None]) -> list[object]:
+    return [value for state in states for value in (state or {}).values()]
+
+
+def _looks(params: Sequence[Tensor]) -> object:
+    """Of what kind and layout gradients are; where some have no strides, what is equal to nothing."""
+    gradients = [p.grad for p in params]
+    if {torch.strided} != set(map(attrgetter("layout"), gradients)):
+        return float("nan")
+    return [list(map(of, gradients)) for of in (attrgetter("dtype"), Tensor.stride, Tensor.get_device)]

@@ -1,0 +1,399 @@
+"""Adam on masters as one kernel: near Adam in FP64, for every parameter that it can step, and for no other."""
+
+import copy
+import io
+import os
+import warnings
+
+import pytest
+import torch
+from torch import nn, optim
+
+from memlab.memory_arithmetic.optimizers import TABLE_ROW
+from memlab.memory_timeline import Meter, imagine
+from memlab.mixed_precision import LossScaler, MasterWeights, StochasticRounding, adam_kernel, fused_adam
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SHAPES = [(64, 33), (16,), (3000,), (5,), (2, 3, 7)]
+
+
+class InPyTorch:
+    """What the kernel does, op by op, where there is no Triton."""
+
+    def __init__(self, *columns):
+        self.columns = columns
+
+    def run(self, options, gradients, inverse_scale):
+        lr, decay, eps, beta1, beta2 = rounded_options(options)
+        for w, master, m, v, step, gradient in zip(*self.columns, gradients, strict=True):
+            g = gradient.float() * (1 if inverse_scale is None else inverse_scale)
+            g = -g if options["maximize"] else g
+            if options["decoupled_weight_decay"]:
+                master -= lr * decay * master
+            else:
+                g = g + decay * master
+            m.copy_(beta1 * m + (1 - beta1) * g)
+            v.copy_(beta2 * v + (1 - beta2) * g * g)
+            root = (v / (1 - beta2 ** step.double())).sqrt()
+            master -= lr / (1 - beta1 ** step.double()) * m / (root + eps)
+            w.detach().copy_(master)
+
+
+def rounded_options(options) -> list[float]:
+    """Of FP32's precision, as the kernel takes them."""
+    numbers = options["lr"], options["weight_decay"], options["eps"], *options["betas"]
+    return torch.tensor(numbers, dtype=FP32).double().tolist()
+
+
+@pytest.fixture(autouse=True)
+def kernel(request, monkeypatch):
+    """The kernel, on a GPU or interpreted; else what it does, op by op. Yields how many gradients each launch had."""
+    if DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        monkeypatch.setattr(fused_adam, "Launch", InPyTorch)
+        monkeypatch.setattr(fused_adam, "_runs_at", lambda p: not p.is_meta)
+    launches, run = [], fused_adam.Launch.run
+
+    def counted(self, options, gradients, inverse_scale):
+        launches.append(len(gradients))
+        run(self, options, gradients, inverse_scale)
+
+    monkeypatch.setattr(fused_adam.Launch, "run", counted)
+    fused_adam._works_on(torch.device(DEVICE))  # its trial, before we count
+    launches.clear()
+    return launches
+
+
+def parameters(dtype=FP16, shapes=SHAPES) -> list[nn.Parameter]:
+    return [nn.Parameter(torch.randn(shape).to(DEVICE, dtype)) for shape in shapes]
+
+
+def give_gradients(params, scale=1.0) -> None:
+    for p in params:
+        p.grad = torch.randn_like(p) * scale
+
+
+def in_fp64(kind, params, options):
+    """The class itself on FP64 weights, with options as the kernel takes them."""
+    wide = [nn.Parameter(p.detach().double()) for p in params]
+    numbers = kind(wide, **options).param_groups[0]
+    lr, weight_decay, eps, *betas = rounded_options(numbers)
+    return wide, kind(wide, **options | {"lr": lr, "weight_decay": weight_decay, "eps": eps, "betas": tuple(betas)})
+
+
+def assert_near(masters: MasterWeights, params, reference, wide) -> None:
+    """Weights, states and counters are those in FP64, but for a few roundings a step."""
+    for p, q in zip(params, wide, strict=True):
+        state, expected = masters.state[p], reference.state[q] | {"master": q.detach()}
+        assert state.keys() == expected.keys()
+        assert torch.equal(p, state["master"].to(p.dtype))
+        for name, value in expected.items():
+            largest = max(value.abs().max().item(), 1e-30)
+            assert state[name].dtype is FP32
+            torch.testing.assert_close(state[name].double(), value.double(), rtol=2e-6, atol=1e-6 * largest)
+
+
+OPTIONS = [
+    {},
+    {"weight_decay": 0.1, "maximize": True},
+    {"betas": (0.0, 0.5), "eps": 1e-3, "lr": 0.1},
+    {"weight_decay": 0},
+]
+
+
+@pytest.mark.parametrize("wide_gradients", [False, True])
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("kind", [optim.Adam, optim.AdamW])
+@pytest.mark.parametrize("dtype", [FP16, BF16] if DEVICE == "cuda" else [FP16])
+def test_a_step_is_adams(dtype, kind, options, wide_gradients, kernel):
+    params = parameters(dtype)
+    wide, reference = in_fp64(kind, params, options)
+    masters = MasterWeights(params, kind, fused=True, **options)
+    for step in range(5):
+        give_gradients(params, 10.0 ** -(step % 3))
+        for p, q in zip(params, wide, strict=True):
+            q.grad = p.grad.double()
+        if wide_gradients:
+            masters.widen_gradients()
+        masters.step()
+        reference.step()
+        assert_near(masters, params, reference, wide)
+        for p in params:
+            p.grad = None
+    assert kernel == [len(params)] * 5
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="compares two kernels on a GPU")
+@pytest.mark.parametrize("kind", [optim.Adam, optim.AdamW])
+def test_a_step_is_that_of_pytorchs_kernel_but_for_last_bits(kind):
+    params = parameters(BF16, [(1000, 1024), (77,)])
+    wide = [nn.Parameter(p.detach().float()) for p in params]
+    masters, reference = MasterWeights(params, kind, fused=True), kind(wide, fused=True)
+    for step in range(6):
+        give_gradients(params, 10.0 ** -(step % 3))
+        for p, q in zip(params, wide, strict=True):
+            q.grad = p.grad.float()
+        masters.step()
+        reference.step()
+        for p, q in zip(params, wide, strict=True):
+            found, expected = masters.state[p], reference.state[q] | {"master": q.detach()}
+            for name in ("master", "exp_avg", "exp_avg_sq"):
+                torch.testing.assert_close(found[name], expected[name], rtol=3e-7, atol=0)
+
+
+def test_the_scale_of_a_scaler_is_divided_out_in_fp32(kernel):
+    params, scale = parameters(), 2.0**12
+    wide, reference = in_fp64(optim.AdamW, params, {})
+    masters = MasterWeights(params, optim.AdamW, fused=True)
+    scaler = torch.amp.GradScaler(DEVICE, init_scale=scale)
+    scaler.scale(torch.ones((), device=DEVICE))
+    give_gradients(params)
+    for p, q in zip(params, wide, strict=True):
+        q.grad = p.grad.double() / scale
+    before = [p.grad.clone() for p in params]
+    scaler.step(masters)
+    reference.step()
+    assert_near(masters, params, reference, wide)
+    assert all(torch.equal(p.grad, g) for p, g in zip(params, before, strict=True))
+    params[1].grad[0] = torch.inf
+    kept = copy.deepcopy(masters.state[params[0]])
+    scaler.update()
+    scaler.step(masters)
+    assert all(torch.equal(value, kept[name]) for name, value in masters.state[params[0]].items())
+    assert kernel == [len(params)]
+
+
+def test_our_scaler_too(kernel):
+    model = nn.Linear(64, 32).to(DEVICE, FP16)
+    masters, scaler = MasterWeights(model.parameters(), optim.AdamW, fused=True), LossScaler(init_scale=2.0**4)
+    before = model.weight.detach().clone()
+    for _ in range(3):
+        scaler.scale(model(torch.randn(8, 64, device=DEVICE, dtype=FP16)).float().square().mean()).backward()
+        scaler.step(masters)
+        scaler.update()
+        masters.zero_grad()
+    assert kernel == [2] * 3 and not torch.equal(model.weight, before)
+
+
+def others():
+    """Parameters that the kernel cannot step, and a gradient of each."""
+    transposed = nn.Parameter(torch.randn(8, 4).to(DEVICE, FP16))
+    gapped = nn.Parameter(torch.randn(8, 8).to(DEVICE, FP16)[:, ::2])
+    return {
+        "of FP32": (nn.Parameter(torch.randn(16, device=DEVICE)), torch.randn(16, device=DEVICE)),
+        "of another order than its gradient": (transposed, torch.randn(4, 8).to(DEVICE, FP16).t()),
+        "with gaps": (gapped, torch.randn(8, 4).to(DEVICE, FP16)),
+        "empty": (nn.Parameter(torch.randn(0, 4).to(DEVICE, FP16)), torch.randn(0, 4).to(DEVICE, FP16)),
+    }
+
+
+@pytest.mark.parametrize("name", others())
+def test_what_the_kernel_cannot_step_the_optimizer_does_beside_it(name, kernel):
+    (other, gradient), params = others()[name], parameters(shapes=[(32,), (48,)])
+    params.insert(1, other)
+    wide = [nn.Parameter(p.detach().float()) for p in params]
+    masters, reference = MasterWeights(params, optim.AdamW, fused=True), optim.AdamW(wide, fused=True)
+    for _ in range(4):
+        give_gradients(params)
+        other.grad = gradient.clone()
+        for p, q in zip(params, wide, strict=True):
+            q.grad = p.grad.float().contiguous()
+        masters.step()
+        reference.step()
+    for p, q in zip(params, wide, strict=True):
+        torch.testing.assert_close(p.float(), q.to(p.dtype).float(), rtol=2e-3, atol=1e-6)
+    assert masters.state[other]["step"] == 4
+    assert kernel == [2] * 4
+
+
+def test_types_of_weights_and_gradients_have_launches_of_their_own(kernel):
+    if DEVICE == "cpu" and fused_adam.Launch is not InPyTorch:
+        pytest.skip("interpreted, Triton does not round to BF16")
+    params = parameters(FP16, [(16,), (5,)]) + parameters(BF16, [(7,), (32,), (4, 4)])
+    masters = MasterWeights(params, optim.AdamW, fused=True)
+    give_gradients(params)
+    masters.step()
+    assert kernel == [2, 3]
+    params[0].grad_dtype = None
+    params[0].grad = torch.randn(16, device=DEVICE)
+    masters.step()
+    assert kernel == [2, 3, 1, 1, 3]
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (optim.AdamW, {}),
+        (optim.AdamW, {"foreach": True}),
+        (optim.AdamW, {"fused": True, "amsgrad": True}),
+        (optim.AdamW, {"fused": True, "lr": torch.tensor(1e-3)}),
+        (optim.SGD, {"fused": True, "lr": 0.1}),
+        (type("Derived", (optim.AdamW,), {}), {"fused": True}),
+    ],
+)
+def test_other_optimizers_step_by_themselves(kind, options, kernel):
+    params = parameters()
+    masters = MasterWeights(params, kind, **options)
+    for _ in range(2):
+        give_gradients(params)
+        masters.step()
+    assert kernel == []
+    masters = StochasticRounding(parameters(BF16), optim.AdamW, fused=True)
+    give_gradients(masters.param_groups[0]["params"])
+    masters.step()
+    assert kernel == []
+
+
+def test_groups_have_options_of_their_own_and_schedules_reach_them(kernel):
+    slow, fast = parameters(), parameters()
+    masters = MasterWeights(
+        [{"params": slow, "lr": 0.0}, {"params": fast, "betas": (0.5, 0.9)}], optim.AdamW, fused=True, lr=0.1
+    )
+    schedule = optim.lr_scheduler.LambdaLR(masters, lambda step: 0.0 if step else 1.0)
+    for changed in (True, False):
+        before = [p.detach().clone() for p in fast]
+        give_gradients([*slow, *fast])
+        masters.step()
+        schedule.step()
+        assert all((not torch.equal(p, b)) == changed for p, b in zip(fast, before, strict=True))
+    assert kernel == [len(SHAPES)] * 4
+
+
+# ---- what it found holds until it is another
+
+
+def changes():
+    """What may happen between steps to a parameter's weight, gradient and states."""
+
+    def other_memory(masters, p):
+        p.data = p.data.clone()
+
+    def written(masters, p):
+        with torch.no_grad():
+            p.fill_(0.5)
+
+    def state_replaced(masters, p):
+        masters.state[p]["exp_avg"] = masters.state[p]["exp_avg"].clone()
+
+    def state_elsewhere(masters, p):
+        masters.state[p]["exp_avg"].data = masters.state[p]["exp_avg"].data.clone()
+
+    def states_gone(masters, p):
+        del masters.state[p]
+
+    def loaded(masters, p):
+        file = io.BytesIO()
+        torch.save(masters.state_dict(), file)
+        file.seek(0)
+        masters.load_state_dict(torch.load(file))
+
+    def without_gradient(masters, p):
+        p.grad = None
+
+    return [*locals().values()]
+
+
+@pytest.mark.parametrize("change", changes(), ids=lambda change: change.__name__)
+def test_a_change_is_seen(change, kernel):
+    """The same as an optimizer that was made anew with the same states, and has remembered nothing."""
+    params = parameters()
+    masters = MasterWeights(params, optim.AdamW, fused=True, lr=0.01)
+    for _ in range(2):
+        give_gradients(params)
+        masters.step()
+    give_gradients(params)
+    change(masters, params[2])
+    twins = [nn.Parameter(p.detach().clone()) for p in params]
+    anew = MasterWeights(twins, optim.AdamW, fused=True, lr=0.01)
+    for p, twin in zip(params, twins, strict=True):
+        anew.state[twin] = {name: value.clone() for name, value in masters.state.get(p, {}).items()}
+        twin.grad = None if p.grad is None else p.grad.clone()
+    anew.refresh()
+    masters.step()
+    anew.step()
+    for p, twin in zip(params, twins, strict=True):
+        assert torch.equal(p, twin)
+        assert all(torch.equal(value, anew.state[twin][name]) for name, value in masters.state[p].items())
+        assert torch.equal(p, masters.state[p]["master"].to(p.dtype))
+
+
+def test_weights_that_were_written_to_are_noticed_by_autograd():
+    params = parameters(shapes=[(16,)])
+    masters = MasterWeights(params, optim.AdamW, fused=True)
+    loss = (params[0] * params[0]).sum()
+    give_gradients(params)
+    masters.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_parameter_given_twice_is_left_to_the_optimizer(kernel):
+    params = parameters(shapes=[(16,), (32,)])
+    masters = MasterWeights(params, optim.AdamW, fused=True)
+    masters.param_groups[0]["params"].append(params[0])
+    give_gradients(params)
+    masters.step()
+    assert kernel == []
+
+
+def test_states_go_on_in_an_optimizer_without_the_kernel_and_come_back(kernel, monkeypatch):
+    params = parameters()
+    wide, reference = in_fp64(optim.AdamW, params, {})
+    masters, runs_at = MasterWeights(params, optim.AdamW, fused=True), fused_adam._runs_at
+    for step in range(6):
+        monkeypatch.setattr(fused_adam, "_runs_at", runs_at if step % 2 else lambda p: False)
+        give_gradients(params)
+        for p, q in zip(params, wide, strict=True):
+            q.grad = p.grad.double()
+        masters.step()
+        reference.step()
+    assert kernel == [len(params)] * 3
+    for p, q in zip(params, wide, strict=True):
+        assert masters.state[p]["step"] == 6
+        torch.testing.assert_close(masters.state[p]["master"].double(), q.detach(), rtol=1e-4, atol=1e-5)
+
+
+# ---- bytes
+
+
+@pytest.mark.parametrize("steps_before", [0, 1])
+def test_on_an_imagined_card_a_step_makes_its_states_a_table_and_no_gradient(steps_before):
+    with imagine("H100-80GB"):
+        params = [nn.Parameter(torch.zeros(2**22, dtype=BF16)) for _ in range(10)]
+        masters = MasterWeights(params, optim.AdamW, fused=True)
+        for _ in range(steps_before + 1):
+            for p in params:
+                p.grad = torch.zeros_like(p)
+            with Meter(nn.ParameterList(params), masters) as meter:
+                masters.step()
+    weights_and_gradients, states = 10 * 4 * 2**22, 10 * (12 * 2**22 + 4)
+    assert meter.timeline.peak_bytes == weights_and_gradients + states + 10 * TABLE_ROW
+
+
+# ---- without Triton
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="the trial is of a machine's own")
+def test_where_triton_fails_its_trial_says_so_once_and_the_optimizer_steps(monkeypatch):
+    class Broken:
+        def __init__(self, *columns):
+            pass
+
+        def run(self, *_):
+            raise RuntimeError("Failed to find C compiler")
+
+    monkeypatch.setattr(fused_adam, "Launch", Broken)
+    monkeypatch.setattr(fused_adam.importlib.util, "find_spec", lambda name: True)
+    works_on = fused_adam._works_on.__wrapped__
+    with pytest.warns(
+        UserWarning, match="expected Triton to work on cpu, found RuntimeError: Failed to find C compiler"
+    ):
+        assert not works_on(torch.device("cpu"))
+    monkeypatch.setattr(fused_adam.importlib.util, "find_spec", lambda name: None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not works_on(torch.device("cpu"))
+
+
+def test_importing_the_pages_imports_no_triton():
+    assert adam_kernel.tl is None or DEVICE == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
