@@ -1,9 +1,11 @@
 """Adam on masters as one kernel: near Adam in FP64, for every parameter that it can step, and for no other."""
 
 import copy
+import gc
 import io
 import os
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -19,10 +21,10 @@ SHAPES = [(64, 33), (16,), (3000,), (5,), (2, 3, 7)]
 
 
 class InPyTorch:
-    """What the kernel does, op by op, where there is no Triton."""
+    """What the kernel does, op by op, where there is no Triton: it writes where tensors were, and no version counts."""
 
     def __init__(self, *columns):
-        self.columns = columns
+        self.columns = [[tensor.data for tensor in column] for column in columns]
 
     def run(self, options, gradients, inverse_scale):
         lr, decay, eps, beta1, beta2 = rounded_options(options)
@@ -37,7 +39,7 @@ class InPyTorch:
             v.copy_(beta2 * v + (1 - beta2) * g * g)
             root = (v / (1 - beta2 ** step.double())).sqrt()
             master -= lr / (1 - beta1 ** step.double()) * m / (root + eps)
-            w.detach().copy_(master)
+            w.copy_(master)
 
 
 def rounded_options(options) -> list[float]:
@@ -182,7 +184,7 @@ def others():
     return {
         "of FP32": (nn.Parameter(torch.randn(16, device=DEVICE)), torch.randn(16, device=DEVICE)),
         "of another order than its gradient": (transposed, torch.randn(4, 8).to(DEVICE, FP16).t()),
-        "with gaps": (gapped, torch.randn(8, 4).to(DEVICE, FP16)),
+        "with gaps": (gapped, torch.randn(8, 8).to(DEVICE, FP16)[:, ::2]),
         "empty": (nn.Parameter(torch.randn(0, 4).to(DEVICE, FP16)), torch.randn(0, 4).to(DEVICE, FP16)),
     }
 
@@ -315,6 +317,106 @@ def test_a_change_is_seen(change, kernel):
         assert torch.equal(p, twin)
         assert all(torch.equal(value, anew.state[twin][name]) for name, value in masters.state[p].items())
         assert torch.equal(p, masters.state[p]["master"].to(p.dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, BF16])
+def test_counters_are_of_fp32_whatever_the_default_dtype(dtype, kernel):
+    """As in torch's fused Adam: a counter in BF16 would stop at 256."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        params = parameters()
+        masters = MasterWeights(params, optim.AdamW, fused=True)
+        plain = MasterWeights(parameters(), optim.AdamW)
+        for optimizer in (masters, plain):
+            give_gradients(optimizer.param_groups[0]["params"])
+            optimizer.step()
+    finally:
+        torch.set_default_dtype(before)
+    assert kernel == [len(params)]
+    assert {value.dtype for state in masters.state.values() for value in state.values()} == {FP32}
+    assert {state["master"].dtype for state in plain.state.values()} == {FP32}
+
+
+def test_weights_that_went_away_and_came_back_elsewhere_are_found(kernel):
+    """A model that is moved out of a GPU's memory and in again by its storages: their tensors are the same."""
+    params = parameters(shapes=[(4096,)])
+    masters = MasterWeights(params, optim.AdamW, fused=True)
+    give_gradients(params)
+    masters.step()
+    storage = params[0].untyped_storage()
+    kept, nbytes = params[0].detach().clone(), storage.nbytes()
+    storage.resize_(0)
+    between = [torch.zeros(nbytes, dtype=torch.uint8, device=DEVICE) for _ in range(64)]  # one of them where it was
+    storage.resize_(nbytes)
+    params[0].data.copy_(kept)
+    give_gradients(params)
+    masters.step()
+    assert torch.equal(params[0], masters.state[params[0]]["master"].to(FP16))
+    assert not any(block.any() for block in between)
+
+
+def test_rows_that_are_cut_off_are_left_alone():
+    params = parameters(shapes=[(64, 16)])
+    masters = MasterWeights(params, optim.AdamW, fused=True)
+    give_gradients(params)
+    masters.step()
+    whole = params[0].data
+    before = whole.clone()
+    params[0].grad = None
+    params[0].data = whole[:48]
+    give_gradients(params)
+    with pytest.raises(RuntimeError):
+        masters.step()  # masters and states have other rows
+    assert torch.equal(whole[48:], before[48:])
+
+
+@pytest.mark.parametrize("of", ["zero", "negative"])
+def test_gradients_that_are_not_where_they_say_are_left_to_the_optimizer(of, kernel):
+    params = parameters(shapes=[(16,), (32,)])
+    masters = MasterWeights(params, optim.AdamW, fused=True)
+    give_gradients(params)
+    masters.step()
+    zeros = torch._efficientzerotensor((16,), device=DEVICE, dtype=FP16)
+    params[0].grad = zeros if of == "zero" else torch._neg_view(torch.ones(16, device=DEVICE, dtype=FP16))
+    masters.state[params[0]]["exp_avg"].zero_()
+    before = masters.state[params[0]]["master"].clone()
+    masters.step()
+    assert kernel == [2, 1]
+    decayed = before * (1 - 1e-3 * 0.01)
+    assert (masters.state[params[0]]["master"] > decayed).all() == (of == "negative")
+
+
+def test_what_the_kernel_no_longer_steps_it_does_not_keep():
+    first, second = parameters(), parameters()
+    masters = MasterWeights([{"params": first}, {"params": second}], optim.AdamW, fused=True)
+    give_gradients([*first, *second])
+    masters.step()
+    alive = [weakref.ref(masters.state[p]["exp_avg"].untyped_storage()) for p in first]
+    del masters.param_groups[0]
+    for p in first:
+        del masters.state[p]
+    masters.step()
+    gc.collect()
+    assert not any(ref() for ref in alive)
+    alive = [weakref.ref(masters.state[p]["exp_avg"].untyped_storage()) for p in second]
+    masters.param_groups[0]["fused"] = False
+    masters.step()
+    masters.step()
+    masters.state.clear()
+    masters.step()
+    gc.collect()
+    assert not any(ref() for ref in alive)
+
+
+def test_another_parameter_with_the_only_gradient_is_stepped():
+    params = parameters(shapes=[(16,), (16,)])
+    masters = MasterWeights(params, optim.AdamW, fused=True)
+    for i in (0, 1, 0):
+        before = [p.detach().clone() for p in params]
+        params[i].grad, params[1 - i].grad = torch.ones_like(params[i]), None
+        masters.step()
+        assert torch.equal(params[1 - i], before[1 - i]) and not torch.equal(params[i], before[i])
 
 
 def test_weights_that_were_written_to_are_noticed_by_autograd():

@@ -41,11 +41,10 @@ def can_be_flat(p: Tensor) -> bool:
     parameter were not left alone, the last bit of an element would depend on what lies beside it.
     """
     plain = type(p.detach()) in (Tensor, FakeTensor) and p.layout is torch.strided
-    return plain and p.numel() > 0 and p.numel() % VECTOR == 0 and is_dense(p)
+    return plain and p.numel() > 0 and p.numel() % VECTOR == 0 and _is_dense(p)
 
 
-def is_dense(p: Tensor) -> bool:
-    """Whether its elements fill its memory without a gap, in whatever order of dimensions."""
+def _is_dense(p: Tensor) -> bool:
     expected = 1
     for stride, size in sorted(zip(p.stride(), p.shape, strict=True)):
         if size != 1 and stride != expected:
@@ -130,7 +129,9 @@ class FlatGroups:
         for its in fit.values():
             if len(its) > 1:
                 numel, device = sum(map(Tensor.numel, its.values())), next(iter(its.values())).device
-                places |= zip(its, views_in(torch.empty(numel, device=device), its.values()), strict=True)
+                places |= zip(
+                    its, views_in(torch.empty(numel, dtype=torch.float32, device=device), its.values()), strict=True
+                )
         return places
 
     def begin(self, chunk: Chunk, states: list[dict]) -> None:

@@ -21,8 +21,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from memlab.memory_timeline import on_imagined_card
 from memlab.mixed_precision.adam_kernel import COLUMNS, Launch, addresses
 from memlab.mixed_precision.fitting import HALVES
-from memlab.mixed_precision.flat_group import all_same, is_dense
+from memlab.mixed_precision.flat_group import all_same
 
+PLAIN = {Tensor, FakeTensor}
+"""Types of tensors that lie where they say."""
 KEPT = "master", "exp_avg", "exp_avg_sq", "step"
 """What the state of a parameter holds."""
 
@@ -33,20 +35,22 @@ def has_kernel(optimizer: optim.Optimizer, group: dict) -> bool:
         type(optimizer) in (optim.Adam, optim.AdamW)
         and bool(group["fused"])
         and not group["amsgrad"]
-        and not any(isinstance(option, Tensor) for option in (group["lr"], *group["betas"]))
+        and not any(isinstance(group[name], Tensor) for name in ("lr", "weight_decay", "eps"))
+        and not any(isinstance(beta, Tensor) for beta in group["betas"])
     )
 
 
 class FusedAdam:
     """Steps of one group by the kernel. What it found of parameters holds until one of them is another.
 
-    params: those that it steps.
+    group: whose options they have. params: those that it steps.
     """
 
-    def __init__(self):
+    def __init__(self, group: dict):
+        self._group = group
         self.params: list[Tensor] = []
         self._asked: list[Tensor] = []
-        self._ran: bool = False
+        self._ran: list[bool] = []
         self._looks: object = None
         self._columns: list[list[Tensor]] = []  # of each parameter's state what KEPT names
         self._values: list[object] = []  # all that is in the states
@@ -54,18 +58,22 @@ class FusedAdam:
         self._launches: list[tuple[list[bool], Launch | None]] = []
 
     def holds(self, asked: Sequence[Tensor], state_of: Callable[[Tensor], dict | None]) -> bool:
-        """Whether it can step as before. asked: the parameters with gradients; those in `params` lie where they did."""
+        """Whether it can step as before. asked: those with gradients. Nobody has written to those in `params`."""
         return (
             self._addresses is not None
             and all_same(asked, self._asked)
-            and _runs_at(asked[0]) == self._ran
+            and self._runs(asked) == self._ran
             and _looks(asked) == self._looks
             and all_same(_values(map(state_of, self.params)), self._values)
-            and addresses(chain(*self._columns)) == self._addresses
+            and addresses(chain(self.params, *self._columns)) == self._addresses
         )
+
+    def _runs(self, asked: Sequence[Tensor]) -> list[bool]:
+        return list(map(_runs_at, (asked[0], *self.params[:1])))
 
     def begin(self, asked: list[Tensor], states_of: Callable[[list[Tensor]], list[dict]]) -> None:
         """Find out what it can step. states_of: gives states, and makes a "master" where it is missing."""
+        self._addresses = None
         once = len(set(map(id, asked))) == len(asked)  # else one launch would step a parameter twice at a time
         able = [p for p in asked if once and can_step(p)]
         states = states_of(able)
@@ -74,7 +82,7 @@ class FusedAdam:
                 state.update(first_state(state["master"]))
         fit = list(map(suits, able, states))
         self.params, states = list(compress(able, fit)), list(compress(states, fit))
-        self._asked, self._ran, self._looks, self._values = asked, _runs_at(asked[0]), _looks(asked), _values(states)
+        self._asked, self._ran, self._looks, self._values = asked, self._runs(asked), _looks(asked), _values(states)
         self._columns = [[state[name] for state in states] for name in KEPT]
         kinds = [(p.device, p.dtype, p.grad.dtype) for p in self.params]
         self._launches = []
@@ -82,12 +90,13 @@ class FusedAdam:
             which = [its == kind for its in kinds]
             columns = [list(compress(column, which)) for column in (self.params, *self._columns)]
             self._launches.append((which, None if _is_fake(columns[0][0]) else Launch(*columns)))
-        self._addresses = None if any(map(_is_fake, asked)) else addresses(chain(*self._columns))
+        if not any(map(_is_fake, asked)):
+            self._addresses = addresses(chain(self.params, *self._columns))
 
-    def step(self, group: dict, scale: Tensor | None) -> None:
+    def step(self, scale: Tensor | None) -> None:
         """One step of `params`: moments, masters and weights, in place. The gradients stay as they are.
 
-        group: whose options they have. scale: the loss scale that gradients are divided by, of one element, or None.
+        scale: the loss scale that gradients are divided by, of one element; None for none.
         """
         gradients = [p.grad for p in self.params]
         if gradients:
@@ -99,12 +108,12 @@ class FusedAdam:
             if launch is None:  # imagined: only the table
                 torch.empty(COLUMNS, len(its), dtype=torch.int64, device=device)
             else:
-                launch.run(group, its, inverse)
+                launch.run(self._group, its, inverse)
         torch.autograd.graph.increment_version([*self.params, *self._columns[0]])
 
 
 def can_step(p: Tensor) -> bool:
-    """Whether the kernel can step a parameter with a gradient now: of 16 bits, on a GPU, both dense and of one order.
+    """Whether the kernel can step a parameter with a gradient now: of 16 bits, on a GPU, both of the same strides.
 
     Not while CUDA records a graph: when that is replayed, gradients may be elsewhere.
     """
@@ -112,11 +121,13 @@ def can_step(p: Tensor) -> bool:
     return (
         p.dtype in HALVES
         and _runs_at(p)
+        and {type(p.detach()), type(gradient)} <= PLAIN
         and gradient.layout is p.layout is torch.strided
         and gradient.dtype in (*HALVES, torch.float32)
+        and gradient.shape == p.shape
         and gradient.stride() == p.stride()
         and gradient.device == p.device
-        and is_dense(p)
+        and not (gradient.is_neg() or gradient._is_zerotensor())  # which say so, and keep other numbers, or none
         and p.numel() > 0
     )
 
@@ -135,10 +146,12 @@ def _works_on(device: torch.device) -> bool:
     if importlib.util.find_spec("triton") is None:
         return False
     weight, gradient = (torch.zeros(16, dtype=torch.float16, device=device) for _ in range(2))
-    master, m, v, steps = (torch.zeros(16, device=device) for _ in range(4))
+    master, m, v, steps = (torch.zeros(16, dtype=torch.float32, device=device) for _ in range(4))
     columns = [[tensor] for tensor in (weight, master, m, v, steps[0])]
     try:
         Launch(*columns).run(optim.AdamW([master]).defaults, [gradient], None)
+    except torch.OutOfMemoryError:
+        raise  # which says nothing of Triton
     except Exception as error:
         warnings.warn(
             f"expected Triton to work on {device}, found {type(error).__name__}: {error}; so PyTorch's kernels step on "
@@ -156,14 +169,17 @@ def _is_fake(p: Tensor) -> bool:
 def first_state(master: Tensor) -> dict[str, Tensor]:
     """What Adam begins with: a counter of steps, and moments of the master's shape and strides, all 0."""
     moments = (torch.zeros_like(master, memory_format=torch.preserve_format) for _ in range(2))
-    return dict(zip(KEPT[1:], [*moments, torch.zeros((), device=master.device)], strict=True))
+    return dict(zip(KEPT[1:], [*moments, torch.zeros((), dtype=torch.float32, device=master.device)], strict=True))
 
 
 def suits(p: Tensor, state: dict) -> bool:
-    """Whether a parameter's state holds what `first_state` makes, and a "master", with its own strides."""
+    """Whether a parameter's state holds what `first_state` makes, and a "master", with its own strides.
+
+    Masters are dense, so a parameter with gaps has none such.
+    """
     *alike, steps = values = [state.get(name) for name in KEPT]
     return (
-        all(isinstance(its, Tensor) and its.dtype is torch.float32 and its.device == p.device for its in values)
+        all(type(its) in PLAIN and its.dtype is torch.float32 and its.device == p.device for its in values)
         and all(its.shape == p.shape and its.stride() == p.stride() for its in alike)
         and steps.dim() == 0
     )
@@ -174,8 +190,9 @@ def _values(states: Iterable[dict | None]) -> list[object]:
 
 
 def _looks(params: Sequence[Tensor]) -> object:
-    """Of what kind and layout gradients are; where some have no strides, what is equal to nothing."""
+    """Of what kind, size and layout gradients are; where some have no strides, what is equal to nothing."""
     gradients = [p.grad for p in params]
     if {torch.strided} != set(map(attrgetter("layout"), gradients)):
         return float("nan")
-    return [list(map(of, gradients)) for of in (attrgetter("dtype"), Tensor.stride, Tensor.get_device)]
+    of = type, attrgetter("dtype"), Tensor.numel, Tensor.stride, Tensor.get_device, Tensor.is_neg, Tensor._is_zerotensor
+    return [list(map(Tensor.numel, params)), *(list(map(one, gradients)) for one in of)]

@@ -119,23 +119,23 @@ class MasterWeights(Optimizer):
 
     def _step_by_kernel(self) -> bool:
         """Step what `fused_adam` can step: its gradients are never widened. Returns whether others are left."""
-        self._done, stepped, left = frozenset(), [], False
-        if not self._rearranges:
-            return True
-        for group in self.param_groups:
+        self._done, kernels, left = frozenset(), {}, not self._rearranges
+        for group in self.param_groups if self._rearranges else ():
             asked = [p for p in group["params"] if p.grad is not None]
             if not (asked and fused_adam.has_kernel(self._inner, group)):
                 left = left or bool(asked)
                 continue
-            kernel = self._kernels.setdefault(id(group), fused_adam.FusedAdam())
+            kernel = kernels[id(group)] = self._kernels.get(id(group)) or fused_adam.FusedAdam(group)
             if not (all(self._versions.unchanged(kernel.params)) and kernel.holds(asked, self.state.get)):
                 kernel.begin(asked, lambda able, group=group: self._masters([(group, p) for p in able], flat=False)[1])
-            kernel.step(group, getattr(self, "grad_scale", None))
-            self._versions.wrote(kernel.params)
-            stepped.append(kernel.params)
             left = left or len(kernel.params) < len(asked)
+        self._kernels = kernels  # what others held goes
+        for kernel in kernels.values():
+            kernel.step(getattr(self, "grad_scale", None))
+        for kernel in kernels.values():
+            self._versions.wrote(kernel.params)
         if left:
-            self._done = {id(p) for params in stepped for p in params}
+            self._done = {id(p) for kernel in kernels.values() for p in kernel.params}
         return left
 
     def _brought(self) -> Iterator[Chunk]:
