@@ -10,9 +10,10 @@ import functools
 import importlib.util
 import os
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain, compress
 from operator import attrgetter
+from weakref import ref
 
 import torch
 from torch import Tensor, optim
@@ -50,26 +51,35 @@ class FusedAdam:
         self._group = group
         self.params: list[Tensor] = []
         self._asked: list[Tensor] = []
-        self._ran: list[bool] = []
+        self._gradients: list[Tensor] = []  # for the coming step
+        self._mine: list[bool] = []  # of those asked
+        self._runs: list[bool] = []
         self._looks: object = None
         self._columns: list[list[Tensor]] = []  # of each parameter's state what KEPT names
         self._values: list[object] = []  # all that is in the states
         self._addresses: list[int] | None = None  # imagined tensors have none
         self._launches: list[tuple[list[bool], Launch | None]] = []
+        self._versions: list[int] = []  # of the weights, when their step ended
+        self._storages: list[ref] = []
 
-    def holds(self, asked: Sequence[Tensor], state_of: Callable[[Tensor], dict | None]) -> bool:
-        """Whether it can step as before. asked: those with gradients. Nobody has written to those in `params`."""
+    def holds(self, asked: list[Tensor], gradients: list[Tensor], states: Mapping[Tensor, dict]) -> bool:
+        """Whether it can step as before. asked: the parameters that have these gradients. states: the optimizer's."""
+        self._gradients = gradients
         return (
             self._addresses is not None
             and all_same(asked, self._asked)
-            and self._runs(asked) == self._ran
-            and _looks(asked) == self._looks
-            and all_same(_values(map(state_of, self.params)), self._values)
+            and _runs(asked, self.params) == self._runs
+            and _looks(gradients) == self._looks
+            and list(map(attrgetter("_version"), self.params)) == self._versions
+            and all_same(list(map(Tensor.untyped_storage, self.params)), [storage() for storage in self._storages])
+            and all_same(_values(map(states.get, self.params)), self._values)
             and addresses(chain(self.params, *self._columns)) == self._addresses
         )
 
-    def _runs(self, asked: Sequence[Tensor]) -> list[bool]:
-        return list(map(_runs_at, (asked[0], *self.params[:1])))
+    def unwritten(self) -> list[Tensor]:
+        """The parameters that are as its last step left them: nobody wrote to them, or gave them other memory."""
+        left = zip(self.params, self._versions, self._storages, strict=False)  # none is left before a step
+        return [p for p, version, storage in left if p._version == version and p.untyped_storage() is storage()]
 
     def begin(self, asked: list[Tensor], states_of: Callable[[list[Tensor]], list[dict]]) -> None:
         """Find out what it can step. states_of: gives states, and makes a "master" where it is missing."""
@@ -82,7 +92,10 @@ class FusedAdam:
                 state.update(first_state(state["master"]))
         fit = list(map(suits, able, states))
         self.params, states = list(compress(able, fit)), list(compress(states, fit))
-        self._asked, self._ran, self._looks, self._values = asked, self._runs(asked), _looks(asked), _values(states)
+        mine = set(map(id, self.params))
+        self._asked, self._mine = asked, [id(p) in mine for p in asked]
+        self._versions, self._storages = [], [ref(p.untyped_storage()) for p in self.params]
+        self._runs, self._looks, self._values = _runs(asked, self.params), _looks(self._gradients), _values(states)
         self._columns = [[state[name] for state in states] for name in KEPT]
         kinds = [(p.device, p.dtype, p.grad.dtype) for p in self.params]
         self._launches = []
@@ -98,7 +111,7 @@ class FusedAdam:
 
         scale: the loss scale that gradients are divided by, of one element; None for none.
         """
-        gradients = [p.grad for p in self.params]
+        gradients, self._gradients = list(compress(self._gradients, self._mine)), []
         if gradients:
             torch._foreach_add_(self._columns[-1], 1)
         for which, launch in self._launches:
@@ -109,7 +122,11 @@ class FusedAdam:
                 torch.empty(COLUMNS, len(its), dtype=torch.int64, device=device)
             else:
                 launch.run(self._group, its, inverse)
-        torch.autograd.graph.increment_version([*self.params, *self._columns[0]])
+        torch.autograd.graph.increment_version(self.params)
+
+    def end(self) -> None:
+        """All groups have stepped: note how the weights are left."""
+        self._versions = list(map(attrgetter("_version"), self.params))
 
 
 def can_step(p: Tensor) -> bool:
@@ -186,13 +203,16 @@ def suits(p: Tensor, state: dict) -> bool:
 
 
 def _values(states: Iterable[dict | None]) -> list[object]:
-    return [value for state in states for value in (state or {}).values()]
+    return list(chain.from_iterable(map(dict.values, [state or {} for state in states])))
 
 
-def _looks(params: Sequence[Tensor]) -> object:
+def _runs(asked: Sequence[Tensor], params: Sequence[Tensor]) -> list[bool]:
+    return list(map(_runs_at, (*asked[:1], *params[:1])))
+
+
+def _looks(gradients: Sequence[Tensor]) -> object:
     """Of what kind, size and layout gradients are; where some have no strides, what is equal to nothing."""
-    gradients = [p.grad for p in params]
     if {torch.strided} != set(map(attrgetter("layout"), gradients)):
         return float("nan")
-    of = type, attrgetter("dtype"), Tensor.numel, Tensor.stride, Tensor.get_device, Tensor.is_neg, Tensor._is_zerotensor
-    return [list(map(Tensor.numel, params)), *(list(map(one, gradients)) for one in of)]
+    of = type, attrgetter("dtype"), Tensor.numel, Tensor.stride, Tensor.get_device
+    return [list(map(one, gradients)) for one in of]

@@ -18,6 +18,7 @@ import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Set
 from contextlib import closing
+from itertools import compress
 
 import torch
 from torch import Tensor
@@ -121,19 +122,22 @@ class MasterWeights(Optimizer):
         """Step what `fused_adam` can step: its gradients are never widened. Returns whether others are left."""
         self._done, kernels, left = frozenset(), {}, not self._rearranges
         for group in self.param_groups if self._rearranges else ():
-            asked = [p for p in group["params"] if p.grad is not None]
+            gradients = [p.grad for p in group["params"]]
+            has_one = [gradient is not None for gradient in gradients]
+            asked, gradients = list(compress(group["params"], has_one)), list(compress(gradients, has_one))
             if not (asked and fused_adam.has_kernel(self._inner, group)):
                 left = left or bool(asked)
                 continue
             kernel = kernels[id(group)] = self._kernels.get(id(group)) or fused_adam.FusedAdam(group)
-            if not (all(self._versions.unchanged(kernel.params)) and kernel.holds(asked, self.state.get)):
+            if not kernel.holds(asked, gradients, self.state):
+                self._versions.wrote(kernel.unwritten())
                 kernel.begin(asked, lambda able, group=group: self._masters([(group, p) for p in able], flat=False)[1])
             left = left or len(kernel.params) < len(asked)
         self._kernels = kernels  # what others held goes
         for kernel in kernels.values():
             kernel.step(getattr(self, "grad_scale", None))
         for kernel in kernels.values():
-            self._versions.wrote(kernel.params)
+            kernel.end()
         if left:
             self._done = {id(p) for kernel in kernels.values() for p in kernel.params}
         return left
