@@ -61,7 +61,7 @@ def kernel(request, monkeypatch):
         run(self, options, gradients, inverse_scale)
 
     monkeypatch.setattr(fused_adam.Launch, "run", counted)
-    fused_adam._works_on(torch.device(DEVICE))  # its trial, before we count
+    fused_adam._works_on(torch.zeros(1, device=DEVICE).device)  # its trial, before we count
     launches.clear()
     return launches
 
@@ -92,7 +92,7 @@ def assert_near(masters: MasterWeights, params, reference, wide) -> None:
         for name, value in expected.items():
             largest = max(value.abs().max().item(), 1e-30)
             assert state[name].dtype is FP32
-            torch.testing.assert_close(state[name].double(), value.double(), rtol=2e-6, atol=1e-6 * largest)
+            torch.testing.assert_close(state[name].double(), value.double().to(DEVICE), rtol=2e-6, atol=1e-6 * largest)
 
 
 OPTIONS = [

@@ -403,13 +403,13 @@ def dtensor_ranks(rank):
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-    found = {"ours": [], "torch": [], "skipped": []}
+    found, mesh = {"ours": [], "torch": [], "skipped": []}, init_device_mesh("cpu", (2,))
     bad = INF if rank == 1 else 1.0
     for name, scaler in zip(found, scalers(init_scale=8.0), strict=False):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
         for module in (model[0], model):
-            fully_shard(module)
+            fully_shard(module, mesh=mesh)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for planted in (1.0, bad, 1.0):
             scaler.scale(model(torch.full((2, 4), rank + 1.0)).sum()).backward()
@@ -418,7 +418,7 @@ def dtensor_ranks(rank):
             scaler.update()
             optimizer.zero_grad()
             found[name].append((scaler.get_scale(), [p.full_tensor().tolist() for p in model.parameters()]))
-    mesh, scaler = init_device_mesh("cpu", (2,)), LossScaler(8.0)
+    scaler = LossScaler(8.0)
     whole, split = (nn.Parameter(distribute_tensor(torch.ones(4), mesh, [way])) for way in (Replicate(), Shard(0)))
     optimizer = torch.optim.SGD([whole, split, *model.parameters()], lr=0.1)
     for in_loss, in_whole, in_both in ((1.0, 1.0, 1.0), (bad, 1.0, 1.0), (1.0, bad, 1.0), (1.0, 1.0, INF)):
