@@ -16,7 +16,7 @@ from memlab.mixed_precision import LossScaler, MasterWeights
 from memlab.mixed_precision.flat_group import views_in
 
 SHORT = 8
-"""Times the rounds of steps that a GPU takes under a millisecond for, of which Python's whims are a larger part."""
+"""How many times the rounds, for steps that are short on a GPU: chance is a larger part of their time."""
 
 
 def loss_scaling(device: str, rounds: int) -> list[tuple]:
