@@ -12,13 +12,19 @@ import torch
 from torch import nn, optim
 
 from memlab.memory_timeline import Meter
-from memlab.mixed_precision import MasterWeights, StochasticRounding
+from memlab.mixed_precision import MasterWeights, StochasticRounding, adam_in_c
 from memlab.mixed_precision.flat_group import ELEMENTWISE, FlatGroup, can_be_flat, can_be_together
 from memlab.offloading import OffloadedOptimizer
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SHAPES = [(4, 8), (5,), (16,), (2, 3, 16), (), (0,), (33, 3), (64,)]  # four of them fill vectors
 FLAT = [0, 2, 3, 7]
+
+
+@pytest.fixture(autouse=True)
+def without_a_compiler(monkeypatch):
+    """Else one kernel steps fused Adam's parameters, and no group does."""
+    monkeypatch.setattr(adam_in_c, "works", lambda *types: False)
 
 
 class OneByOne(MasterWeights):

@@ -1,6 +1,10 @@
-"""Adam on masters as one kernel: near Adam in FP64, for every parameter that it can step, and for no other."""
+"""Adam on masters as one kernel: near Adam in FP64, for every parameter that it can step, and for no other.
+
+The kernel is Triton's on a GPU (or interpreted, with TRITON_INTERPRET=1), and else the one in C.
+"""
 
 import copy
+import functools
 import gc
 import io
 import os
@@ -13,56 +17,37 @@ from torch import nn, optim
 
 from memlab.memory_arithmetic.optimizers import TABLE_ROW
 from memlab.memory_timeline import Meter, imagine
-from memlab.mixed_precision import LossScaler, MasterWeights, StochasticRounding, adam_kernel, fused_adam
+from memlab.mixed_precision import LossScaler, MasterWeights, StochasticRounding, adam_in_c, adam_kernel, fused_adam
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+INTERPRETED = DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
+IN_C = DEVICE == "cpu" and not INTERPRETED
 SHAPES = [(64, 33), (16,), (3000,), (5,), (2, 3, 7)]
 
 
-class InPyTorch:
-    """What the kernel does, op by op, where there is no Triton: it writes where tensors were, and no version counts."""
-
-    def __init__(self, *columns):
-        self.columns = [[tensor.data for tensor in column] for column in columns]
-
-    def run(self, options, gradients, inverse_scale):
-        lr, decay, eps, beta1, beta2 = rounded_options(options)
-        for w, master, m, v, step, gradient in zip(*self.columns, gradients, strict=True):
-            g = gradient.float() * (1 if inverse_scale is None else inverse_scale)
-            g = -g if options["maximize"] else g
-            if options["decoupled_weight_decay"]:
-                master -= lr * decay * master
-            else:
-                g = g + decay * master
-            m.copy_(beta1 * m + (1 - beta1) * g)
-            v.copy_(beta2 * v + (1 - beta2) * g * g)
-            root = (v / (1 - beta2 ** step.double())).sqrt()
-            master -= lr / (1 - beta1 ** step.double()) * m / (root + eps)
-            w.copy_(master)
-
-
 def rounded_options(options) -> list[float]:
-    """Of FP32's precision, as the kernel takes them."""
+    """As the kernel takes them: Triton's in FP32's precision."""
     numbers = options["lr"], options["weight_decay"], options["eps"], *options["betas"]
-    return torch.tensor(numbers, dtype=FP32).double().tolist()
+    return torch.tensor(numbers, dtype=torch.float64 if IN_C else FP32).double().tolist()
 
 
 @pytest.fixture(autouse=True)
-def kernel(request, monkeypatch):
-    """The kernel, on a GPU or interpreted; else what it does, op by op. Yields how many gradients each launch had."""
-    if DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-        monkeypatch.setattr(fused_adam, "Launch", InPyTorch)
-        monkeypatch.setattr(fused_adam, "_runs_at", lambda p: not p.is_meta)
-    launches, run = [], fused_adam.Launch.run
+def kernel(monkeypatch):
+    """Yields how many gradients each launch of the kernel for this machine had."""
+    if not IN_C:
+        fused_adam._works_on(torch.zeros(1, device=DEVICE).device)  # its trial, before we count
+    elif not all([adam_in_c.works(weight, gradient) for weight in (FP16, BF16) for gradient in (FP16, BF16, FP32)]):
+        pytest.skip("there is no C compiler, no GPU, and no interpreter of Triton")
+    torch.manual_seed(0)
+    launches, page = [], adam_in_c if IN_C else adam_kernel
+    run = page.Launch.run
 
     def counted(self, options, gradients, inverse_scale):
         launches.append(len(gradients))
         run(self, options, gradients, inverse_scale)
 
-    monkeypatch.setattr(fused_adam.Launch, "run", counted)
-    fused_adam._works_on(torch.zeros(1, device=DEVICE).device)  # its trial, before we count
-    launches.clear()
+    monkeypatch.setattr(page.Launch, "run", counted)
     return launches
 
 
@@ -95,9 +80,9 @@ def assert_near(masters: MasterWeights, params, reference, wide) -> None:
             torch.testing.assert_close(state[name].double(), value.double().to(DEVICE), rtol=2e-6, atol=1e-6 * largest)
 
 
-OPTIONS = [
+OPTIONS = [  # a decay that is a power of two: where a gradient and what it adds cancel, they do so in FP32, too
     {},
-    {"weight_decay": 0.1, "maximize": True},
+    {"weight_decay": 0.125, "maximize": True},
     {"betas": (0.0, 0.5), "eps": 1e-3, "lr": 0.1},
     {"weight_decay": 0},
 ]
@@ -106,7 +91,7 @@ OPTIONS = [
 @pytest.mark.parametrize("wide_gradients", [False, True])
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("kind", [optim.Adam, optim.AdamW])
-@pytest.mark.parametrize("dtype", [FP16, BF16] if DEVICE == "cuda" else [FP16])
+@pytest.mark.parametrize("dtype", [FP16] if INTERPRETED else [FP16, BF16])
 def test_a_step_is_adams(dtype, kind, options, wide_gradients, kernel):
     params = parameters(dtype)
     wide, reference = in_fp64(kind, params, options)
@@ -228,9 +213,8 @@ def test_what_the_kernel_cannot_step_the_optimizer_does_beside_it(name, kernel):
     assert kernel == [2] * 4
 
 
+@pytest.mark.skipif(INTERPRETED, reason="interpreted, Triton does not round to BF16")
 def test_types_of_weights_and_gradients_have_launches_of_their_own(kernel):
-    if DEVICE == "cpu" and fused_adam.Launch is not InPyTorch:
-        pytest.skip("interpreted, Triton does not round to BF16")
     params = parameters(FP16, [(16,), (5,)]) + parameters(BF16, [(7,), (32,), (4, 4)])
     masters = MasterWeights(params, optim.AdamW, fused=True)
     give_gradients(params)
@@ -497,6 +481,136 @@ def test_on_an_imagined_card_a_step_makes_its_states_a_table_and_no_gradient(ste
                 masters.step()
     weights_and_gradients, states = 10 * 4 * 2**22, 10 * (12 * 2**22 + 4)
     assert meter.timeline.peak_bytes == weights_and_gradients + states + 10 * TABLE_ROW
+
+
+# ---- the kernel in C
+
+in_c = pytest.mark.skipif(not IN_C, reason="Triton's kernel is tried here, not the one in C")
+
+
+@in_c
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("options", [*OPTIONS, {"betas": (0.5, 0.5)}, {"eps": 1e-15, "lr": 1.0}])
+@pytest.mark.parametrize("kind", [optim.Adam, optim.AdamW])
+@pytest.mark.parametrize("dtype", [FP16, BF16])
+def test_in_c_a_step_has_the_bits_of_pytorchs(dtype, kind, options, threads, kernel):
+    """Also of what fills no vector at a tensor's end, and of tensors that threads share."""
+    params = parameters(dtype, [(7,), (600, 700), (3, 5), (1024,), (1025,), ()])
+    wide = [nn.Parameter(p.detach().float()) for p in params]
+    masters, reference = MasterWeights(params, kind, fused=True, **options), kind(wide, fused=True, **options)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for step in range(4):
+            give_gradients(params, 10.0 ** -(step % 3))
+            for p, q in zip(params, wide, strict=True):
+                q.grad = p.grad.float()
+            masters.step()
+            reference.step()
+    finally:
+        torch.set_num_threads(before)
+    assert kernel == [len(params)] * 4
+    for p, q in zip(params, wide, strict=True):
+        found, expected = masters.state[p], reference.state[q] | {"master": q.detach()}
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+        assert torch.equal(p, q.to(dtype))
+
+
+def some_of_every_exponent() -> torch.Tensor:
+    """65,536 numbers of FP32: each sign and exponent, with halves between neighbours in 16 bits, inf and nan."""
+    last = torch.tensor([0, 1, 0xFFF, 0x1000, 0x1001, 0x2000, 0x3000, 0x7FFF, 0x8000, 0x8001, 0x18000, 0x7FFFFF])
+    bits = (torch.arange(512)[:, None] << 23) + torch.cat([last, torch.arange(116) * 0x11003])
+    return bits.flatten().to(torch.int32).view(FP32)
+
+
+@in_c
+@pytest.mark.parametrize("dtype", [FP16, BF16])
+def test_in_c_masters_are_rounded_as_pytorch_rounds(dtype):
+    numbers = some_of_every_exponent()
+    p = nn.Parameter(numbers.to(dtype))
+    masters = MasterWeights([p], optim.AdamW, fused=True, weight_decay=0.0)
+    p.grad = torch.zeros_like(p)
+    masters.step()
+    masters.state[p]["master"].copy_(numbers)
+    masters.step()
+    torch.testing.assert_close(p.detach(), numbers.to(dtype), rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(p.detach().signbit() & ~p.isnan(), numbers.signbit() & ~numbers.isnan())
+
+
+@in_c
+@pytest.mark.parametrize("dtype", [FP16, BF16])
+def test_in_c_every_gradient_of_16_bits_is_widened_as_pytorch_widens(dtype):
+    gradients = torch.arange(2**16).to(torch.uint16).view(dtype)
+    p = nn.Parameter(torch.zeros(2**16, dtype=dtype))
+    masters = MasterWeights([p], optim.AdamW, fused=True, betas=(0.0, 0.999))
+    p.grad = gradients
+    masters.step()
+    moments = masters.state[p]["exp_avg"]  # of beta 0: the gradients
+    finite = gradients.isfinite()
+    assert torch.equal(moments[finite], gradients[finite].float())
+    assert finite.sum() == 2**16 - 2 * {FP16: 2**10, BF16: 2**7}[dtype] and not moments[~finite].isfinite().any()
+
+
+@in_c
+def test_in_c_a_step_counts_for_nothing_but_itself():
+    """No tensor is made, beside the states of a first step, and chance goes on where it was."""
+    params = parameters(BF16)
+    masters = MasterWeights(params, optim.AdamW, fused=True)
+    give_gradients(params)
+    before, numel = torch.get_rng_state(), sum(p.numel() for p in params)
+    adam_in_c.works.cache_clear()
+    with Meter(nn.ParameterList(params), masters) as meter:
+        masters.step()
+        masters.step()
+    assert meter.timeline.peak_bytes == (2 + 2 + 12) * numel + 4 * len(params)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@in_c
+@pytest.mark.parametrize("why", ["no compiler", "a compiler that fails", "another system", "other bits"])
+def test_where_the_kernel_in_c_cannot_be_had_the_optimizer_steps(why, kernel, monkeypatch, tmp_path):
+    if why == "no compiler":
+        monkeypatch.setattr(adam_in_c.shutil, "which", lambda name: None)
+    elif why == "a compiler that fails":
+        monkeypatch.setenv("CC", "false")
+    elif why == "another system":
+        monkeypatch.setattr(adam_in_c.sys, "platform", "darwin")
+    else:
+        monkeypatch.setattr(adam_in_c, "SOURCE", adam_in_c.SOURCE.replace("v_share * g, g,", "v_share, g * g,"))
+    compiled, works = adam_in_c._compiled.__wrapped__, adam_in_c.works.__wrapped__
+    monkeypatch.setattr(adam_in_c, "_compiled", functools.cache(compiled))
+    monkeypatch.setattr(adam_in_c, "works", functools.cache(works))
+    params = parameters()
+    wide, reference = in_fp64(optim.AdamW, params, {})
+    masters = MasterWeights(params, optim.AdamW, fused=True)
+    give_gradients(params)
+    for p, q in zip(params, wide, strict=True):
+        q.grad = p.grad.double()
+    kernel.clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        masters.step()
+    reference.step()
+    assert not adam_in_c.works(FP16, FP16)
+    assert_near(masters, params, reference, wide)
+
+
+@in_c
+def test_in_c_a_forked_process_steps_too():
+    """Threads do not outlive a fork, and none is kept for the next step."""
+    params = parameters(BF16, [(1024, 1024)])
+    masters = MasterWeights(params, optim.AdamW, fused=True)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        give_gradients(params)
+        masters.step()
+        if (child := os.fork()) == 0:
+            masters.step()
+            os._exit(42)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 42
+    finally:
+        torch.set_num_threads(before)
 
 
 # ---- without Triton

@@ -120,21 +120,21 @@ def play_step(
     itemsize: int,
     *,
     chunk_bytes: float | None = None,
-    by_kernel: bool = False,
+    table_row: int | None = None,
     made: Sequence[Piece] = (),
 ) -> None:
     """Look at the fullest instant of a step. sizes: every parameter tensor's, in order.
 
     chunk_bytes: of a step on master weights, which widens so many bytes of gradients to FP32 and steps, chunk by chunk,
     in one block that is as large as the largest chunk, with a flat group in each; inf is one such chunk without it,
-    None a step on everything. by_kernel: it is one that widens none, and finds parameters by a table. made: the states
-    that the step makes, when it is the first.
+    None a step on everything. table_row: of a step by one kernel, which widens none, how many bytes on the device tell
+    it where a parameter is; None for any other. made: the states that the step makes, when it is the first.
     """
     counts = [elements(size, ledger.symbols) for size in sizes]
     so_far = [0, *accumulate(counts)]
     size = lambda start, stop: "P" if stop - start == len(sizes) else added(sizes[start:stop])  # noqa: E731
 
-    if by_kernel:
+    if table_row is not None:
         chunk_bytes = None
     bounds = [(0, len(sizes))] if chunk_bytes is None else chunks(counts, chunk_bytes)
     block = max(bounds, key=lambda chunk: so_far[chunk[1]] - so_far[chunk[0]])
@@ -146,8 +146,8 @@ def play_step(
 
     def in_chunk(start: int, stop: int) -> list[Piece]:
         found = []
-        if by_kernel:
-            found.append(Piece("addresses", "T", TABLE_ROW, "temporary", "by which the kernel finds each parameter"))
+        if table_row:
+            found.append(Piece("addresses", "T", table_row, "temporary", "by which the kernel finds each parameter"))
         if chunk_bytes is not None:
             widened = "a step on master weights widens the gradients of one chunk at a time"
             found.append(Piece("FP32 gradients of a chunk", size(*block), 4, "temporary", widened))

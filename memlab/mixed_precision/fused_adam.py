@@ -1,7 +1,8 @@
-"""Which parameters the kernel of `adam_kernel` steps: their gradients are never widened, and need no chunks.
+"""Which parameters one kernel steps: their gradients are never widened, and need no chunks.
 
-The optimizer's own step does the same for all others: in main memory, without Triton, of other classes and options.
-A GPU waits for Python's answers, so a parameter is looked at closely only when something of it is new.
+On a GPU it is that of `adam_kernel`, in main memory that of `adam_in_c`. The optimizer's own step does the same for all
+others: where neither Triton nor a C compiler is, of other classes and options. A GPU waits for Python's answers, so a
+parameter is looked at closely only when something of it is new.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch import Tensor, optim
 from torch._subclasses.fake_tensor import FakeTensor
 
 from memlab.memory_timeline import on_imagined_card
+from memlab.mixed_precision import adam_in_c
 from memlab.mixed_precision.adam_kernel import COLUMNS, Launch, addresses
 from memlab.mixed_precision.fitting import HALVES
 from memlab.mixed_precision.flat_group import all_same
@@ -102,7 +104,7 @@ class FusedAdam:
         for kind in dict.fromkeys(kinds):
             which = [its == kind for its in kinds]
             columns = [list(compress(column, which)) for column in (self.params, *self._columns)]
-            self._launches.append((which, None if _is_fake(columns[0][0]) else Launch(*columns)))
+            self._launches.append((which, None if _is_fake(columns[0][0]) else _launch(*columns)))
         if not any(map(_is_fake, asked)):
             self._addresses = addresses(chain(self.params, *self._columns))
 
@@ -130,7 +132,7 @@ class FusedAdam:
 
 
 def can_step(p: Tensor) -> bool:
-    """Whether the kernel can step a parameter with a gradient now: of 16 bits, on a GPU, both of the same strides.
+    """Whether a kernel can step a parameter with a gradient now: of 16 bits, both where it runs and of one layout.
 
     Not while CUDA records a graph: when that is replayed, gradients may be elsewhere.
     """
@@ -146,6 +148,7 @@ def can_step(p: Tensor) -> bool:
         and gradient.device == p.device
         and not (gradient.is_neg() or gradient._is_zerotensor())  # which say so, and keep other numbers, or none
         and p.numel() > 0
+        and (not _in_c(p) or adam_in_c.works(p.dtype, gradient.dtype))
     )
 
 
@@ -154,7 +157,24 @@ def _runs_at(p: Tensor) -> bool:
         return p.is_cuda or on_imagined_card(p)  # where Triton is taken to be
     if p.is_cuda:
         return not torch.cuda.is_current_stream_capturing() and _works_on(p.device)
-    return os.environ.get("TRITON_INTERPRET") == "1" and p.dtype is torch.float16 and _works_on(p.device)
+    if _interpreted():
+        return p.dtype is torch.float16 and _works_on(p.device)
+    return _in_c(p)
+
+
+def _in_c(p: Tensor) -> bool:
+    """Whether its kernel would be the one in C."""
+    return p.device.type == "cpu" and not _is_fake(p) and not _interpreted()
+
+
+def _interpreted() -> bool:
+    """Whether Triton's kernel is to run in main memory: slowly, to be tried where no GPU is."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def _launch(weights: list[Tensor], *columns: list[Tensor]) -> Launch:
+    """By the kernel for where they are."""
+    return (adam_in_c.Launch if _in_c(weights[0]) else Launch)(weights, *columns)
 
 
 @functools.cache
