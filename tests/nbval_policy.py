@@ -45,6 +45,15 @@ def _has_cuda() -> bool:
     return torch.cuda.is_available()
 
 
+def _has_kernel_in_c() -> bool:
+    """Whether fused Adam steps on masters in one kernel, and makes fewer bytes."""
+    import torch
+
+    from memlab.mixed_precision import adam_in_c
+
+    return adam_in_c.works(torch.bfloat16, torch.bfloat16)
+
+
 def difference_from_recording() -> str:
     """What differs here from where the outputs were recorded; empty if nothing does."""
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
@@ -55,7 +64,9 @@ def difference_from_recording() -> str:
         return f"Python {python}"
     if (machine := f"{platform.system()} {platform.machine()}") != RECORDED_ON:
         return machine
-    return "CUDA" if _has_cuda() else ""
+    if _has_cuda():
+        return "CUDA"
+    return "" if _has_kernel_in_c() else "no C compiler"
 
 
 class Cells:

@@ -37,7 +37,7 @@ def kernel(monkeypatch):
     """Yields how many gradients each launch of the kernel for this machine had."""
     if not IN_C:
         fused_adam._works_on(torch.zeros(1, device=DEVICE).device)  # its trial, before we count
-    elif not all([adam_in_c.works(weight, gradient) for weight in (FP16, BF16) for gradient in (FP16, BF16, FP32)]):
+    elif not all(adam_in_c.works(weight, gradient) for weight in (FP16, BF16) for gradient in (FP16, BF16, FP32)):
         pytest.skip("there is no C compiler, no GPU, and no interpreter of Triton")
     torch.manual_seed(0)
     launches, page = [], adam_in_c if IN_C else adam_kernel
@@ -576,7 +576,7 @@ def test_where_the_kernel_in_c_cannot_be_had_the_optimizer_steps(why, kernel, mo
     elif why == "another system":
         monkeypatch.setattr(adam_in_c.sys, "platform", "darwin")
     else:
-        monkeypatch.setattr(adam_in_c, "SOURCE", adam_in_c.SOURCE.replace("v_share * g, g,", "v_share, g * g,"))
+        monkeypatch.setattr(adam_in_c, "KERNEL", adam_in_c.KERNEL.replace("v_share * g, g,", "v_share, g * g,"))
     compiled, works = adam_in_c._compiled.__wrapped__, adam_in_c.works.__wrapped__
     monkeypatch.setattr(adam_in_c, "_compiled", functools.cache(compiled))
     monkeypatch.setattr(adam_in_c, "works", functools.cache(works))

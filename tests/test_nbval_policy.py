@@ -22,6 +22,7 @@ import importlib.metadata
 import tests.nbval_policy as policy
 policy.RECORDED_WITH = {{"torch": {torch}, "python": {python!r}}}
 policy._has_cuda = lambda: {cuda}
+policy._has_kernel_in_c = lambda: True
 """
 SAME_TORCH = 'importlib.metadata.version("torch").split("+")[0]'
 
@@ -89,8 +90,11 @@ def test_elsewhere_cells_are_executed_and_not_compared_and_the_report_says_so(tm
 def test_another_python_is_a_difference_and_a_local_build_of_the_same_torch_is_not(monkeypatch):
     monkeypatch.setattr(nbval_policy, "RECORDED_WITH", {"torch": "1.2.3", "python": HERE})
     monkeypatch.setattr(nbval_policy, "_has_cuda", lambda: False)
+    monkeypatch.setattr(nbval_policy, "_has_kernel_in_c", lambda: True)
     monkeypatch.setattr(nbval_policy.importlib.metadata, "version", lambda _: "1.2.3+cpu")
     assert nbval_policy.difference_from_recording() == ""
+    monkeypatch.setattr(nbval_policy, "_has_kernel_in_c", lambda: False)
+    assert nbval_policy.difference_from_recording() == "no C compiler"
     monkeypatch.setitem(nbval_policy.RECORDED_WITH, "python", "2.7")
     assert nbval_policy.difference_from_recording() == f"Python {HERE}"
 

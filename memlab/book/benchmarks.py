@@ -37,11 +37,10 @@ PRODUCTION = re.compile(
 WHY = {
     "meter_time": "Between large tensors an op costs the meter more than in a tiny model's step, most likely because "
     "they push it out of the caches. Medians of repeated runs lie on both sides of the bound.",
-    "master_weights": "Before the step each 16-bit gradient is cast to FP32, and after it each master to 16 bits: two "
-    "more passes over memory, since PyTorch has no CPU kernel that does it within the step; on a GPU ours does. "
-    "Stepping a chunk as one vector makes up for them beside a for-loop and foreach; beside a fused step, which is one "
-    "pass itself, it does not. What casts and steps take alone, the rows say. The rest is Python, which comes from "
-    "memory after a step that has filled the caches.",
+    "master_weights": "Beside a for-loop and foreach each 16-bit gradient is cast to FP32 before the step, and each "
+    "master to 16 bits after it: two more passes over memory, for which stepping a chunk as one vector makes up in "
+    "part. What casts and steps take alone, the rows say. A fused step has no such passes: its kernel casts on the way, "
+    "where a C compiler is. The rest is Python, which comes from memory after a step that has filled the caches.",
     "split_beside_dtensor": "Of two ranks that wait for each other many times a pass, single times spread widely here, "
     "and the medians of repeated runs lie on both sides of the bound.",
     "accumulation_time": "accumulate checks what it is given, and looks in autograd's graph for the wrong reduction: "

@@ -8,16 +8,17 @@ import textwrap
 
 
 class Source:
-    """Source text, shown as a highlighted block."""
+    """Source text, shown as a highlighted block. language: python or c."""
 
-    def __init__(self, where: str, text: str):
-        self.where, self.text = where, text
+    def __init__(self, where: str, text: str, language: str = "python"):
+        self.text = f"{'//' if language == 'c' else '#'} {where}\n{text}"
+        self.language = language
 
     def __repr__(self) -> str:
-        return f"# {self.where}\n{self.text}"
+        return self.text
 
     def _repr_markdown_(self) -> str:
-        return f"```python\n# {self.where}\n{self.text}\n```"
+        return f"```{self.language}\n{self.text}\n```"
 
 
 def show_source(thing, *, docstring: bool = True) -> Source:

@@ -1,6 +1,6 @@
-"""Adam's step on masters as one CPU kernel, in C: what `adam_kernel` is on a GPU, with as few bytes moved.
+"""Adam's step on masters as one CPU kernel, in C: what `adam_kernel` is on a GPU, and moves as few bytes.
 
-PyTorch's fused Adam for CPUs wants weights, gradients and moments of one type, too. `SOURCE` computes as it does, in
+PyTorch's fused Adam for CPUs wants weights, gradients and moments of one type, too. `KERNEL` computes as it does, in
 FP32, with the same roundings in the same places: `works` compiles it, compares the bits of both, and says no where they
 differ, as they may where PyTorch's compiler was another. So nobody has to choose between the two.
 
@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from memlab.mixed_precision import adam_kernel
 from memlab.mixed_precision.adam_kernel import BLOCK, addresses
 
-SOURCE = r"""
+NUMBERS = r"""
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
@@ -69,7 +69,10 @@ static inline fp16 round_to_fp16(float x) {
 #define NAMED(verb, type) JOINED(verb, type)
 #define widen NAMED(widen, GRADIENT)
 #define round_to_weight NAMED(round_to, WEIGHT)
+"""
+"""Formats of numbers, from each to FP32 and back."""
 
+KERNEL = r"""
 /* Elements of `count` parameters: those of the programs from begin to end, of BLOCK elements each.
    table: (COLUMNS, count) of addresses and sizes. */
 void adam(const int64_t *table, int64_t count, int64_t begin, int64_t end, float inverse_scale, double lr,
@@ -107,6 +110,7 @@ void adam(const int64_t *table, int64_t count, int64_t begin, int64_t end, float
     }
 }
 """
+"""To the types WEIGHT and GRADIENT, the bits of PyTorch's step of VECTOR numbers at once, BLOCK a program."""
 
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 SHARE = 128
@@ -178,7 +182,7 @@ def _compiled(weight: torch.dtype, gradient: torch.dtype):
         raise FileNotFoundError("expected a C compiler on Linux ($CC, cc, gcc or clang), found none")
     with tempfile.TemporaryDirectory() as folder:
         page, library = Path(folder, "adam.c"), Path(folder, "adam.so")
-        page.write_text(SOURCE)
+        page.write_text(NUMBERS + KERNEL)
         types = f"-DWEIGHT={NAMES[weight]}", f"-DGRADIENT={NAMES[gradient]}", f"-DBLOCK={BLOCK}", f"-DVECTOR={VECTOR}"
         exact = "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"  # roundings where they stand, and vectors
         command = [compiler, "-O3", "-march=native", *exact, "-shared", "-fPIC", *types, page, "-o", library, "-lm"]

@@ -7,8 +7,8 @@ where small steps add up, and the 16-bit weight is the master, rounded. Micikevi
 A parameter then takes 2 bytes as weight, 2 as gradient, 4 as master and, with Adam, 8 as moments: 16, as many as in
 FP32. What is saved is activations and time, and never a byte of this sum. A second FP32 copy, of the gradients, would
 make it 20: so the step goes chunk by chunk, and the FP32 gradients of one chunk at a time exist. What casts cost in
-time is saved elsewhere: an elementwise optimizer steps a chunk's parameters as one vector, see flat_group.py. On a GPU
-fused Adam needs neither: its casts are part of the step's kernel, see fused_adam.py.
+time is saved elsewhere: an elementwise optimizer steps a chunk's parameters as one vector, see flat_group.py. Fused
+Adam needs neither: its casts are part of the step's kernel, see fused_adam.py.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ class MasterWeights(Optimizer):
       such as "16 MiB"; None: no limit. "auto": 64 MiB on a GPU, where each chunk costs launches; 4 MiB on a CPU, whose
       caches keep them until they are used. An elementwise optimizer of torch.optim steps what fits of a chunk as one
       vector: its for-loop's temporaries are two of a chunk, not of a parameter. With None it sees each parameter.
-      Adam and AdamW with fused=True make none on a GPU where Triton works: one kernel reads the 16-bit gradients.
+      Adam and AdamW with fused=True make none on a GPU where Triton works, or on a CPU where a C compiler is (on
+      Linux): one kernel reads the 16-bit gradients.
 
     `param_groups` hold the model's own parameters, so schedulers, `zero_grad`, clipping and loss scalers find what they
     expect. `state[p]` holds the master, under "master", with the optimizer's states: both are made at a parameter's
