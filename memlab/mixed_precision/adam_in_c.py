@@ -73,10 +73,11 @@ static inline fp16 round_to_fp16(float x) {
 """Formats of numbers, from each to FP32 and back."""
 
 KERNEL = r"""
-/* Elements of `count` parameters: those of the programs from begin to end, of BLOCK elements each.
+/* Elements of `count` parameters: of the programs from begin to end, BLOCK elements each.
    table: (COLUMNS, count) of addresses and sizes. */
-void adam(const int64_t *table, int64_t count, int64_t begin, int64_t end, float inverse_scale, double lr,
-          double decay, double eps, double beta1, double beta2, int decoupled, int maximize) {
+void adam(const int64_t *table, int64_t count, int64_t begin, int64_t end,
+          float inverse_scale, double lr, double decay, double eps,
+          double beta1, double beta2, int decoupled, int maximize) {
     for (int64_t row = 0; row < count; row++) {
         int64_t numel = table[5 * count + row], first = table[6 * count + row];
         int64_t start = begin > first ? (begin - first) * BLOCK : 0;
@@ -88,7 +89,7 @@ void adam(const int64_t *table, int64_t count, int64_t begin, int64_t end, float
         double steps = *(float *)table[4 * count + row];
         const GRADIENT *restrict gradients = (const GRADIENT *)table[7 * count + row];
 
-        int64_t whole = numel - numel % VECTOR; /* behind it, PyTorch's kernel rounds another of two products */
+        int64_t whole = numel - numel % VECTOR; /* then PyTorch rounds the other product */
         float factor = maximize ? -inverse_scale : inverse_scale;
         float keep = decoupled ? 1 - lr * decay : 1, added = decoupled ? 0 : decay;
         float m_share = 1 - beta1, v_keep = beta2, v_share = 1 - beta2, epsilon = eps;
@@ -99,8 +100,10 @@ void adam(const int64_t *table, int64_t count, int64_t begin, int64_t end, float
             float w = masters[i];
             if (added != 0)
                 g = fmaf(w, added, g);
-            float m = m_share < 0.5f ? fmaf(m_share, g - ms[i], ms[i]) : fmaf(m_share - 1, g - ms[i], g);
-            float v = i < whole ? fmaf(v_share * g, g, vs[i] * v_keep) : fmaf(vs[i], v_keep, v_share * g * g);
+            float m = m_share < 0.5f ? fmaf(m_share, g - ms[i], ms[i])
+                                     : fmaf(m_share - 1, g - ms[i], g);
+            float v = i < whole ? fmaf(v_share * g, g, vs[i] * v_keep)
+                                : fmaf(vs[i], v_keep, v_share * g * g);
             w = w * keep - step_size * m / (sqrtf(v) / correction + epsilon);
             ms[i] = m;
             vs[i] = v;
