@@ -8,12 +8,17 @@ import functools
 import gc
 import io
 import os
+import subprocess
+import sys
 import warnings
 import weakref
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn, optim
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from memlab.memory_arithmetic.optimizers import TABLE_ROW
 from memlab.memory_timeline import Meter, imagine
@@ -370,32 +375,66 @@ def test_weights_that_went_away_and_came_back_elsewhere_are_found(kernel):
     assert not any(block.any() for block in between)
 
 
-def test_rows_that_are_cut_off_are_left_alone():
+@pytest.mark.parametrize("gradient", ["new", "old"])
+def test_rows_that_are_cut_off_are_left_alone(gradient):
     params = parameters(shapes=[(64, 16)])
     masters = MasterWeights(params, optim.AdamW, fused=True)
     give_gradients(params)
     masters.step()
     whole = params[0].data
     before = whole.clone()
-    params[0].grad = None
+    if gradient == "new":
+        params[0].grad = None
     params[0].data = whole[:48]
-    give_gradients(params)
+    if gradient == "new":
+        give_gradients(params)
     with pytest.raises(RuntimeError, match="size"):
         masters.step()  # masters and states have other rows
     assert torch.equal(whole[48:], before[48:])
 
 
+def test_a_weight_that_is_transposed_is_its_master_still(kernel):
+    params = parameters(shapes=[(16, 16)])
+    masters = MasterWeights(params, optim.AdamW, fused=True)
+    for _ in range(2):
+        give_gradients(params)
+        masters.step()
+        params[0].data = params[0].data.t()
+    masters.step()  # with the gradient as it was
+    assert torch.equal(params[0], masters.state[params[0]]["master"].to(FP16))
+
+
+@pytest.mark.parametrize("steps_before", [0, 1])
 @pytest.mark.parametrize("of", ["zero", "negative"])
-def test_gradients_that_are_not_where_they_say_are_left_to_the_optimizer(of, kernel):
+def test_gradients_that_are_not_where_they_say_are_left_to_the_optimizer(of, steps_before, kernel):
     params = parameters(shapes=[(16,), (32,)])
     masters = MasterWeights(params, optim.AdamW, fused=True)
+    for _ in range(steps_before):
+        give_gradients(params)
+        params[0].grad.fill_(-1e-3)
+        masters.step()
     give_gradients(params)
     zeros = torch._efficientzerotensor((16,), device=DEVICE, dtype=FP16)
     params[0].grad = zeros if of == "zero" else torch._neg_view(torch.ones(16, device=DEVICE, dtype=FP16))
-    before = params[0].detach().float()
+    before, launches = masters.state[params[0]]["exp_avg"].clone() if steps_before else 0, len(kernel)
     masters.step()
-    assert kernel == [1]
-    assert (masters.state[params[0]]["master"] > before * (1 - 1e-3 * 0.01)).all() == (of == "negative")
+    assert kernel[launches:] == [1]
+    expected = 0.9 * before - (of == "negative") * 0.1
+    torch.testing.assert_close(masters.state[params[0]]["exp_avg"], torch.zeros(16, device=DEVICE) + expected)
+
+
+@pytest.mark.parametrize("steps_before", [0, 1])
+def test_real_weights_in_an_imagined_step_stay_as_they_are(steps_before, kernel):
+    params = parameters()
+    masters = MasterWeights(params, optim.AdamW, fused=True)
+    for _ in range(steps_before):
+        give_gradients(params)
+        masters.step()
+    give_gradients(params)
+    before = [p.detach().clone() for p in params]
+    with FakeTensorMode(allow_non_fake_inputs=True), suppress(DataDependentOutputException):
+        masters.step()
+    assert all(map(torch.equal, params, before)) and kernel == [len(params)] * steps_before
 
 
 def test_what_the_kernel_no_longer_steps_it_does_not_keep():
@@ -572,7 +611,8 @@ def test_where_the_kernel_in_c_cannot_be_had_the_optimizer_steps(why, kernel, mo
     if why == "no compiler":
         monkeypatch.setattr(adam_in_c.shutil, "which", lambda name: None)
     elif why == "a compiler that fails":
-        monkeypatch.setenv("CC", "false")
+        fails = adam_in_c.shutil.which("false")
+        monkeypatch.setattr(adam_in_c.shutil, "which", lambda name: fails)
     elif why == "another system":
         monkeypatch.setattr(adam_in_c.sys, "platform", "darwin")
     else:
@@ -593,6 +633,73 @@ def test_where_the_kernel_in_c_cannot_be_had_the_optimizer_steps(why, kernel, mo
     reference.step()
     assert not adam_in_c.works(FP16, FP16)
     assert_near(masters, params, reference, wide)
+
+
+@in_c
+@pytest.mark.parametrize("kind", [optim.Adam, optim.AdamW])
+def test_in_c_a_decay_that_takes_a_whole_weight_leaves_what_pytorchs_leaves(kind):
+    """1 − lr · decay is not 0 before it is rounded."""
+    params = parameters(BF16)
+    wide = [nn.Parameter(p.detach().float()) for p in params]
+    options = {"fused": True, "lr": 0.2, "weight_decay": 5.0}
+    masters, reference = MasterWeights(params, kind, **options), kind(wide, **options)
+    for p, q in zip(params, wide, strict=True):
+        p.grad, q.grad = torch.zeros_like(p), torch.zeros_like(q)
+    masters.step()
+    reference.step()
+    assert all(torch.equal(masters.state[p]["master"], q) for p, q in zip(params, wide, strict=True))
+    assert any(q.any() for q in wide)
+
+
+@in_c
+def test_a_compiler_that_hangs_is_ended_with_all_it_started_and_the_next_one_asked(monkeypatch, tmp_path):
+    hangs = tmp_path / "hangs"
+    hangs.write_text(f"#!/bin/sh\nsleep 1000 &\necho $! > {tmp_path}/pid\nwait\n")
+    hangs.chmod(0o755)
+    monkeypatch.setenv("CC", str(hangs))
+    monkeypatch.setattr(adam_in_c, "PATIENCE_SECONDS", 2)
+    assert adam_in_c._compiled.__wrapped__(BF16, BF16) is not None
+    pid = int((tmp_path / "pid").read_text())
+    state = Path(f"/proc/{pid}/stat")
+    assert not state.exists() or state.read_text().split()[2] == "Z"
+
+
+IN_A_PROCESS_OF_ITS_OWN = """
+import os, resource, torch
+from torch import nn, optim
+from memlab.mixed_precision import MasterWeights
+torch.set_num_threads(2)
+torch.ones(2000, 2000) + 1  # by PyTorch's threads
+p = nn.Parameter(torch.ones(NUMEL, dtype=torch.bfloat16))
+masters = MasterWeights([p], optim.AdamW, fused=True)
+p.grad = torch.ones_like(p)
+"""
+
+
+@in_c
+def test_in_c_a_forked_process_tries_and_steps_too():
+    """Where PyTorch's own threads, which the parent has used, are waited for in vain."""
+    child = "\nif (child := os.fork()) == 0:\n    masters.step()\n    os._exit(42 * bool(masters._kernels))\n"
+    parent = "print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))"
+    code = (IN_A_PROCESS_OF_ITS_OWN + child + parent).replace("NUMEL", str(2**12))
+    command = [sys.executable, "-c", code]
+    assert subprocess.run(command, capture_output=True, text=True, timeout=100).stdout == "42\n"
+
+
+@in_c
+def test_in_c_a_step_that_gets_no_thread_takes_every_share_itself():
+    limit = """
+masters.step()
+pages = int(open("/proc/self/statm").read().split()[0])
+resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 6 * 2**20, resource.RLIM_INFINITY))
+masters.step()
+resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+state = masters.state[p]
+print(*[state["exp_avg"].unique().numel(), state["master"].unique().numel(), int(state["step"])])
+"""
+    command = [sys.executable, "-c", (IN_A_PROCESS_OF_ITS_OWN + limit).replace("NUMEL", str(2**20))]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert run.stdout == "1 1 2\n", run.stderr
 
 
 @in_c

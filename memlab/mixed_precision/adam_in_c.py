@@ -1,10 +1,12 @@
 """Adam's step on masters as one CPU kernel, in C: what `adam_kernel` is on a GPU, and moves as few bytes.
 
 PyTorch's fused Adam for CPUs wants weights, gradients and moments of one type, too. `KERNEL` computes as it does, in
-FP32, with the same roundings in the same places: `works` compiles it, compares the bits of both, and says no where they
-differ, as they may where PyTorch's compiler was another. So nobody has to choose between the two.
+FP32, with the same roundings in the same places (a zero may have another sign): `works` compiles it, compares the bits
+of both, and says no where they differ, as they may where PyTorch was compiled otherwise. So nobody has to choose
+between the two. (After torch.set_flush_denormal(True) PyTorch's own bits depend on its threads, and ours may differ.)
 
-It is tried on Linux, where there is a C compiler ($CC, cc, gcc or clang): a fraction of a second, once in a process.
+It is tried on Linux, where there is a C compiler ($CC, cc, gcc or clang): half a second for each pair of types that a
+process steps.
 """
 
 from __future__ import annotations
@@ -14,12 +16,12 @@ import functools
 import itertools
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 from array import array
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -31,6 +33,7 @@ from memlab.mixed_precision.adam_kernel import BLOCK, addresses
 
 NUMBERS = r"""
 #include <math.h>
+#include <pthread.h>
 #include <stdint.h>
 #include <string.h>
 
@@ -75,9 +78,9 @@ static inline fp16 round_to_fp16(float x) {
 KERNEL = r"""
 /* Elements of `count` parameters: of the programs from begin to end, BLOCK elements each.
    table: (COLUMNS, count) of addresses and sizes. */
-void adam(const int64_t *table, int64_t count, int64_t begin, int64_t end,
-          float inverse_scale, double lr, double decay, double eps,
-          double beta1, double beta2, int decoupled, int maximize) {
+static void adam(const int64_t *table, int64_t count, int64_t begin, int64_t end,
+                 float inverse_scale, double lr, double decay, double eps,
+                 double beta1, double beta2, int decoupled, int maximize) {
     for (int64_t row = 0; row < count; row++) {
         int64_t numel = table[5 * count + row], first = table[6 * count + row];
         int64_t start = begin > first ? (begin - first) * BLOCK : 0;
@@ -91,14 +94,15 @@ void adam(const int64_t *table, int64_t count, int64_t begin, int64_t end,
 
         int64_t whole = numel - numel % VECTOR; /* then PyTorch rounds the other product */
         float factor = maximize ? -inverse_scale : inverse_scale;
-        float keep = decoupled ? 1 - lr * decay : 1, added = decoupled ? 0 : decay;
+        int adds = !decoupled && decay != 0;
+        float keep = decoupled ? fma(-lr, decay, 1) : 1, added = decay;
         float m_share = 1 - beta1, v_keep = beta2, v_share = 1 - beta2, epsilon = eps;
         float step_size = lr / (1 - pow(beta1, steps)), correction = sqrt(1 - pow(beta2, steps));
 
         for (int64_t i = start; i < stop; i++) {
             float g = widen(gradients[i]) * factor;
             float w = masters[i];
-            if (added != 0)
+            if (adds)
                 g = fmaf(w, added, g);
             float m = m_share < 0.5f ? fmaf(m_share, g - ms[i], ms[i])
                                      : fmaf(m_share - 1, g - ms[i], g);
@@ -115,10 +119,49 @@ void adam(const int64_t *table, int64_t count, int64_t begin, int64_t end,
 """
 """To the types WEIGHT and GRADIENT, the bits of PyTorch's step of VECTOR numbers at once, BLOCK a program."""
 
+THREADS = r"""
+struct share {
+    const int64_t *table;
+    int64_t count, begin, end;
+    float inverse_scale;
+    double lr, decay, eps, beta1, beta2;
+    int decoupled, maximize;
+};
+
+static void *step_share(void *its) {
+    struct share *s = its;
+    adam(s->table, s->count, s->begin, s->end, s->inverse_scale, s->lr, s->decay, s->eps, s->beta1, s->beta2,
+         s->decoupled, s->maximize);
+    return NULL;
+}
+
+void step(const int64_t *table, int64_t count, int64_t programs, int64_t threads, float inverse_scale, double lr,
+          double decay, double eps, double beta1, double beta2, int decoupled, int maximize) {
+    struct share shares[threads];
+    pthread_t ids[threads];
+    int started[threads];
+    for (int64_t i = 0; i < threads; i++) {
+        int64_t begin = programs * i / threads, end = programs * (i + 1) / threads;
+        shares[i] = (struct share){table, count, begin, end, inverse_scale, lr, decay, eps, beta1, beta2,
+                                   decoupled, maximize};
+        started[i] = i > 0 && pthread_create(&ids[i], NULL, step_share, &shares[i]) == 0;
+    }
+    for (int64_t i = 0; i < threads; i++)
+        if (!started[i]) /* the first, and what no thread could be had for */
+            step_share(&shares[i]);
+    for (int64_t i = 0; i < threads; i++)
+        if (started[i])
+            pthread_join(ids[i], NULL);
+}
+"""
+"""Threads of this step, since none outlives a fork; and none of Python's, which a signal could leave running."""
+
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 SHARE = 128
 """Programs that are worth a thread."""
-VECTOR = 16 if "AVX512" in torch.backends.cpu.get_cpu_capability() else 8
+PATIENCE_SECONDS = 30
+"""Of waiting for a compiler."""
+VECTOR = {"AVX512": 16, "AVX2": 8, "SVE256": 8}.get(torch.backends.cpu.get_cpu_capability(), 4)
 """Numbers that PyTorch's kernel takes at once."""
 
 
@@ -127,22 +170,15 @@ class Launch(adam_kernel.Launch):
 
     def run(self, options: dict, gradients: Sequence[Tensor], inverse_scale: Tensor | None) -> None:
         """As on a GPU."""
-        kernel = _compiled(self._weights[0].dtype, gradients[0].dtype)
+        step = _compiled(self._weights[0].dtype, gradients[0].dtype)
         table = self._columns + array("q", addresses(gradients))
-        factor = 1.0 if inverse_scale is None else inverse_scale.item()
-        numbers = (*map(float, (options["lr"], options["weight_decay"], options["eps"], *options["betas"])),)
-        ways = bool(options["decoupled_weight_decay"]), bool(options["maximize"])
-
-        def share(begin: int, end: int) -> None:
-            kernel(table.buffer_info()[0], len(gradients), begin, end, factor, *numbers, *ways)
-
-        shares = max(1, min(torch.get_num_threads(), self.programs // SHARE))
-        bounds = [self.programs * i // shares for i in range(shares + 1)]
-        if shares == 1:
-            share(*bounds)
-        else:
-            with ThreadPoolExecutor(shares) as threads:  # of this step, since none outlives a fork
-                list(threads.map(share, bounds, bounds[1:]))
+        threads = max(1, min(torch.get_num_threads(), self.programs // SHARE))
+        step(
+            *(table.buffer_info()[0], len(gradients), self.programs, threads),
+            1.0 if inverse_scale is None else inverse_scale.item(),
+            *map(float, (options["lr"], options["weight_decay"], options["eps"], *options["betas"])),
+            *(bool(options["decoupled_weight_decay"]), bool(options["maximize"])),
+        )
 
 
 @functools.cache
@@ -158,40 +194,68 @@ def works(weight: torch.dtype, gradient: torch.dtype) -> bool:
 
 
 def _same_bits(theirs: Callable, weight: torch.dtype, gradient: torch.dtype, maximize: bool) -> bool:
-    """Whether steps of 4,103 numbers, the last of which fill no vector, are those of a fused step of PyTorch."""
+    """Whether three steps of some thousand numbers are those of a fused step of PyTorch.
+
+    Its kernel uses no threads for 16 numbers of FP32, a line of a cache: after a fork it would wait for them forever.
+    """
     chance = torch.Generator().manual_seed(0)
-    w, g = (torch.randn(4103, dtype=torch.float32, device="cpu", generator=chance) for _ in range(2))
-    g = g.to(gradient)
+    sizes = [15, 16] * 128  # with and without numbers that fill no vector
+    w, g = ([torch.randn(n, dtype=torch.float32, device="cpu", generator=chance) for n in sizes] for _ in range(2))
+    g = [its.to(gradient) for its in g]
     numbers = {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-8}
     options = numbers | {"betas": (0.9, 0.99), "maximize": maximize}
     options["decoupled_weight_decay"] = theirs is torch._fused_adamw_
-    ours, expected = ([w.clone(), torch.zeros_like(w), torch.zeros_like(w)] for _ in range(2))
-    narrow, steps = w.to(weight), torch.zeros((), dtype=torch.float32, device="cpu")
-    launch = Launch([narrow], *([tensor] for tensor in (*ours, steps)))
+    zeros = [torch.zeros_like(its) for its in w]
+    ours, expected = ([[its.clone() for its in column] for column in (w, zeros, zeros)] for _ in range(2))
+    narrow, steps = [its.to(weight) for its in w], [torch.zeros((), dtype=torch.float32, device="cpu") for _ in w]
+    launch = Launch(narrow, *ours, steps)
     for _ in range(3):
-        steps += 1
-        launch.run(options, [g], None)
-        lists = [[tensor] for tensor in (expected[0], g.float(), *expected[1:])]
-        theirs(*lists, [], [steps], **numbers, beta1=0.9, beta2=0.99, amsgrad=False, maximize=maximize)
-    return all(map(torch.equal, [*ours, narrow], [*expected, expected[0].to(weight)]))
+        torch._foreach_add_(steps, 1)
+        launch.run(options, g, None)
+        lists = expected[0], [its.float() for its in g], *expected[1:], [], steps
+        theirs(*lists, **numbers, beta1=0.9, beta2=0.99, amsgrad=False, maximize=maximize)
+    expected.append([its.to(weight) for its in expected[0]])
+    return all(all(map(torch.equal, *columns)) for columns in zip([*ours, narrow], expected, strict=True))
 
 
 @functools.cache
 def _compiled(weight: torch.dtype, gradient: torch.dtype):
-    """The kernel for these types. Raises OSError or subprocess.SubprocessError where it does not compile."""
-    named = filter(None, (os.environ.get("CC"), "cc", "gcc", "clang"))
-    compiler = next(filter(None, map(shutil.which, named)), None)
-    if compiler is None or sys.platform != "linux":
-        raise FileNotFoundError("expected a C compiler on Linux ($CC, cc, gcc or clang), found none")
-    with tempfile.TemporaryDirectory() as folder:
+    """The kernel for these types. Raises OSError or subprocess.SubprocessError where none of the compilers makes it."""
+    if sys.platform != "linux":
+        raise OSError(f"expected Linux, where this kernel was tried, found {sys.platform}")
+    error: Exception = FileNotFoundError("expected a C compiler ($CC, cc, gcc or clang), found none")
+    for name in filter(None, (os.environ.get("CC"), "cc", "gcc", "clang")):
+        if (compiler := shutil.which(name)) is not None:
+            try:
+                return _compiled_by(compiler, weight, gradient)
+            except (OSError, subprocess.SubprocessError) as its:
+                error = its
+    raise error
+
+
+def _compiled_by(compiler: str, weight: torch.dtype, gradient: torch.dtype):
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         page, library = Path(folder, "adam.c"), Path(folder, "adam.so")
-        page.write_text(NUMBERS + KERNEL)
+        page.write_text(NUMBERS + KERNEL + THREADS)
         types = f"-DWEIGHT={NAMES[weight]}", f"-DGRADIENT={NAMES[gradient]}", f"-DBLOCK={BLOCK}", f"-DVECTOR={VECTOR}"
         exact = "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"  # roundings where they stand, and vectors
-        command = [compiler, "-O3", "-march=native", *exact, "-shared", "-fPIC", *types, page, "-o", library, "-lm"]
-        subprocess.run(command, check=True, capture_output=True, timeout=60)
-        kernel = ctypes.CDLL(str(library)).adam  # it stays when its file goes
+        command = [compiler, "-O3", "-march=native", *exact, "-shared", "-fPIC", *types, page, "-o", library]
+        _run([*command, "-lm", "-pthread"])
+        step = ctypes.CDLL(str(library)).step  # it stays when its file goes
     whole, real, yes = ctypes.c_int64, ctypes.c_double, ctypes.c_int
-    kernel.argtypes = [ctypes.c_void_p, whole, whole, whole, ctypes.c_float, *[real] * 5, yes, yes]
-    kernel.restype = None
-    return kernel
+    step.argtypes = [ctypes.c_void_p, whole, whole, whole, ctypes.c_float, *[real] * 5, yes, yes]
+    step.restype = None
+    return step
+
+
+def _run(command: list) -> None:
+    """Run a compiler, without a word; whatever it started ends with it."""
+    silent = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+    with subprocess.Popen(command, **silent, start_new_session=True) as process:
+        try:
+            status = process.wait(PATIENCE_SECONDS)
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    if status:
+        raise subprocess.CalledProcessError(status, command)

@@ -26,8 +26,8 @@ from memlab.mixed_precision.adam_kernel import COLUMNS, Launch, addresses
 from memlab.mixed_precision.fitting import HALVES
 from memlab.mixed_precision.flat_group import all_same
 
-PLAIN = {Tensor, FakeTensor}
-"""Types of tensors that lie where they say."""
+ELSEWHERE = Tensor.is_neg, Tensor._is_zerotensor
+"""Whether a tensor keeps other numbers in its memory than it has, or none."""
 KEPT = "master", "exp_avg", "exp_avg_sq", "step"
 """What the state of a parameter holds."""
 
@@ -71,7 +71,7 @@ class FusedAdam:
             self._addresses is not None
             and all_same(asked, self._asked)
             and _runs(asked, self.params) == self._runs
-            and _looks(gradients) == self._looks
+            and _looks(gradients, self.params) == self._looks
             and list(map(attrgetter("_version"), self.params)) == self._versions
             and all_same(list(map(Tensor.untyped_storage, self.params)), [storage() for storage in self._storages])
             and all_same(_values(map(states.get, self.params)), self._values)
@@ -97,7 +97,11 @@ class FusedAdam:
         mine = set(map(id, self.params))
         self._asked, self._mine = asked, [id(p) in mine for p in asked]
         self._versions, self._storages = [], [ref(p.untyped_storage()) for p in self.params]
-        self._runs, self._looks, self._values = _runs(asked, self.params), _looks(self._gradients), _values(states)
+        self._runs, self._looks, self._values = (
+            _runs(asked, self.params),
+            _looks(self._gradients, self.params),
+            _values(states),
+        )
         self._columns = [[state[name] for state in states] for name in KEPT]
         kinds = [(p.device, p.dtype, p.grad.dtype) for p in self.params]
         self._launches = []
@@ -116,6 +120,7 @@ class FusedAdam:
         gradients, self._gradients = list(compress(self._gradients, self._mine)), []
         if gradients:
             torch._foreach_add_(self._columns[-1], 1)
+        torch.autograd.graph.increment_version(self.params)  # before: whatever interrupts us, they count as written to
         for which, launch in self._launches:
             its = list(compress(gradients, which))
             device = its[0].device
@@ -124,7 +129,6 @@ class FusedAdam:
                 torch.empty(COLUMNS, len(its), dtype=torch.int64, device=device)
             else:
                 launch.run(self._group, its, inverse)
-        torch.autograd.graph.increment_version(self.params)
 
     def end(self) -> None:
         """All groups have stepped: note how the weights are left."""
@@ -140,13 +144,13 @@ def can_step(p: Tensor) -> bool:
     return (
         p.dtype in HALVES
         and _runs_at(p)
-        and {type(p.detach()), type(gradient)} <= PLAIN
+        and {type(p.detach()), type(gradient)} == {_plain_type(p)}
         and gradient.layout is p.layout is torch.strided
         and gradient.dtype in (*HALVES, torch.float32)
         and gradient.shape == p.shape
         and gradient.stride() == p.stride()
         and gradient.device == p.device
-        and not (gradient.is_neg() or gradient._is_zerotensor())  # which say so, and keep other numbers, or none
+        and not any(keeps(tensor) for keeps in ELSEWHERE for tensor in (p, gradient))
         and p.numel() > 0
         and (not _in_c(p) or adam_in_c.works(p.dtype, gradient.dtype))
     )
@@ -155,6 +159,8 @@ def can_step(p: Tensor) -> bool:
 def _runs_at(p: Tensor) -> bool:
     if _is_fake(p):
         return p.is_cuda or on_imagined_card(p)  # where Triton is taken to be
+    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+        return False  # what it makes of real parameters is imagined
     if p.is_cuda:
         return not torch.cuda.is_current_stream_capturing() and _works_on(p.device)
     if _interpreted():
@@ -203,6 +209,11 @@ def _is_fake(p: Tensor) -> bool:
     return isinstance(p, FakeTensor)
 
 
+def _plain_type(p: Tensor) -> type:
+    """Of tensors that lie where they say, and are imagined if this parameter is."""
+    return FakeTensor if _is_fake(p) else Tensor
+
+
 def first_state(master: Tensor) -> dict[str, Tensor]:
     """What Adam begins with: a counter of steps, and moments of the master's shape and strides, all 0."""
     moments = (torch.zeros_like(master, memory_format=torch.preserve_format) for _ in range(2))
@@ -216,7 +227,7 @@ def suits(p: Tensor, state: dict) -> bool:
     """
     *alike, steps = values = [state.get(name) for name in KEPT]
     return (
-        all(type(its) in PLAIN and its.dtype is torch.float32 and its.device == p.device for its in values)
+        all(type(its) is _plain_type(p) and its.dtype is torch.float32 and its.device == p.device for its in values)
         and all(its.shape == p.shape and its.stride() == p.stride() for its in alike)
         and steps.dim() == 0
     )
@@ -230,9 +241,10 @@ def _runs(asked: Sequence[Tensor], params: Sequence[Tensor]) -> list[bool]:
     return list(map(_runs_at, (*asked[:1], *params[:1])))
 
 
-def _looks(gradients: Sequence[Tensor]) -> object:
-    """Of what kind, size and layout gradients are; where some have no strides, what is equal to nothing."""
+def _looks(gradients: Sequence[Tensor], params: Sequence[Tensor]) -> object:
+    """Of what kind, size and layout they are; where some gradients have no strides, what is equal to nothing."""
     if {torch.strided} != set(map(attrgetter("layout"), gradients)):
         return float("nan")
-    of = type, attrgetter("dtype"), Tensor.numel, Tensor.stride, Tensor.get_device
-    return [list(map(one, gradients)) for one in of]
+    of_gradients = type, attrgetter("dtype"), Tensor.numel, Tensor.stride, Tensor.get_device, *ELSEWHERE
+    looks = [list(map(one, gradients)) for one in of_gradients]
+    return looks + [list(map(one, params)) for one in (Tensor.numel, Tensor.stride)]
