@@ -94,7 +94,7 @@ static void adam(const int64_t *table, int64_t count, int64_t begin, int64_t end
 
         int64_t whole = numel - numel % VECTOR; /* then PyTorch rounds the other product */
         float factor = maximize ? -inverse_scale : inverse_scale;
-        int adds = !decoupled && decay != 0;
+        float adds = !decoupled && decay != 0; /* a float: compilers make vectors of that */
         float keep = decoupled ? fma(-lr, decay, 1) : 1, added = decay;
         float m_share = 1 - beta1, v_keep = beta2, v_share = 1 - beta2, epsilon = eps;
         float step_size = lr / (1 - pow(beta1, steps)), correction = sqrt(1 - pow(beta2, steps));
@@ -102,7 +102,7 @@ static void adam(const int64_t *table, int64_t count, int64_t begin, int64_t end
         for (int64_t i = start; i < stop; i++) {
             float g = widen(gradients[i]) * factor;
             float w = masters[i];
-            if (adds)
+            if (adds != 0)
                 g = fmaf(w, added, g);
             float m = m_share < 0.5f ? fmaf(m_share, g - ms[i], ms[i])
                                      : fmaf(m_share - 1, g - ms[i], g);
