@@ -46,8 +46,8 @@ class MasterWeights(Optimizer):
       such as "16 MiB"; None: no limit. "auto": 64 MiB on a GPU, where each chunk costs launches; 4 MiB on a CPU, whose
       caches keep them until they are used. An elementwise optimizer of torch.optim steps what fits of a chunk as one
       vector: its for-loop's temporaries are two of a chunk, not of a parameter. With None it sees each parameter.
-      Adam and AdamW with fused=True make none on a GPU where Triton works, or on a CPU where a C compiler is (on
-      Linux): one kernel reads the 16-bit gradients.
+      Adam and AdamW with fused=True make none on a GPU where Triton works, or on a CPU where a C compiler makes a
+      kernel with PyTorch's bits (on Linux): it reads the 16-bit gradients.
 
     `param_groups` hold the model's own parameters, so schedulers, `zero_grad`, clipping and loss scalers find what they
     expect. `state[p]` holds the master, under "master", with the optimizer's states: both are made at a parameter's
