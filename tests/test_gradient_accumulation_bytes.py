@@ -13,7 +13,17 @@ from memlab.gradient_accumulation import accumulate
 from memlab.memory_arithmetic import Transformer, training_step
 from memlab.memory_timeline import Meter, Timeline, imagine
 from tests.memory_timeline_helpers import allocations, blocks, event_tree, one_thread, peak  # noqa: F401
-from tests.test_memory_arithmetic import BY_HAND, CASES, LLAMA, SHORT, Case, Run, rises_in_backward, watched_ledgers
+from tests.test_memory_arithmetic import (  # noqa: F401
+    BY_HAND,
+    CASES,
+    LLAMA,
+    SHORT,
+    Case,
+    Run,
+    predicted_for_this_machine,
+    rises_in_backward,
+    watched_ledgers,
+)
 
 MANY_BIASES = {"layers": 30, "width": 8, "heads": 1, "vocabulary": 400, "context": 8, "precision": "autocast"}
 MORE = {
