@@ -11,14 +11,13 @@ class Source:
     """Source text, shown as a highlighted block. language: python or c."""
 
     def __init__(self, where: str, text: str, language: str = "python"):
-        self.text = f"{'//' if language == 'c' else '#'} {where}\n{text}"
-        self.language = language
+        self.where, self.text, self.language = where, text, language
 
     def __repr__(self) -> str:
-        return self.text
+        return f"{'//' if self.language == 'c' else '#'} {self.where}\n{self.text}"
 
     def _repr_markdown_(self) -> str:
-        return f"```{self.language}\n{self.text}\n```"
+        return f"```{self.language}\n{self!r}\n```"
 
 
 def show_source(thing, *, docstring: bool = True) -> Source:
