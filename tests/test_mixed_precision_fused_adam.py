@@ -631,6 +631,7 @@ def test_where_the_kernel_in_c_cannot_be_had_the_optimizer_steps(why, kernel, mo
         warnings.simplefilter("error")
         masters.step()
     reference.step()
+    assert kernel == [256] * 3 * (why == "other bits")  # of the trial alone
     assert not adam_in_c.works(FP16, FP16)
     assert_near(masters, params, reference, wide)
 
@@ -679,17 +680,23 @@ p.grad = torch.ones_like(p)
 @in_c
 def test_in_c_a_forked_process_tries_and_steps_too():
     """Where PyTorch's own threads, which the parent has used, are waited for in vain."""
-    child = "\nif (child := os.fork()) == 0:\n    masters.step()\n    os._exit(42 * bool(masters._kernels))\n"
-    parent = "print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))"
-    code = (IN_A_PROCESS_OF_ITS_OWN + child + parent).replace("NUMEL", str(2**12))
-    command = [sys.executable, "-c", code]
+    fork = """
+if (child := os.fork()) == 0:
+    masters.step()
+    (kernel,) = masters._kernels.values()
+    os._exit(42 if kernel.params == [p] else 1)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    command = [sys.executable, "-c", (IN_A_PROCESS_OF_ITS_OWN + fork).replace("NUMEL", str(2**12))]
     assert subprocess.run(command, capture_output=True, text=True, timeout=100).stdout == "42\n"
 
 
 @in_c
 def test_in_c_a_step_that_gets_no_thread_takes_every_share_itself():
     limit = """
+torch.set_num_threads(1)
 masters.step()
+torch.set_num_threads(2)  # for whose stack there is no room
 pages = int(open("/proc/self/statm").read().split()[0])
 resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 6 * 2**20, resource.RLIM_INFINITY))
 masters.step()
