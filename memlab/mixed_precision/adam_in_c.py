@@ -85,6 +85,8 @@ static void adam(const int64_t *table, int64_t count, int64_t begin, int64_t end
         int64_t numel = table[5 * count + row], first = table[6 * count + row];
         int64_t start = begin > first ? (begin - first) * BLOCK : 0;
         int64_t stop = (end - first) * BLOCK < numel ? (end - first) * BLOCK : numel;
+        if (start >= stop)
+            continue;
         WEIGHT *restrict weights = (WEIGHT *)table[row];
         float *restrict masters = (float *)table[count + row];
         float *restrict ms = (float *)table[2 * count + row];
@@ -120,45 +122,43 @@ static void adam(const int64_t *table, int64_t count, int64_t begin, int64_t end
 """To the types WEIGHT and GRADIENT, the bits of PyTorch's step of VECTOR numbers at once, BLOCK a program."""
 
 THREADS = r"""
-struct share {
+struct work {
     const int64_t *table;
-    int64_t count, begin, end;
+    int64_t count, programs, next; /* next: the first program that no thread has taken */
     float inverse_scale;
     double lr, decay, eps, beta1, beta2;
     int decoupled, maximize;
 };
 
-static void *step_share(void *its) {
-    struct share *s = its;
-    adam(s->table, s->count, s->begin, s->end, s->inverse_scale, s->lr, s->decay, s->eps, s->beta1, s->beta2,
-         s->decoupled, s->maximize);
+static void *take_shares(void *its) {
+    struct work *w = its;
+    for (int64_t begin; (begin = __atomic_fetch_add(&w->next, SHARE, __ATOMIC_RELAXED)) < w->programs;) {
+        int64_t end = begin + SHARE < w->programs ? begin + SHARE : w->programs;
+        adam(w->table, w->count, begin, end, w->inverse_scale, w->lr, w->decay, w->eps, w->beta1, w->beta2,
+             w->decoupled, w->maximize);
+    }
     return NULL;
 }
 
 void step(const int64_t *table, int64_t count, int64_t programs, int64_t threads, float inverse_scale, double lr,
           double decay, double eps, double beta1, double beta2, int decoupled, int maximize) {
-    struct share shares[threads];
+    struct work work = {table, count, programs, 0, inverse_scale, lr, decay, eps, beta1, beta2, decoupled, maximize};
     pthread_t ids[threads];
-    int started[threads];
-    for (int64_t i = 0; i < threads; i++) {
-        int64_t begin = programs * i / threads, end = programs * (i + 1) / threads;
-        shares[i] = (struct share){table, count, begin, end, inverse_scale, lr, decay, eps, beta1, beta2,
-                                   decoupled, maximize};
-        started[i] = i > 0 && pthread_create(&ids[i], NULL, step_share, &shares[i]) == 0;
-    }
-    for (int64_t i = 0; i < threads; i++)
-        if (!started[i]) /* the first, and what no thread could be had for */
-            step_share(&shares[i]);
-    for (int64_t i = 0; i < threads; i++)
-        if (started[i])
-            pthread_join(ids[i], NULL);
+    int64_t others = 0;
+    for (int64_t row = 0; row < count; row++)
+        *(float *)table[4 * count + row] += 1; /* the coming step */
+    while (others < threads - 1 && pthread_create(&ids[others], NULL, take_shares, &work) == 0)
+        others++;
+    take_shares(&work); /* all of them, if no thread could be had */
+    while (others > 0)
+        pthread_join(ids[--others], NULL);
 }
 """
 """Threads of this step, since none outlives a fork; and none of Python's, which a signal could leave running."""
 
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 SHARE = 128
-"""Programs that are worth a thread."""
+"""Programs that a thread takes at once, when it has time: a core may have other work."""
 PATIENCE_SECONDS = 30
 """Of waiting for a compiler."""
 VECTOR = {"AVX512": 16, "AVX2": 8, "SVE256": 8}.get(torch.backends.cpu.get_cpu_capability(), 4)
@@ -210,7 +210,6 @@ def _same_bits(theirs: Callable, weight: torch.dtype, gradient: torch.dtype, max
     narrow, steps = [its.to(weight) for its in w], [torch.zeros((), dtype=torch.float32, device="cpu") for _ in w]
     launch = Launch(narrow, *ours, steps)
     for _ in range(3):
-        torch._foreach_add_(steps, 1)
         launch.run(options, g, None)
         lists = expected[0], [its.float() for its in g], *expected[1:], [], steps
         theirs(*lists, **numbers, beta1=0.9, beta2=0.99, amsgrad=False, maximize=maximize)
@@ -237,7 +236,7 @@ def _compiled_by(compiler: str, weight: torch.dtype, gradient: torch.dtype):
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         page, library = Path(folder, "adam.c"), Path(folder, "adam.so")
         page.write_text(NUMBERS + KERNEL + THREADS)
-        types = f"-DWEIGHT={NAMES[weight]}", f"-DGRADIENT={NAMES[gradient]}", f"-DBLOCK={BLOCK}", f"-DVECTOR={VECTOR}"
+        types = f"-DWEIGHT={NAMES[weight]}", f"-DGRADIENT={NAMES[gradient]}", f"-DBLOCK={BLOCK}", f"-DVECTOR={VECTOR}", f"-DSHARE={SHARE}"
         exact = "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"  # roundings where they stand, and vectors
         command = [compiler, "-O3", "-march=native", *exact, "-shared", "-fPIC", *types, page, "-o", library]
         _run([*command, "-lm", "-pthread"])

@@ -38,11 +38,11 @@ class Launch:
     """A step of some parameters by one launch of the kernel, as often as it is asked for.
 
     weights: in 16 bits, of any shapes, all dense, of one type and on one device. masters, and both moments of each, m
-    and v: in FP32, with the weights' strides. steps: of each how many there were, with the coming one, in FP32, ().
+    and v: in FP32, with the weights' strides. steps: of each how many there were, in FP32, ().
     """
 
     def __init__(self, weights, masters, m, v, steps):
-        self._weights = weights
+        self._weights, self._steps = weights, steps
         numels = list(map(Tensor.numel, weights))
         firsts = [0, *accumulate(-(-numel // BLOCK) for numel in numels)]
         self.programs = firsts.pop()
@@ -51,11 +51,12 @@ class Launch:
         self._columns.extend(numels + firsts)
 
     def run(self, options: dict, gradients: Sequence[Tensor], inverse_scale: Tensor | None) -> None:
-        """Step: weights, masters and moments, in place, of which torch's counters of versions know nothing.
+        """Step: weights, masters, moments and counters, in place; torch's counters of versions need not know of it.
 
         options: of a group of torch.optim.Adam's or AdamW's. gradients: one of each parameter, with its strides, in 16
         bits or FP32, all of one type. inverse_scale: what they are multiplied by first, in FP32, of one element.
         """
+        torch._foreach_add_(self._steps, 1)
         places = array("q", addresses(gradients))
         misaligned = functools.reduce(operator.or_, places, self._misaligned)
         device = gradients[0].device

@@ -35,16 +35,18 @@ Adafactor and Muon look at rows and columns; a class derived from one of these m
 
 
 def can_be_flat(p: Tensor) -> bool:
-    """Whether a parameter fills whole vectors without a gap. Its dimensions may be in any order.
+    """Whether a parameter fills whole vectors without a gap.
 
     What is left over at an end is computed one by one, and a CPU's fused kernel rounds that otherwise: if such a
     parameter were not left alone, the last bit of an element would depend on what lies beside it.
     """
-    plain = type(p.detach()) in (Tensor, FakeTensor) and p.layout is torch.strided
-    return plain and p.numel() > 0 and p.numel() % VECTOR == 0 and _is_dense(p)
+    return p.numel() > 0 and p.numel() % VECTOR == 0 and is_dense(p)
 
 
-def _is_dense(p: Tensor) -> bool:
+def is_dense(p: Tensor) -> bool:
+    """Whether this is a plain tensor whose elements lie side by side. Its dimensions may be in any order."""
+    if type(p.detach()) not in (Tensor, FakeTensor) or p.layout is not torch.strided:
+        return False
     expected = 1
     for stride, size in sorted(zip(p.stride(), p.shape, strict=True)):
         if size != 1 and stride != expected:
@@ -204,7 +206,7 @@ class FlatGroup:
         if isinstance(value, Tensor) and value.shape == self.master.shape:
             parts = views_in(value, self.masters)
         elif isinstance(value, Tensor) and value.dim() == 0:
-            with _where(value):
+            with where_it_is(value):
                 others = value.expand(self.count - 1).clone()
             parts, self._counters[name] = [value, *others.unbind()], (value, others)
         for state, part in zip(self.states, parts, strict=True):
@@ -254,7 +256,7 @@ class FlatGroup:
         with torch.inference_mode(False):
             for name, state in itertools.product(names, states):
                 if id(state.get(name)) in parts and isinstance(state[name], Tensor):
-                    with _where(state[name]):
+                    with where_it_is(state[name]):
                         state[name] = state[name].clone()
 
 
@@ -274,7 +276,7 @@ def _together(values: list, masters: Sequence[Tensor]) -> object:
         return values[0]
     if values[0].dim():
         return _vector(values, masters)
-    with _where(values[0]):
+    with where_it_is(values[0]):
         return values[0].clone()
 
 
@@ -285,7 +287,7 @@ def _vector(parts: Sequence[Tensor], masters: Sequence[Tensor]) -> Tensor:
     return whole
 
 
-def _where(tensor: Tensor) -> AbstractContextManager:
+def where_it_is(tensor: Tensor) -> AbstractContextManager:
     """What is made in this block lies where the tensor does: beside an imagined card, or on it."""
     return main_memory() if in_main_memory(tensor) else nullcontext()
 

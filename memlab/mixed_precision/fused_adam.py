@@ -118,8 +118,6 @@ class FusedAdam:
         scale: the loss scale that gradients are divided by, of one element; None for none.
         """
         gradients, self._gradients = list(compress(self._gradients, self._mine)), []
-        if gradients:
-            torch._foreach_add_(self._columns[-1], 1)
         torch.autograd.graph.increment_version(self.params)  # before: whatever interrupts us, they count as written to
         for which, launch in self._launches:
             its = list(compress(gradients, which))

@@ -24,12 +24,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from memlab.memory_arithmetic.optimizers import chunk_limit
+from memlab.memory_arithmetic.optimizers import chunk_limit, slice_elements
 from memlab.memory_timeline import in_main_memory
 from memlab.mixed_precision import fused_adam
 from memlab.mixed_precision.fitting import HALVES, Counters, keep_options, refuse_class, refuse_shared
-from memlab.mixed_precision.flat_group import ELEMENTWISE, Chunk, FlatGroup, FlatGroups
+from memlab.mixed_precision.flat_group import ELEMENTWISE, Chunk, FlatGroup, FlatGroups, is_dense
 from memlab.mixed_precision.gradient_block import GradientBlock
+from memlab.mixed_precision.slices import can_be_sliced, in_slices
 from memlab.mixed_precision.versions import Versions
 
 
@@ -148,7 +149,7 @@ class MasterWeights(Optimizer):
         chunks = self._chunks()
         for chunk in chunks if len(chunks) > 1 else ():
             dense = [p for _, p in chunk if p.grad.dtype in HALVES and not p.grad.is_sparse or self._flats.of(p)]
-            self._block(chunk[0][1].device).expect(sum(map(Tensor.numel, dense)))
+            self._block(chunk[0][1].device).expect(self._slice(chunk) or sum(map(Tensor.numel, dense)))
         try:
             yield from chunks
         finally:
@@ -192,10 +193,41 @@ class MasterWeights(Optimizer):
         """Of a chunk where this parameter is; the imagined card's are on a GPU."""
         return chunk_limit(self.chunk_bytes, "cpu" if in_main_memory(p) else "gpu")
 
+    def _slice(self, chunk: Chunk) -> int:
+        """If this is one parameter, and larger than a chunk, how many of its elements are stepped at once. 0: all."""
+        p = chunk[0][1]
+        if len(chunk) > 1 or not (self._can_be_flat and self._needs_master(p) and is_dense(p)):
+            return 0
+        is_alike = p.grad.layout is p.layout and p.grad.dtype in HALVES and p.grad.stride() == p.stride()
+        elements = slice_elements(p.numel(), self._most_bytes(p))
+        return elements if is_alike and elements < p.numel() else 0
+
+    def _step_slices(self, group: dict, p: Tensor, state: dict) -> list[tuple[dict, dict]]:
+        """As `_step_chunk`, of one parameter that is larger than a chunk."""
+        inner, groups = self._inner, []
+        try:
+            for its, (m, weight, gradient) in in_slices(state, [p, p.grad], self._most_bytes(p)):
+                groups.append((group, group | {"params": [m]}))
+                inner.state[m], inner.param_groups = its, [groups[-1][1]]
+                [m.grad] = self._block(m.device).views([m])
+                m.grad.copy_(gradient)
+                try:
+                    self._divide([m])
+                    self._step_inner([weight], [m])
+                finally:  # if it raises halfway, the weight goes along with its master
+                    groups[-1][1]["params"], inner.state, m.grad = group["params"], defaultdict(dict), None
+                    weight.copy_(m)
+        finally:
+            inner.param_groups = self.param_groups
+            self._versions.wrote([p])
+        return groups
+
     def _step_chunk(self, chunk: Chunk) -> list[tuple[dict, dict]]:
         """One step of these parameters. Returns their groups, each with what the optimizer made of its options."""
         inner, groups = self._inner, {id(group): (group, group | {"params": []}) for group, _ in chunk}
         masters, states = self._masters(chunk)
+        if self._slice(chunk) and can_be_sliced(states[0]):
+            return self._step_slices(*chunk[0], states[0])
         if self._can_be_flat:
             self._flats.begin(chunk, states)
         flats, order = self._flats.whole(chunk, states, self.state)
