@@ -115,7 +115,7 @@ CPU = {
     ),
     "GPT, master weights": Case(precision="mixed"),
     "GPT, master weights, small chunks, few tokens": Case(**SHORT, precision="mixed", chunk_bytes=4000),
-    "GPT, master weights, a chunk is a parameter": Case(**SHORT, precision="mixed", chunk_bytes=1),
+    "GPT, master weights, a chunk is four vectors": Case(**SHORT, precision="mixed", chunk_bytes=256),
     "GPT, master weights, small chunks by foreach": Case(
         **SHORT, precision="mixed", implementation="foreach", chunk_bytes=16_000
     ),
@@ -134,10 +134,32 @@ CPU = {
         **SHORT, precision="mixed", optimizer="momentum", first_step=True, chunk_bytes=8000
     ),
     "GPT, master weights, the head is the token embedding, first step: its chunk's block stays": Case(
-        **SHORT, **LARGE_VOCABULARY, precision="mixed", optimizer="sgd", tied=True, first_step=True, chunk_bytes=1
+        **SHORT, **LARGE_VOCABULARY, precision="mixed", optimizer="sgd", tied=True, first_step=True, chunk_bytes=130_000
     ),
     "GPT, master weights, the head is the token embedding, first step: the last chunk is not the fullest": Case(
-        **SHORT, **LARGE_VOCABULARY, precision="mixed", tied=True, layers=1, first_step=True, chunk_bytes=1
+        **SHORT, **LARGE_VOCABULARY, precision="mixed", tied=True, layers=1, first_step=True, chunk_bytes=130_000
+    ),
+    "GPT, master weights, the head in two slices": Case(
+        **SHORT, **LARGE_VOCABULARY, precision="mixed", chunk_bytes=100_000
+    ),
+    "GPT, master weights, the head in two slices by foreach, first step": Case(
+        **SHORT, **LARGE_VOCABULARY, precision="mixed", implementation="foreach", first_step=True, chunk_bytes=100_000
+    ),
+    "GPT, master weights, the head in slices, first step": Case(
+        **SHORT, **LARGE_VOCABULARY, precision="mixed", first_step=True, chunk_bytes=10_000
+    ),
+    "GPT, master weights, momentum, the head in two slices, of which the first decides, first step": Case(
+        **SHORT,
+        width=16,
+        heads=2,
+        vocabulary=1001,
+        precision="mixed",
+        optimizer="momentum",
+        first_step=True,
+        chunk_bytes=4 * 16 * 600,
+    ),
+    "GPT, master weights, SGD, a step in slices has no counter": Case(
+        **SHORT, **LARGE_VOCABULARY, precision="mixed", optimizer="sgd", chunk_bytes=10_000
     ),
     "Llama, master weights, fused": Case(**LLAMA, **SHORT, precision="mixed", implementation="fused"),
     "GPT, autocast": Case(precision="autocast"),
@@ -164,6 +186,12 @@ GPU = {
     "GPT on a GPU, BF16, few tokens: √v decides": Case(**SHORT, precision="bf16"),
     "GPT on a GPU, master weights": Case(precision="mixed"),
     "GPT on a GPU, master weights, few tokens, small chunks": Case(**SHORT, precision="mixed", chunk_bytes=16_000),
+    "GPT on a GPU, master weights, the head in slices, whose counters lie in main memory": Case(
+        **SHORT, **LARGE_VOCABULARY, precision="mixed", chunk_bytes=10_000
+    ),
+    "GPT on a GPU, master weights, the head in slices, first step": Case(
+        **SHORT, **LARGE_VOCABULARY, precision="mixed", first_step=True, chunk_bytes=60_000
+    ),
     "GPT on a GPU, master weights, first step": Case(**SHORT, precision="mixed", first_step=True),
     "GPT on a GPU, master weights, fused, first step in small chunks": Case(
         **SHORT, precision="mixed", implementation="fused", first_step=True, chunk_bytes=16_000

@@ -204,13 +204,14 @@ class MasterWeights(Optimizer):
 
     def _step_slices(self, group: dict, p: Tensor, state: dict) -> list[tuple[dict, dict]]:
         """As `_step_chunk`, of one parameter that is larger than a chunk."""
-        inner, groups = self._inner, []
+        inner, groups, place = self._inner, [], None
         try:
             for its, (m, weight, gradient) in in_slices(state, [p, p.grad], self._most_bytes(p)):
                 groups.append((group, group | {"params": [m]}))
                 inner.state[m], inner.param_groups = its, [groups[-1][1]]
-                [m.grad] = self._block(m.device).views([m])
-                m.grad.copy_(gradient)
+                if place is None:
+                    [place] = self._block(m.device).views([m])
+                m.grad = place[: m.numel()].copy_(gradient)
                 try:
                     self._divide([m])
                     self._step_inner([weight], [m])
