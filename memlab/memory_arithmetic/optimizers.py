@@ -161,9 +161,11 @@ def play_step(
     def size(start: int, stop: int) -> str:
         return "P" if stop - start == len(sizes) else added(sizes[start:stop])
 
-    def widened(start: int, stop: int) -> tuple[int, str]:
-        each = slice_of(start, stop)
-        return (so_far[stop] - so_far[start], size(start, stop)) if each is None else (each, str(each))
+    def widened(start: int, stop: int) -> int:
+        return slice_of(start, stop) or so_far[stop] - so_far[start]
+
+    largest = max(bounds, key=lambda chunk: widened(*chunk))
+    block = str(widened(*largest)) if slice_of(*largest) else size(*largest)
 
     def seen(start: int, stop: int) -> list[list[int]]:
         if chunk_bytes in (None, math.inf):
@@ -186,19 +188,19 @@ def play_step(
         if table_row:
             found.append(Piece("addresses", "T", table_row, "temporary", "by which the kernel finds each parameter"))
         if chunk_bytes is not None:
-            its = max(widened(*chunk) for chunk in bounds)[1]
             why = "a step on master weights widens the gradients of one chunk at a time"
-            found.append(Piece("FP32 gradients of a chunk", its, 4, "temporary", why))
+            found.append(Piece("FP32 gradients of a chunk", block, 4, "temporary", why))
         each = slice_of(start, stop)
         if each is None:
             its = seen(start, stop)
             texts = [sizes[lane[0]] if len(lane) == 1 else added([sizes[i] for i in lane]) for lane in its]
             return [found + temporaries(texts, [sum(counts[i] for i in lane) for lane in its])]
-        if STEP_COUNTERS.name in ledger.held:
+        counter = []
+        if STEP_COUNTERS in made or STEP_COUNTERS.name in ledger.held:
             why = "each slice of a parameter counts from the same number"
-            found.append(Piece("step counter of a slice", "1", STEP_COUNTERS.itemsize, "temporary", why))
+            counter.append(Piece("step counter of a slice", "1", STEP_COUNTERS.itemsize, "temporary", why))
         if not made:
-            return [found + temporaries([str(each)], [each])]
+            return [found + counter + temporaries([str(each)], [each])]
         # the first slice's states go into whole ones, one after the other; the second's are made beside those
         kept = [piece for piece in made if piece.size == "P" and piece.name != MASTERS]
         of_a_slice = lambda pieces, count: [  # noqa: E731
@@ -207,7 +209,7 @@ def play_step(
         second = min(each, counts[start] - each)
         return [
             found + of_a_slice(kept[-1:], each),
-            found + of_a_slice(kept, second) + temporaries([str(second)], [second]),
+            found + counter + of_a_slice(kept, second) + temporaries([str(second)], [second]),
         ]
 
     def counters(start: int, stop: int) -> int:

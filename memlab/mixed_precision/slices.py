@@ -42,26 +42,24 @@ def in_slices(state: dict, others: list[Tensor], chunk_bytes: float) -> Iterator
         for name in list(its):
             value = its.pop(name)  # so that it goes when its numbers are in the whole
             if _is_single(value):
-                counted[name] = value
+                if is_last or name not in single:
+                    counted.setdefault(name, value)  # each slice has counted to the same
             elif name not in known or value is not known[name][i]:
                 if name not in made:
                     made[name] = torch.empty_like(master, dtype=value.dtype)
                 cut(made[name])[i].copy_(value)
 
-    for i, tensors in enumerate(zip(known.pop("master"), *map(cut, others), strict=True)):
-        counted.clear()
-        its = {name: slices[i] for name, slices in known.items()} | {n: _copied(v) for n, v in single.items()}
+    slices = list(zip(known.pop("master"), *map(cut, others), strict=True))
+    for i, tensors in enumerate(slices):
+        is_last = i == len(slices) - 1
+        its = {name: parts[i] for name, parts in known.items()}
+        its |= {name: value if is_last else _copied(value) for name, value in single.items()}
         yield its, tensors
         left = its.keys() | {"master"}
         keep(its)
     for name in state.keys() - left:
         del state[name]
-    for name, value in counted.items():
-        if isinstance(single.get(name), Tensor) and isinstance(value, Tensor):
-            single[name].copy_(value)
-        else:
-            state[name] = value
-    state.update(made)
+    state.update(counted | made)
 
 
 def _is_single(value: object) -> bool:
@@ -73,7 +71,7 @@ def _is_like(value: object, master: Tensor) -> bool:
 
 
 def _copied(value: object) -> object:
-    """A number of which each slice has its own, so that all count from the same."""
+    """A number of its own, for a slice that is not the last: all count from the same."""
     if not isinstance(value, Tensor):
         return value
     with where_it_is(value):
