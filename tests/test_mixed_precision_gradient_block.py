@@ -116,11 +116,11 @@ def test_an_optimizer_that_keeps_the_last_gradient_steps_as_on_fp32_weights(kept
         assert all(torch.equal(ours.state[p]["master"], q) for p, q in zip(narrow, wide, strict=True))
 
 
-def test_chunks_are_of_4_mib_on_a_cpu_unless_told_otherwise():
+def test_chunks_are_of_2_mib_on_a_cpu_unless_told_otherwise():
     params = [nn.Parameter(torch.zeros(2**18, dtype=BF16)) for _ in range(10)]  # each 1 MiB of FP32
     for p in params:
         p.grad = torch.zeros_like(p)
-    for words, expected in [({}, [4, 4, 2]), ({"chunk_bytes": "2 MiB"}, [2] * 5), ({"chunk_bytes": None}, [10])]:
+    for words, expected in [({}, [2] * 5), ({"chunk_bytes": "4 MiB"}, [4, 4, 2]), ({"chunk_bytes": None}, [10])]:
         for kind in (MasterWeights, StochasticRounding):
             assert [len(chunk) for chunk in kind(params, optim.SGD, **words)._chunks()] == expected
 

@@ -236,9 +236,11 @@ def _compiled_by(compiler: str, weight: torch.dtype, gradient: torch.dtype):
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         page, library = Path(folder, "adam.c"), Path(folder, "adam.so")
         page.write_text(NUMBERS + KERNEL + THREADS)
-        types = f"-DWEIGHT={NAMES[weight]}", f"-DGRADIENT={NAMES[gradient]}", f"-DBLOCK={BLOCK}", f"-DVECTOR={VECTOR}", f"-DSHARE={SHARE}"
+        types = {"WEIGHT": NAMES[weight], "GRADIENT": NAMES[gradient]}
+        names = types | {"BLOCK": BLOCK, "VECTOR": VECTOR, "SHARE": SHARE}
+        defined = [f"-D{name}={its}" for name, its in names.items()]
         exact = "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"  # roundings where they stand, and vectors
-        command = [compiler, "-O3", "-march=native", *exact, "-shared", "-fPIC", *types, page, "-o", library]
+        command = [compiler, "-O3", "-march=native", *exact, "-shared", "-fPIC", *defined, page, "-o", library]
         _run([*command, "-lm", "-pthread"])
         step = ctypes.CDLL(str(library)).step  # it stays when its file goes
     whole, real, yes = ctypes.c_int64, ctypes.c_double, ctypes.c_int
