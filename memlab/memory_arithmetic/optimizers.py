@@ -71,7 +71,8 @@ def chunk_limit(chunk_bytes: int | str | None, hardware: str) -> float:
 
 
 def chunks(counts: list[int], chunk_bytes: float) -> list[tuple[int, int]]:
-    """The parameters chunk by chunk, as (first, one after last): as many as have chunk_bytes of FP32 gradients, or one.
+    """The parameters chunk by chunk, as (first, one after last): as many as have chunk_bytes of FP32 gradients, or one,
+    which is stepped in slices, if it is larger (`slice_elements`).
 
     >>> chunks([10, 20, 5, 100, 1], chunk_bytes=140)
     [(0, 3), (3, 4), (4, 5)]

@@ -109,8 +109,8 @@ def training_step(
       above 192 features run another kernel; before Ampere none reads BF16, and a block stores its scores.) There,
       AdamW's step counters lie in main memory unless it is fused.
     first_step: the optimizer has no states until its step.
-    chunk_bytes: for "mixed", how many bytes of FP32 gradients the step makes at once, one parameter's at least, as in
-      `MasterWeights`: an int or such as "16 MiB"; None: no limit; "auto": 64 MiB on a GPU and 4 MiB on a CPU. Fused
+    chunk_bytes: for "mixed", how many bytes of FP32 gradients the step makes at once, of a larger parameter in slices,
+      as in `MasterWeights`: an int or such as "16 MiB"; None: no limit; "auto": 64 MiB on a GPU, 2 MiB on a CPU. Fused
       AdamW makes none: one kernel reads the 16-bit gradients (with triton, which CUDA's builds bring on Linux; on a CPU
       with a C compiler, there too).
     micro_batches: how many of (batch, tokens) accumulate gradients before the optimizer's step. From 2 on, the moments

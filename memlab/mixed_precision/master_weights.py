@@ -7,8 +7,9 @@ where small steps add up, and the 16-bit weight is the master, rounded. Micikevi
 A parameter then takes 2 bytes as weight, 2 as gradient, 4 as master and, with Adam, 8 as moments: 16, as many as in
 FP32. What is saved is activations and time, and never a byte of this sum. A second FP32 copy, of the gradients, would
 make it 20: so the step goes chunk by chunk, and the FP32 gradients of one chunk at a time exist. What casts cost in
-time is saved elsewhere: an elementwise optimizer steps a chunk's parameters as one vector, see flat_group.py. Fused
-Adam needs neither: its casts are part of the step's kernel, see fused_adam.py.
+time is saved elsewhere: an elementwise optimizer steps a chunk's parameters as one vector, see flat_group.py, and a
+larger parameter in slices, see slices.py. Fused Adam needs neither: its casts are part of the step's kernel, see
+fused_adam.py.
 """
 
 from __future__ import annotations
@@ -43,10 +44,11 @@ class MasterWeights(Optimizer):
     optimizer_class, **defaults: whose `step` it is, and what it is made with. It must update each parameter from its
       own gradient and keep what it counts in a parameter's state or a group's option, as nearly all do; one that looks
       at all of them together, or at their places in the groups, needs chunk_bytes=None.
-    chunk_bytes: how many bytes of FP32 gradients may exist at once (one parameter's, if they are more), as an int or
-      such as "16 MiB"; None: no limit. "auto": 64 MiB on a GPU, where each chunk costs launches; 4 MiB on a CPU, whose
-      caches keep them until they are used. An elementwise optimizer of torch.optim steps what fits of a chunk as one
-      vector: its for-loop's temporaries are two of a chunk, not of a parameter. With None it sees each parameter.
+    chunk_bytes: how many bytes of FP32 gradients may exist at once, as an int or such as "16 MiB"; None: no limit.
+      "auto": 64 MiB on a GPU, where each chunk costs launches; 2 MiB on a CPU, whose caches keep them until they are
+      used. An elementwise optimizer of torch.optim steps what fits of a chunk as one vector, and a larger parameter in
+      slices (of 64 bytes or more): its for-loop's temporaries are two of a chunk, not of a parameter. Others step on a
+      whole parameter at least, and with None all do.
       Adam and AdamW with fused=True make none on a GPU where Triton works, or on a CPU where a C compiler makes a
       kernel with PyTorch's bits (on Linux): it reads the 16-bit gradients.
 

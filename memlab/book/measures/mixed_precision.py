@@ -11,7 +11,7 @@ from torch import nn
 
 from memlab.book.measures.timing import compared, interleaved, keep_freed_blocks
 from memlab.book.workloads import GPT, text_batch
-from memlab.memory_arithmetic.optimizers import CHUNK_BYTES, chunks
+from memlab.memory_arithmetic.optimizers import CHUNK_BYTES, chunks, slice_elements
 from memlab.mixed_precision import LossScaler, MasterWeights
 from memlab.mixed_precision.flat_group import views_in
 
@@ -103,23 +103,27 @@ def with_gradients(shapes: list[tuple[int, ...]], dtype: torch.dtype, device: st
 def cast_step_cast(weights: list[nn.Parameter], chunk_bytes: int, how: dict) -> Callable[[], None]:
     """What a step on master weights cannot do without: of each chunk gradients to FP32, AdamW's step, and the weights.
 
-    Each chunk's masters are one vector; so are its FP32 gradients, in a block that all chunks use. Nothing is looked up
-    or checked.
+    Each chunk's masters are one vector, or a slice of a larger weight's; so are its FP32 gradients, in a block that all
+    chunks use. Nothing is looked up or checked.
     """
-    bounds = chunks([weight.numel() for weight in weights], chunk_bytes)
-    largest = max(sum(weight.numel() for weight in weights[start:stop]) for start, stop in bounds)
+    pieces = []  # of each weight its slices, and those of its gradient
+    for weight in weights:
+        each = slice_elements(weight.numel(), chunk_bytes)
+        pieces += zip(*(its.detach().flatten().split(each) for its in (weight, weight.grad)), strict=True)
+    bounds = chunks([narrow.numel() for narrow, _ in pieces], chunk_bytes)
+    largest = max(sum(narrow.numel() for narrow, _ in pieces[start:stop]) for start, stop in bounds)
     parts, block = [], torch.empty(largest, device=weights[0].device)
     for start, stop in bounds:
-        narrow = weights[start:stop]
-        master = nn.Parameter(torch.cat([weight.detach().flatten().float() for weight in narrow]))
+        narrow, gradients = zip(*pieces[start:stop], strict=True)
+        master = nn.Parameter(torch.cat([its.float() for its in narrow]))
         master.grad = block[: master.numel()]
-        masters, gradients = (views_in(flat, narrow) for flat in (master.detach(), master.grad))
-        parts.append((narrow, masters, gradients, torch.optim.AdamW([master], **how)))
+        masters, widened = (views_in(flat, narrow) for flat in (master.detach(), master.grad))
+        parts.append((narrow, gradients, masters, widened, torch.optim.AdamW([master], **how)))
 
     @torch.no_grad()
     def step() -> None:
-        for narrow, masters, gradients, optimizer in parts:
-            torch._foreach_copy_(gradients, [weight.grad for weight in narrow])
+        for narrow, gradients, masters, widened, optimizer in parts:
+            torch._foreach_copy_(widened, gradients)
             optimizer.step()
             torch._foreach_copy_(narrow, masters)
 
