@@ -14,6 +14,7 @@ from torch import nn, optim
 from memlab.memory_arithmetic.optimizers import CHUNK_BYTES, VECTOR, slice_elements
 from memlab.memory_timeline import Meter
 from memlab.mixed_precision import MasterWeights, adam_in_c, master_weights
+from memlab.mixed_precision.gradient_block import GradientBlock
 from memlab.mixed_precision.slices import can_be_sliced, in_slices
 from tests.test_mixed_precision_flat_group import CASES, assert_same, give_gradients, step_both
 
@@ -231,3 +232,20 @@ def test_a_step_holds_the_fp32_gradients_of_one_slice_and_two_of_its_temporaries
         ours.step()
     kept = count * (2 + 2 + 4 + 8) + 4
     assert meter.timeline.peak_bytes == kept + 3 * 16 * 2**10 + 4  # √v, √v divided, and a counter
+
+
+def test_if_there_is_no_memory_for_a_slices_gradients_nothing_is_left_behind(monkeypatch):
+    ours, params, _, _ = pair([(77, 13)])
+    give_gradients(params, 0)
+    before = params[0].detach().clone()
+
+    def full(self, masters, flats=()):
+        raise MemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(GradientBlock, "views", full)
+        with pytest.raises(MemoryError):
+            ours.step()
+    assert torch.equal(params[0], before) and not ours._inner.state and ours._inner.param_groups is ours.param_groups
+    ours.step()
+    assert ours.state[params[0]]["step"] == 1

@@ -173,11 +173,10 @@ def play_step(
             return [[i] for i in range(start, stop)]
         return [[start + i for i in lane] for lane in lanes(counts[start:stop])]
 
-    def temporaries(texts: list[str], counts: list[int]) -> list[Piece]:
-        """Of a step on tensors of these sizes."""
+    def temporaries(whole: str, texts: list[str], counts: list[int]) -> list[Piece]:
+        """Of a step on tensors of these sizes, and of this one all together."""
         if optimizer == "adamw" and implementation == "foreach":
             name = "√v of every parameter" if chunk_bytes is None else "√v of a chunk"
-            whole = "P" if len(texts) == len(sizes) else added(texts)
             return [Piece(name, whole, itemsize, "temporary", "foreach_sqrt makes the whole list")]
         if optimizer == "adamw" and implementation == "for-loop":
             return loop_temporaries(texts, counts, itemsize)
@@ -195,13 +194,13 @@ def play_step(
         if each is None:
             its = seen(start, stop)
             texts = [sizes[lane[0]] if len(lane) == 1 else added([sizes[i] for i in lane]) for lane in its]
-            return [found + temporaries(texts, [sum(counts[i] for i in lane) for lane in its])]
+            return [found + temporaries(size(start, stop), texts, [sum(counts[i] for i in lane) for lane in its])]
         counter = []
         if STEP_COUNTERS in made or STEP_COUNTERS.name in ledger.held:
             why = "each slice of a parameter counts from the same number"
             counter.append(Piece("step counter of a slice", "1", STEP_COUNTERS.itemsize, "temporary", why))
         if not made:
-            return [found + counter + temporaries([str(each)], [each])]
+            return [found + counter + temporaries(str(each), [str(each)], [each])]
         # the first slice's states go into whole ones, one after the other; the second's are made beside those
         kept = [piece for piece in made if piece.size == "P" and piece.name != MASTERS]
         of_a_slice = lambda pieces, count: [  # noqa: E731
@@ -210,7 +209,7 @@ def play_step(
         second = min(each, counts[start] - each)
         return [
             found + of_a_slice(kept[-1:], each),
-            found + counter + of_a_slice(kept, second) + temporaries([str(second)], [second]),
+            found + counter + of_a_slice(kept, second) + temporaries(str(second), [str(second)], [second]),
         ]
 
     def counters(start: int, stop: int) -> int:

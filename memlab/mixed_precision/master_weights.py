@@ -210,11 +210,11 @@ class MasterWeights(Optimizer):
         try:
             for its, (m, weight, gradient) in in_slices(state, [p, p.grad], self._most_bytes(p)):
                 groups.append((group, group | {"params": [m]}))
-                inner.state[m], inner.param_groups = its, [groups[-1][1]]
-                if place is None:
-                    [place] = self._block(m.device).views([m])
-                m.grad = place[: m.numel()].copy_(gradient)
                 try:
+                    inner.state[m], inner.param_groups = its, [groups[-1][1]]
+                    if place is None:
+                        [place] = self._block(m.device).views([m])
+                    m.grad = place[: m.numel()].copy_(gradient)
                     self._divide([m])
                     self._step_inner([weight], [m])
                 finally:  # if it raises halfway, the weight goes along with its master

@@ -38,7 +38,7 @@ def in_slices(state: dict, others: list[Tensor], chunk_bytes: float) -> Iterator
     made: dict[str, Tensor] = {}
     counted: dict[str, object] = {}
 
-    def keep(its: dict) -> None:
+    def keep(i: int, is_last: bool, its: dict) -> None:
         for name in list(its):
             value = its.pop(name)  # so that it goes when its numbers are in the whole
             if _is_single(value):
@@ -56,7 +56,7 @@ def in_slices(state: dict, others: list[Tensor], chunk_bytes: float) -> Iterator
         its |= {name: value if is_last else _copied(value) for name, value in single.items()}
         yield its, tensors
         left = its.keys() | {"master"}
-        keep(its)
+        keep(i, is_last, its)
     for name in state.keys() - left:
         del state[name]
     state.update(counted | made)
