@@ -38,9 +38,10 @@ WHY = {
     "meter_time": "Between large tensors an op costs the meter more than in a tiny model's step, most likely because "
     "they push it out of the caches. Medians of repeated runs lie on both sides of the bound.",
     "master_weights": "Beside a for-loop and foreach each 16-bit gradient is cast to FP32 before the step, and each "
-    "master to 16 bits after it: two more passes over memory, for which stepping a chunk as one vector makes up in "
-    "part. What casts and steps take alone, the rows say. A fused step has no such passes where a C compiler is: its "
-    "kernel casts on the way. The rest is Python, which comes from memory after a step that has filled the caches.",
+    "master to 16 bits after it: two more passes, over what caches may hold. Stepping it as one vector makes up "
+    "for part of them. What casts and steps take alone, the rows say. A fused step has no such passes where a C "
+    "compiler is: its kernel casts on the way. The rest is Python, which comes from memory after a step that has "
+    "filled the caches.",
     "split_beside_dtensor": "Of two ranks that wait for each other many times a pass, single times spread widely here, "
     "and the medians of repeated runs lie on both sides of the bound.",
     "accumulation_time": "accumulate checks what it is given, and looks in autograd's graph for the wrong reduction: "
