@@ -48,7 +48,7 @@ class MasterWeights(Optimizer):
       "auto": 64 MiB on a GPU, where each chunk costs launches; 2 MiB on a CPU, whose caches keep them until they are
       used. An elementwise optimizer of torch.optim steps what fits of a chunk as one vector, and a larger parameter in
       slices (of 64 bytes or more): its for-loop's temporaries are two of a chunk, not of a parameter. Others step on a
-      whole parameter at least, and with None all do.
+      whole parameter at least; with None all do, and where gradients are FP32 already or have other strides.
       Adam and AdamW with fused=True make none on a GPU where Triton works, or on a CPU where a C compiler makes a
       kernel with PyTorch's bits (on Linux): it reads the 16-bit gradients.
 
