@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from memlab.book.memory_tools_torch import tracked
 from memlab.book.workloads import GPT, MLP
 from memlab.memory_timeline import CATEGORIES, Meter, imagine
 from tests.memory_timeline_helpers import (
@@ -614,13 +615,9 @@ def test_the_categories_sum_to_the_total_at_every_event_over_several_iterations(
 
 
 def test_the_storages_peak_is_that_of_torchs_memtracker():
-    tracker_module = pytest.importorskip("torch.distributed._tools.mem_tracker")
     run = Run("GPT")
-    tracker = tracker_module.MemTracker()
-    tracker.track_external(run.model, run.optimizer, *run.inputs)
-    with tracker:
+    with tracked(run.model, run.optimizer, run.inputs) as tracker:
         run.step()
-    del torch.UntypedStorage.resize_  # the tracker's patch, which it leaves in place of the inherited method
     expected = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
     assert metered("GPT").timeline.peak_bytes == expected
 

@@ -42,12 +42,17 @@ HOOKS = (
 )
 
 
-def installed(model: nn.Module | None = None) -> tuple[int, int, bool, bool]:
+def patch() -> Callable | None:
+    """What the class of storages has for `resize_` in place of the method that it inherits."""
+    return vars(torch.UntypedStorage).get("resize_")
+
+
+def installed(model: nn.Module | None = None) -> tuple[int, int, Callable | None, bool]:
     """What is installed globally and on a model: hooks, modes, a patched resize_, a running profiler."""
     hooks = sum(map(len, HOOKS))
     hooks += sum(len(p._post_accumulate_grad_hooks or ()) for p in (model.parameters() if model else ()))
     modes = len(torch.utils._python_dispatch._get_current_dispatch_mode_stack())
-    return hooks, modes, "resize_" in vars(torch.UntypedStorage), torch.autograd._profiler_enabled()
+    return hooks, modes, patch(), torch.autograd._profiler_enabled()
 
 
 @pytest.fixture(autouse=True)
@@ -314,6 +319,7 @@ def test_a_forward_in_another_thread_gives_its_modules_name_to_nothing_here():
 
 
 def test_meters_that_end_in_any_order_take_every_patch_off():
+    before = patch()
     first, second, third = Meter(), Meter(), Meter()
     entered = [threading.Event() for _ in range(3)]
     leave = [threading.Event() for _ in range(3)]
@@ -328,10 +334,10 @@ def test_meters_that_end_in_any_order_take_every_patch_off():
         thread.start()
         assert event.wait(60)
     for number in (1, 0, 2):
-        assert "resize_" in vars(torch.UntypedStorage)
+        assert patch() is not before
         leave[number].set()
         threads[number].join()
-    assert "resize_" not in vars(torch.UntypedStorage)
+    assert patch() is before
 
 
 def test_two_threads_each_with_their_own_meter_see_what_one_alone_sees():

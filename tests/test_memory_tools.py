@@ -287,12 +287,11 @@ def test_the_memory_timeline_of_the_profiler_is_deprecated(tmp_path):
 
 
 def test_mem_tracker_raises_in_the_second_step_unless_it_is_told_of_the_firsts_end():
-    from torch.distributed._tools.mem_tracker import MemTracker
-
-    program, tracker = Planted(), MemTracker()
-    tracker.track_external(program.model, program.optimizer, *program.batch)
+    program = Planted()
+    tracker = memory_tools_torch.tracked(program.model, program.optimizer, program.batch)
     with pytest.raises(NotImplementedError, match="multiple iterative calls"), tracker:
         list(program.run(2))
+    assert "resize_" not in vars(torch.UntypedStorage)
 
 
 def test_a_census_finds_the_kept_loss_and_none_of_what_its_graph_holds(looks):

@@ -12,7 +12,8 @@ import linecache
 import os
 import tempfile
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from unittest import mock
@@ -153,13 +154,29 @@ def read_history(dump: dict, device: int = 0, slowdown: float = 1.0) -> Seen:
     return Seen("storages", highest, largest[1], nbytes / STEPS, line, slowdown=slowdown)
 
 
-def mem_tracker() -> Seen:
-    """torch.distributed's MemTracker: exact, by kind and by module; it has to be told of each step's end."""
+@contextmanager
+def tracked(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: Iterable[torch.Tensor]) -> Iterator:
+    """torch.distributed's MemTracker, switched on. Its end leaves a `resize_` on the class of storages, which goes too.
+
+    The one left is what the class inherits; whoever asks the class itself, as a meter's tests do, would find it.
+    """
     from torch.distributed._tools.mem_tracker import MemTracker
 
-    program, watching, totals = Planted(), MemTracker(), []
-    watching.track_external(program.model, program.optimizer, *program.batch)
-    with watching:
+    before = vars(torch.UntypedStorage).get("resize_")
+    tracker = MemTracker()
+    tracker.track_external(model, optimizer, *batch)
+    try:
+        with tracker:
+            yield tracker
+    finally:
+        if before is None and "resize_" in vars(torch.UntypedStorage):
+            del torch.UntypedStorage.resize_
+
+
+def mem_tracker() -> Seen:
+    """torch.distributed's MemTracker: exact, by kind and by module; it has to be told of each step's end."""
+    program, totals = Planted(), []
+    with tracked(program.model, program.optimizer, program.batch) as watching:
         for _ in program.run(STEPS):
             watching.reset_mod_stats()
             totals.append(_total(watching.get_tracker_snapshot("current")))

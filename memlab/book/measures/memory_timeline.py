@@ -11,6 +11,7 @@ import torch
 
 from memlab.book.allocator import allocated_peak
 from memlab.book.measures.timing import compared, interleaved, printed_by, seconds, spread, trainer
+from memlab.book.memory_tools_torch import tracked
 from memlab.book.workloads import GPT, LSTM, MLP, ConvNet, text_batch
 from memlab.memory_timeline import Meter, imagine
 
@@ -43,7 +44,6 @@ def meter_time(device: str, rounds: int) -> list[tuple]:
 
 def meter_cost_per_op(device: str, rounds: int) -> list[tuple]:
     """What the meter adds to one op, beside an empty mode and MemTracker, where kernels take hardly any time."""
-    from torch.distributed._tools.mem_tracker import MemTracker
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Empty(TorchDispatchMode):
@@ -60,16 +60,11 @@ def meter_cost_per_op(device: str, rounds: int) -> list[tuple]:
     batch = tuple(tensor.to(device) for tensor in text_batch(1, 8))
     model, optimizer, step = trainer(GPT(layers=4, width=16, heads=2, context=8).to(device), batch)
 
-    def tracker():
-        found = MemTracker()
-        found.track_external(model, optimizer, *batch)
-        return found
-
     contexts = {
         "off": contextlib.nullcontext,
         "empty": Empty,
         "meter": lambda: Meter(model, optimizer, inputs=batch),
-        "tracker": tracker,
+        "tracker": lambda: tracked(model, optimizer, batch),
     }
     step()
     inside: dict[str, list[float]] = {name: [] for name in contexts}
