@@ -12,7 +12,17 @@ from typing import NamedTuple
 import torch
 
 from memlab.book.measures.timing import seconds, spread
-from memlab.book.watched_programs import CLEAN, KINDS, MORE_KINDS, Judgement, judge, judged, programs_of, watch_levels
+from memlab.book.watched_programs import (
+    CLEAN,
+    KINDS,
+    MORE_KINDS,
+    Judgement,
+    Program,
+    judge,
+    judged,
+    programs_of,
+    watch_levels,
+)
 from memlab.memory_monitoring import Monitor
 
 STEP_SECONDS, STEPS_IN_BLOCK, STEPS_BEFORE, STEPS_TO_SETTLE = 0.010, 50, 1000, 20
@@ -32,7 +42,7 @@ def _called(judgements: list[Judgement], level: str) -> list[tuple]:
     healthy = groups.pop(CLEAN, [])
     caught = {kind: sum(one.in_time for one in group) for kind, group in groups.items()}
     parts = [f"{kind} {caught[kind]} of {len(group)}" for kind, group in groups.items()]
-    five = sum(caught[kind] == len(groups[kind]) for kind in KINDS)
+    five = [caught[kind] == len(groups[kind]) for kind in KINDS if kind in groups]
     called = [one for one in judgements if one.inside is not None]
     inside = sum(one.inside for one in called)
     widths = spread([min(one.width, WIDEST) for one in called], "{:.1f}") if called else "none"
@@ -40,8 +50,8 @@ def _called(judgements: list[Judgement], level: str) -> list[tuple]:
     note = f"; {theirs} of the {len(judgements)} programs train models that are not ours"
     return [
         (f"unseen leaks called before the last 20 % of the budget ({level})", "; ".join(parts) + note, ""),
-        (f"… of chapter 05's kinds, those of which all were ({level})", f"{five} of {len(KINDS)}", f"{len(KINDS)} of "
-         f"{len(KINDS)}"),
+        (f"… of chapter 05's kinds, those of which all were ({level})", f"{sum(five)} of {len(five)}", f"{len(five)} of "
+         f"{len(five)}"),
         (f"… false alarms on unseen healthy programs ({level})", f"{sum(one.false_alarm for one in healthy)} of "
          f"{len(healthy)}", "0"),
         (f"… forecasts whose interval held the step of the OOM ({level})", f"{inside} of {len(called)}; interval / "
@@ -50,21 +60,25 @@ def _called(judgements: list[Judgement], level: str) -> list[tuple]:
 
 
 def leaks_by_the_meter(device: str, rounds: int) -> list[tuple]:
-    """Every kind of leak and twenty healthy programs, at level storages. With few rounds, one leak a kind."""
-    quick = rounds < QUICK_ROUNDS
-    kinds = [kind for kind in KINDS + MORE_KINDS if kind != "main memory"]  # of that a meter sees nothing
-    return _called(judge(programs_of(kinds=kinds, of_each=1 if quick else 5, healthy=4 if quick else 20)), "storages")
+    """Every kind of leak and twenty healthy programs, at level storages."""
+    programs = _programs(rounds, of_each=5, healthy=20)
+    return _called(judge(p for p in programs if p.kind != "main memory"), "storages")  # of that a meter sees nothing
 
 
 def leaks_of_processes(device: str, rounds: int) -> list[tuple]:
     """Every kind of leak and healthy programs, each in a process of its own, at levels heap and resident."""
-    quick = rounds < QUICK_ROUNDS
-    candidates = programs_of(kinds=KINDS + MORE_KINDS, of_each=1 if quick else 2, healthy=2 if quick else 10)
-    runs = [watch_levels(program, PROCESS_LEVELS) for program in candidates]
+    runs = [watch_levels(program, PROCESS_LEVELS) for program in _programs(rounds, of_each=2, healthy=10)]
     rows = []
     for level, of_level in zip(PROCESS_LEVELS, zip(*runs, strict=True), strict=True):
         rows += _called([judged(watched) for watched in of_level], level)
     return rows
+
+
+def _programs(rounds: int, of_each: int, healthy: int) -> list[Program]:
+    """Programs to judge; with few rounds one that leaks and one that does not."""
+    if rounds < QUICK_ROUNDS:
+        return programs_of(kinds=KINDS[:1], of_each=1, healthy=1)
+    return programs_of(kinds=KINDS + MORE_KINDS, of_each=of_each, healthy=healthy)
 
 
 # ---- what it costs
