@@ -87,10 +87,13 @@ class FailsOnce(optim.SGD):
         return super().step(closure)
 
 
-def test_a_step_that_raised_divides_no_gradient_twice_when_it_is_tried_again():
+@pytest.mark.parametrize("widened", [False, True])
+def test_a_step_that_raised_divides_no_gradient_twice_when_it_is_tried_again(widened):
     params, scaler = ones((1,)) + ones((1,), dtype=torch.float32), LossScaler(4.0)
     masters = MasterWeights(params, type("Once", (FailsOnce,), {}), lr=1.0)
     scaler.scale(sum(params).sum().float()).backward()
+    if widened:
+        masters.widen_gradients()
     with pytest.raises(RuntimeError, match="once"):
         scaler.step(masters)
     scaler.step(masters)

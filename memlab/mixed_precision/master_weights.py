@@ -286,7 +286,8 @@ class MasterWeights(Optimizer):
                 type(inner).step.__wrapped__(inner)  # without the hooks: they are for the whole step, and run there
         except BaseException:
             if (scale := getattr(self, "grad_scale", None)) is not None:
-                multiply_gradients([m for p, m in zip(weights, masters, strict=True) if m is p], scale.float())
+                both = zip(weights, masters, strict=True)
+                multiply_gradients([m for p, m in both if m.grad is not None and m.grad is p.grad], scale.float())
             raise
 
     def _widen(self, weights: list[Tensor], masters: list[Tensor], flats: list[FlatGroup]) -> None:
