@@ -31,6 +31,7 @@ from memlab.mixed_precision import fused_adam
 from memlab.mixed_precision.fitting import HALVES, Counters, keep_options, refuse_class, refuse_shared
 from memlab.mixed_precision.flat_group import ELEMENTWISE, Chunk, FlatGroup, FlatGroups, is_dense
 from memlab.mixed_precision.gradient_block import GradientBlock
+from memlab.mixed_precision.loading import states_in_fp32, with_states
 from memlab.mixed_precision.slices import can_be_sliced, in_slices
 from memlab.mixed_precision.versions import Versions
 
@@ -425,38 +426,13 @@ class MasterWeights(Optimizer):
 
     def _in_fp32(self, state_dict: dict) -> dict:
         """A state dict with states by parameter, which torch takes as they are; those by number it casts to 16 bits."""
-        wide, inner = {p: self._wide(p) for p in self._with_masters(state_dict)}, self._inner
-        try:
-            inner.param_groups = [g | {"params": [wide.get(p, p) for p in g["params"]]} for g in self.param_groups]
-            inner.load_state_dict({name: state_dict[name] for name in ("state", "param_groups")})
-            states = inner.state
-        finally:
-            inner.state, inner.param_groups = defaultdict(dict), self.param_groups
-        for p, m in wide.items():
-            states[p] = {name: _in_order_of(m, state) for name, state in states.pop(m).items()}
-            if self._keeps_masters:
-                states[p]["master"] = m.copy_(states[p].get("master", m))  # its own, whoever else has the dict's
+        shape_of = lambda p: p.shape if self._keeps_masters and p.dtype in HALVES else None  # noqa: E731
+        saved = with_states(state_dict, self.param_groups, shape_of, type(self).__name__)
+        wide = {p: self._wide(p) for p in saved if self._needs_master(p)}
+        states = states_in_fp32(self._inner, self.param_groups, state_dict, wide)
+        for p, m in wide.items() if self._keeps_masters else ():
+            states[p]["master"] = m.copy_(states[p].get("master", m))  # its own, whoever else has the dict's
         return state_dict | {"state": states}
-
-    def _with_masters(self, state_dict: dict) -> list[Tensor]:
-        """The parameters with masters that a state dict has states for. Raises ValueError if they don't fit."""
-        if not {"state", "param_groups"} <= state_dict.keys():
-            raise ValueError(f"expected state and param_groups, as state_dict() gives them; found {list(state_dict)}")
-        numbers, own = ([p for g in its["param_groups"] for p in g["params"]] for its in (state_dict, vars(self)))
-        found = []
-        for number, p in zip(numbers, own, strict=False):
-            if (state := state_dict["state"].get(number)) is None:
-                continue
-            shape = getattr(state.get("master"), "shape", None)
-            expected = p.shape if p.dtype in HALVES and self._keeps_masters else None
-            if shape != expected:
-                raise ValueError(
-                    f"expected a state dict of {type(self).__name__} for these parameters, found one with "
-                    f"{', '.join(map(repr, state)) or 'nothing'} for parameter {number} of {p.dtype}, and a master of "
-                    f"shape {shape} where {expected} was expected; load it into the class and model that wrote it"
-                )
-            found += [p] * self._needs_master(p)
-        return found
 
     def __getstate__(self) -> dict:
         return super().__getstate__() | {name: getattr(self, name) for name in ("chunk_bytes", "_make", "_inner")}
@@ -465,14 +441,6 @@ class MasterWeights(Optimizer):
         super().__setstate__(state)
         self._versions, self._blocks, self._counters, self._flats = Versions(), {}, Counters(), FlatGroups()
         self._kernels = {}
-
-
-def _in_order_of(m: Tensor, state: object) -> object:
-    """A state of a master's shape, in its order of dimensions too: fused kernels read both in one."""
-    dense = isinstance(state, Tensor) and state.layout is torch.strided
-    if dense and state.shape == m.shape and state.stride() != m.stride():
-        return torch.empty_like(m, dtype=state.dtype).copy_(state)
-    return state
 
 
 def multiply_gradients(params: list[Tensor], factor: Tensor) -> None:

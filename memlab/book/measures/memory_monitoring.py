@@ -50,8 +50,8 @@ def _called(judgements: list[Judgement], level: str) -> list[tuple]:
     note = f"; {theirs} of the {len(judgements)} programs train models that are not ours"
     return [
         (f"unseen leaks called before the last 20 % of the budget ({level})", "; ".join(parts) + note, ""),
-        (f"… of chapter 05's kinds, those of which all were ({level})", f"{sum(five)} of {len(five)}", f"{len(five)} of "
-         f"{len(five)}"),
+        (f"… of chapter 05's kinds, those of which all were ({level})", f"{sum(five)} of {len(five)}",
+         f"{len(five)} of {len(five)}"),
         (f"… false alarms on unseen healthy programs ({level})", f"{sum(one.false_alarm for one in healthy)} of "
          f"{len(healthy)}", "0"),
         (f"… forecasts whose interval held the step of the OOM ({level})", f"{inside} of {len(called)}; interval / "
