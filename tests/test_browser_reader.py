@@ -21,7 +21,7 @@ from memlab.book.browser import Page, browser, jupyterlab  # noqa: E402
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
 CHANGED = "([html, before]) => html.innerHTML !== before"
-SOON = 10  # seconds
+SOON = 2  # seconds, once the kernel has answered
 FRAMES = "() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))"
 
 
@@ -76,6 +76,7 @@ def changes(page, picture, move) -> bool:
     """Whether a picture becomes another one after a move, soon."""
     before = picture.inner_html()
     move()
+    settle(page)
     try:
         page.page.wait_for_function(CHANGED, arg=[picture.element_handle(), before], timeout=1000 * SOON)
     except TimeoutError:
