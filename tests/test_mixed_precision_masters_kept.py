@@ -45,6 +45,44 @@ def test_a_parameter_that_comes_to_have_16_bits_gets_a_master_then():
     masters.load_state_dict(masters.state_dict())
 
 
+def test_a_state_that_was_only_looked_at_and_a_master_from_before_fp32_are_saved_and_loaded():
+    params = ones((4,), (3,))
+    masters, others = MasterWeights(params, optim.AdamW), MasterWeights(ones((4,), (3,)), optim.AdamW)
+    stepped(masters, params[:1])
+    assert masters.state[params[1]].get("step") is None
+    others.load_state_dict(masters.state_dict())
+    params[0].data, params[0].grad = params[0].data.float(), None
+    stepped(masters, params[:1])
+    before = {name: state.clone() for name, state in masters.state[params[0]].items()}
+    masters.load_state_dict(masters.state_dict())
+    after = masters.state[params[0]]
+    assert after.keys() == before.keys() and all(torch.equal(after[name], state) for name, state in before.items())
+
+
+@pytest.mark.parametrize(
+    ("kind", "option"),
+    [
+        (optim.Adam, "decoupled_weight_decay"),
+        (optim.AdamW, "maximize"),
+        (optim.SGD, "fused"),
+        (optim.Adagrad, "fused"),
+        (optim.NAdam, "maximize"),
+    ],
+)
+def test_options_that_torch_has_come_to_have_are_filled_in_as_the_class_does(kind, option):
+    params, filled_in = ones((4,)), []
+    for optimizer in (kind(params), MasterWeights(params, kind)):
+        if option not in optimizer.param_groups[0]:
+            pytest.skip(f"this torch's {kind.__name__} has no {option}")
+        stepped(optimizer, params)
+        saved = optimizer.state_dict()
+        del saved["param_groups"][0][option]
+        optimizer.load_state_dict(saved)
+        stepped(optimizer, params)
+        filled_in.append(optimizer.param_groups[0][option])
+    assert filled_in[0] == filled_in[1]
+
+
 def test_another_view_of_the_same_memory_is_taken_over():
     flat = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=BF16)
     square, part = nn.Parameter(flat.clone().view(2, 2)), nn.Parameter(flat[:2])
@@ -67,6 +105,19 @@ def test_two_16_bit_parameters_in_one_memory_are_refused():
     weight = torch.ones(4, dtype=BF16)
     with pytest.raises(ValueError, match=r"found two of \(4,\) and \(4,\) in the same; tie weights by giving both"):
         MasterWeights([nn.Parameter(weight), nn.Parameter(weight)], optim.SGD)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"), [({}, "found two of"), ({"differentiable": True}, "without differentiable=True")]
+)
+def test_a_group_that_is_added_is_refused_like_the_first_and_is_then_not_there(options, match):
+    (p,), (other,) = ones((4,)), ones((4,))
+    masters = MasterWeights([p], optim.SGD, lr=0.25)
+    with pytest.raises(ValueError, match=match):
+        masters.add_param_group({"params": [other if options else nn.Parameter(p.detach())]} | options)
+    assert len(masters.param_groups) == 1 and stepped(masters, [p]) == [0.75]
+    masters.add_param_group({"params": [other]})
+    assert stepped(masters, [p, other]) == [0.5, 0.75]
 
 
 def test_a_parameter_that_becomes_fp16_is_not_rounded_stochastically():
@@ -98,6 +149,39 @@ def test_a_step_that_raised_divides_no_gradient_twice_when_it_is_tried_again(wid
         scaler.step(masters)
     scaler.step(masters)
     assert [p.item() for p in params] == [0.0, 0.0]
+
+
+class FailsInTheSecondChunk(optim.SGD):
+    chunks = 0
+
+    def step(self, closure=None):
+        type(self).chunks += 1
+        if self.chunks == 2:
+            raise RuntimeError("once")
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("widened", [False, True])
+def test_gradients_of_a_chunk_that_had_stepped_are_as_before_too_when_another_raises(widened):
+    params, scaler = ones((1,), dtype=torch.float32) + ones((1,)), LossScaler(4.0)
+    masters = MasterWeights(params, type("Once", (FailsInTheSecondChunk,), {}), lr=1.0, chunk_bytes=4)
+    scaler.scale(sum(params).sum().float()).backward()
+    if widened:
+        masters.widen_gradients()
+    with pytest.raises(RuntimeError, match="once"):
+        scaler.step(masters)
+    assert [p.grad.item() for p in params] == [4.0, 4.0]
+    scaler.step(masters)
+    assert [p.item() for p in params] == [-1.0, 0.0]  # the first stepped twice
+
+
+def test_gradients_are_as_before_too_when_the_whole_step_is_refused():
+    params, scaler = ones((1,), (1,), dtype=torch.float32) + ones((1,)), LossScaler(4.0)
+    masters = MasterWeights(params, CountsInItself, chunk_bytes=4)
+    scaler.scale(sum(params).sum().float()).backward()
+    with pytest.raises(ValueError, match="chunk_bytes=None"):
+        scaler.step(masters)
+    assert [p.grad.item() for p in params] == [4.0] * 3
 
 
 # ---- optimizers that count

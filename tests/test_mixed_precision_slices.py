@@ -193,6 +193,28 @@ def test_what_cannot_be_sliced_is_stepped_whole(why, sliced):
 # ---- errors
 
 
+@pytest.mark.parametrize("loaded", [False, True])
+def test_a_weight_whose_strides_change_after_its_master_was_made_is_stepped_whole(loaded, sliced):
+    masters, params, reference, wide = pair([(9, 8, 7, 7)])
+    step_both(masters, params, reference, wide, range(2))
+    assert sliced
+    sliced.clear()
+    for p in (*params, *wide):
+        p.data = p.data.contiguous(memory_format=torch.channels_last)
+        p.grad = None
+    if loaded:
+        masters.load_state_dict(masters.state_dict())
+    for seed in (2, 3):
+        give_gradients(params, seed)
+        for p, q in zip(params, wide, strict=True):
+            p.grad = p.grad.contiguous(memory_format=torch.channels_last)
+            q.grad = p.grad.float()
+        masters.step()
+        reference.step()
+    assert_same(masters, params, reference, wide, own_master=True)
+    assert bool(sliced) is loaded  # a master that was loaded is made anew, with the weight's strides
+
+
 @pytest.mark.parametrize("first", [True, False])
 def test_if_a_slices_step_raises_weights_are_their_masters_and_no_state_is_half_made(first, monkeypatch, sliced):
     ours, params, _, _ = pair([(77, 13)], optim.SGD, lr=0.1, momentum=0.9)

@@ -7,19 +7,19 @@ them as those of masters, and they are handed on by parameter.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from memlab.mixed_precision.fitting import HALVES
 
-def with_states(
-    state_dict: dict, groups: list[dict], shape_of: Callable[[Tensor], torch.Size | None], name: str
-) -> list[Tensor]:
+
+def with_states(state_dict: dict, groups: list[dict], name: str, *, has_masters: bool) -> list[Tensor]:
     """The parameters of these groups that a state dict has states for, in order.
 
-    shape_of: the shape of the master that is saved with a parameter's states, None for none. name: who asks.
+    name: of the class that asks. has_masters: whether that keeps a master of each 16-bit parameter; a parameter that
+    has come to be FP32 still has the one from before.
 
     Raises ValueError for what is no state dict, and for one of other parameters, or with other masters than expected.
     """
@@ -28,13 +28,14 @@ def with_states(
     numbers, params = ([p for group in its for p in group["params"]] for its in (state_dict["param_groups"], groups))
     found = []
     for number, p in zip(numbers, params, strict=False):  # other groups are refused when states are loaded
-        if (state := state_dict["state"].get(number)) is None:
+        if not (state := state_dict["state"].get(number)):  # {}: somebody has looked for it
             continue
-        shape, expected = getattr(state.get("master"), "shape", None), shape_of(p)
+        shape = getattr(state.get("master"), "shape", None)
+        expected = p.shape if has_masters and (p.dtype in HALVES or shape is not None) else None
         if shape != expected:
             raise ValueError(
                 f"expected a state dict of {name} for these parameters, found one with "
-                f"{', '.join(map(repr, state)) or 'nothing'} for parameter {number} of {p.dtype}, and a master of "
+                f"{', '.join(map(repr, state))} for parameter {number} of {p.dtype}, and a master of "
                 f"shape {shape} where {expected} was expected; load it into the class and model that wrote it"
             )
         found.append(p)

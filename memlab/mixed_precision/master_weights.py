@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import closing
 from itertools import compress
 
@@ -49,7 +49,7 @@ class MasterWeights(Optimizer):
       "auto": 64 MiB on a GPU, where each chunk costs launches; 2 MiB on a CPU, whose caches keep them until they are
       used. An elementwise optimizer of torch.optim steps what fits of a chunk as one vector, and a larger parameter in
       slices (of 64 bytes or more): its for-loop's temporaries are two of a chunk, not of a parameter. Others step on a
-      whole parameter at least; with None all do, and where gradients are FP32 already or have other strides.
+      whole parameter at least; with None all do, and where gradients are FP32 already or strides are not the master's.
       Adam and AdamW with fused=True make none on a GPU where Triton works, or on a CPU where a C compiler makes a
       kernel with PyTorch's bits (on Linux): it reads the 16-bit gradients.
 
@@ -90,20 +90,29 @@ class MasterWeights(Optimizer):
         self._counters = Counters()
         self._flats = FlatGroups()
         self._kernels: dict[int, fused_adam.FusedAdam] = {}  # by a group's id
+        self._divided: list[Tensor] = []  # gradients, in this step and in place
         super().__init__(self._inner.param_groups, self._inner.defaults)
-        if any(group.get("differentiable") for group in self.param_groups):
-            raise ValueError(
-                "expected an optimizer without differentiable=True, since no gradient comes back through the rounding "
-                "of a master to its weight; use it on FP32 weights"
-            )
         params = [p for group in self.param_groups for p in group["params"]]
-        refuse_shared(params)
         if self._refuses_wide and not any(map(self._needs_master, params)):
             dtypes = sorted({str(p.dtype) for p in params})
             raise ValueError(
                 f"expected parameters in FP16 or BF16, found only {', '.join(dtypes)}, which are "
                 f"their own masters (autocast leaves weights in FP32 too); use {optimizer_class.__name__} itself"
             )
+
+    def add_param_group(self, param_group: dict) -> None:
+        """Add parameters, as to any optimizer. Raises ValueError as the class does."""
+        super().add_param_group(param_group)
+        try:
+            if self.param_groups[-1].get("differentiable"):
+                raise ValueError(
+                    "expected an optimizer without differentiable=True, since no gradient comes back through the "
+                    "rounding of a master to its weight; use it on FP32 weights"
+                )
+            refuse_shared([p for group in self.param_groups for p in group["params"]])
+        except ValueError:
+            del self.param_groups[-1]
+            raise
 
     # ---- the step
 
@@ -116,11 +125,18 @@ class MasterWeights(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         if not getattr(self, "found_inf", False) and self._step_by_kernel():
-            self._counters.begin()
-            self._flats.begin_step(self.state, self.chunk_bytes)
-            with closing(self._brought()) as chunks:
-                keep_options(self._inner, [pair for chunk in chunks for pair in self._step_chunk(chunk)])
-            self._counters.refuse(self._inner)
+            try:
+                self._counters.begin()
+                self._flats.begin_step(self.state, self.chunk_bytes)
+                with closing(self._brought()) as chunks:
+                    keep_options(self._inner, [pair for chunk in chunks for pair in self._step_chunk(chunk)])
+                self._counters.refuse(self._inner)
+            except BaseException:  # gradients that were divided in place are as before, to try again
+                for gradient in self._divided:
+                    multiply([gradient], self.grad_scale.float())
+                raise
+            finally:
+                self._divided.clear()
         return loss
 
     def _step_by_kernel(self) -> bool:
@@ -201,7 +217,9 @@ class MasterWeights(Optimizer):
         p = chunk[0][1]
         if len(chunk) > 1 or not (self._can_be_flat and self._needs_master(p) and is_dense(p)):
             return 0
-        is_alike = p.grad.layout is p.layout and p.grad.dtype in HALVES and p.grad.stride() == p.stride()
+        master = self.state.get(p, {}).get("master", p)  # of other strides if the weight's were changed since
+        is_alike = p.grad.layout is p.layout and p.grad.dtype in HALVES
+        is_alike = is_alike and p.grad.stride() == p.stride() == master.stride()
         elements = slice_elements(p.numel(), self._most_bytes(p))
         return elements if is_alike and elements < p.numel() else 0
 
@@ -217,7 +235,7 @@ class MasterWeights(Optimizer):
                         [place] = self._block(m.device).views([m])
                     m.grad = place[: m.numel()].copy_(gradient)
                     self._divide([m])
-                    self._step_inner([weight], [m])
+                    self._step_inner()
                 finally:  # if it raises halfway, the weight goes along with its master
                     groups[-1][1]["params"], inner.state, m.grad = group["params"], defaultdict(dict), None
                     weight.copy_(m)
@@ -253,8 +271,8 @@ class MasterWeights(Optimizer):
         try:
             inner.param_groups = [options for _, options in groups.values()]
             self._widen(narrow, wide, flats)
-            self._divide([m for _, m, _ in seen])
-            self._step_inner(weights, masters)
+            self._divide([m for _, m, _ in seen], weights, masters)
+            self._step_inner()
         finally:  # if it raises halfway, some masters have moved: their states and weights go along
             strange, before = [], [state for _, _, state in seen]
             if len(inner.state) > len(seen):
@@ -279,17 +297,10 @@ class MasterWeights(Optimizer):
             options["params"] = group["params"]
         return list(groups.values())
 
-    def _step_inner(self, weights: list[Tensor], masters: list[Tensor]) -> None:
-        """The optimizer's own step. If it raises, gradients that were divided in place are as before, to try again."""
-        inner = self._inner
-        try:
-            with self._counters.watch(inner):
-                type(inner).step.__wrapped__(inner)  # without the hooks: they are for the whole step, and run there
-        except BaseException:
-            if (scale := getattr(self, "grad_scale", None)) is not None:
-                both = zip(weights, masters, strict=True)
-                multiply_gradients([m for p, m in both if m.grad is not None and m.grad is p.grad], scale.float())
-            raise
+    def _step_inner(self) -> None:
+        """The optimizer's own step."""
+        with self._counters.watch(self._inner):
+            type(self._inner).step.__wrapped__(self._inner)  # without the hooks: they are for the whole step, there
 
     def _widen(self, weights: list[Tensor], masters: list[Tensor], flats: list[FlatGroup]) -> None:
         """Give each of these masters its weight's gradient, in the master's dtype. Those of flat groups come first."""
@@ -309,12 +320,17 @@ class MasterWeights(Optimizer):
                 m.grad = place
             torch._foreach_copy_(places[: len(wide)], copied)
 
-    def _divide(self, masters: list[Tensor]) -> None:
-        """Divide the gradients by the loss scale, if a scaler left that to us."""
+    def _divide(self, seen: list[Tensor], weights: Sequence[Tensor] = (), masters: Sequence[Tensor] = ()) -> None:
+        """Divide the gradients of what the optimizer sees by the loss scale, if a scaler left that to us.
+
+        weights, masters: those among them whose gradients may be one and the same; it is divided in place.
+        """
         scale = getattr(self, "grad_scale", None)
         if scale is not None:
+            both = zip(weights, masters, strict=True)
+            self._divided += [m.grad for p, m in both if m.grad is not None and m.grad is p.grad]
             precise = torch.float32 if scale.device.type == "mps" else torch.float64
-            multiply_gradients(masters, scale.to(precise).reciprocal().float())
+            multiply([m.grad for m in seen], scale.to(precise).reciprocal().float())
 
     # ---- masters
 
@@ -423,11 +439,12 @@ class MasterWeights(Optimizer):
             super().load_state_dict(state_dict)
         finally:
             hook.remove()
+        # It fills in the options that it has now, and had not when they were saved.
+        self._inner.__setstate__({"state": self._inner.state, "param_groups": self.param_groups})
 
     def _in_fp32(self, state_dict: dict) -> dict:
         """A state dict with states by parameter, which torch takes as they are; those by number it casts to 16 bits."""
-        shape_of = lambda p: p.shape if self._keeps_masters and p.dtype in HALVES else None  # noqa: E731
-        saved = with_states(state_dict, self.param_groups, shape_of, type(self).__name__)
+        saved = with_states(state_dict, self.param_groups, type(self).__name__, has_masters=self._keeps_masters)
         wide = {p: self._wide(p) for p in saved if self._needs_master(p)}
         states = states_in_fp32(self._inner, self.param_groups, state_dict, wide)
         for p, m in wide.items() if self._keeps_masters else ():
@@ -440,14 +457,14 @@ class MasterWeights(Optimizer):
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
         self._versions, self._blocks, self._counters, self._flats = Versions(), {}, Counters(), FlatGroups()
-        self._kernels = {}
+        self._kernels, self._divided = {}, []
 
 
-def multiply_gradients(params: list[Tensor], factor: Tensor) -> None:
-    """Multiply the gradients of these parameters, which have some, in place."""
-    gradients = [p.grad._values() if p.grad.is_sparse else p.grad for p in params]
+def multiply(gradients: list[Tensor], factor: Tensor) -> None:
+    """Multiply gradients on one device, dense or sparse, in place."""
     if gradients:
-        torch._foreach_mul_(gradients, factor.to(gradients[0].device))
+        values = [gradient._values() if gradient.is_sparse else gradient for gradient in gradients]
+        torch._foreach_mul_(values, factor.to(values[0].device))
 
 
 def take_over(p: Tensor, m: Tensor) -> None:

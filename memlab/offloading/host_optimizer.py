@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 
 import torch
@@ -224,10 +224,10 @@ class OffloadedOptimizer(MasterWeights):
         with main_memory():
             return super()._step_chunk(chunk)
 
-    def _divide(self, masters: list[Tensor]) -> None:
-        super()._divide(masters)
+    def _divide(self, seen: list[Tensor], weights: Sequence[Tensor] = (), masters: Sequence[Tensor] = ()) -> None:
+        super()._divide(seen, weights, masters)
         if self._host.clipping is not None:
-            torch._foreach_mul_([m.grad for m in masters], self._host.clipping)
+            torch._foreach_mul_([m.grad for m in seen], self._host.clipping)
 
     def _round(self, weights: list[Tensor], masters: list[Tensor]) -> None:
         if (link := self._links.to(weights[0])) is None:
