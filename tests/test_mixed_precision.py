@@ -21,11 +21,11 @@ SIZES = {"layers": 2, "width": 32, "heads": 2, "context": 32}
 SHARE = 4096  # of a large batch, so that gradients are small, as they are there
 
 
-def learnt(dtype, around=None, scaler=None, steps=80, seed=0):
+def learnt(dtype, around=None, scaler=None, steps=80, seed=0, lr=1e-3):
     """The mean loss of the last steps of a small GPT's training on real text."""
     torch.manual_seed(seed)
     model = GPT(**SIZES).to(dtype)
-    options = {"lr": 1e-3}
+    options = {"lr": lr}
     parameters = model.parameters()
     optimizer = around(parameters, torch.optim.AdamW, **options) if around else torch.optim.AdamW(parameters, **options)
     scaler = scaler or LossScaler(enabled=False)
@@ -55,6 +55,20 @@ def test_bf16_needs_no_scaler_but_something_that_keeps_small_updates(seed):
     fp32 = learnt(torch.float32, seed=seed)
     for around in (MasterWeights, StochasticRounding):
         assert learnt(torch.bfloat16, around, seed=seed) == pytest.approx(fp32, rel=0.01)
+
+
+class NearestWithWideStates(StochasticRounding):
+    """BF16 weights as without masters, and Adam's states in FP32 all the same."""
+
+    def _round(self, weights, wide):
+        torch._foreach_copy_(weights, wide)
+
+
+def test_what_bf16_alone_loses_are_updates_of_weights_and_hardly_adams_states():
+    of = {"steps": 150, "lr": 5e-4}
+    fp32, alone = learnt(torch.float32, **of), learnt(torch.bfloat16, **of)
+    assert alone > 1.02 * fp32
+    assert learnt(torch.bfloat16, NearestWithWideStates, **of) - fp32 > 0.8 * (alone - fp32)
 
 
 def fp16_run(scaler, steps=24):
