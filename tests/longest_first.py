@@ -13,8 +13,11 @@ LONGEST = (
     "test_browser_reader.py",
     "test_book.py",
     "test_grading.py",
+    "test_memory_hierarchy_measures.py",
+    "test_mixed_precision_nonfinite.py",
     "test_memory_timeline_observer.py",
     "test_exercises.py",
+    "test_memory_timeline_workspace.py",
     "test_browser.py",
 )
 
