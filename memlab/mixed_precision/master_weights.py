@@ -298,9 +298,9 @@ class MasterWeights(Optimizer):
         return list(groups.values())
 
     def _step_inner(self) -> None:
-        """The optimizer's own step."""
+        """The optimizer's own step, without its hooks: they are for the whole step, and run there."""
         with self._counters.watch(self._inner):
-            type(self._inner).step.__wrapped__(self._inner)  # without the hooks: they are for the whole step, there
+            type(self._inner).step.__wrapped__(self._inner)
 
     def _widen(self, weights: list[Tensor], masters: list[Tensor], flats: list[FlatGroup]) -> None:
         """Give each of these masters its weight's gradient, in the master's dtype. Those of flat groups come first."""
@@ -327,10 +327,10 @@ class MasterWeights(Optimizer):
         """
         scale = getattr(self, "grad_scale", None)
         if scale is not None:
-            both = zip(weights, masters, strict=True)
-            self._divided += [m.grad for p, m in both if m.grad is not None and m.grad is p.grad]
             precise = torch.float32 if scale.device.type == "mps" else torch.float64
             multiply([m.grad for m in seen], scale.to(precise).reciprocal().float())
+            both = zip(weights, masters, strict=True)
+            self._divided += [m.grad for p, m in both if m.grad is not None and m.grad is p.grad]
 
     # ---- masters
 
