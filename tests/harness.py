@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -39,14 +38,13 @@ def _hooks(module: nn.Module) -> int:
 
 
 def traces(*models: nn.Module) -> dict[str, object]:
-    """All that a technique could leave: hooks, threads, processes, modes, open files, temporary files."""
+    """All that a technique could leave: hooks, threads, processes, modes, open files."""
     gc.collect()
     found: dict[str, object] = {
         "hooks": sum(_hooks(module) for model in models for module in model.modules()),
         "threads": sorted(t.name for t in threading.enumerate() if t.name.startswith("memlab")),
         "modes": len(_get_current_dispatch_mode_stack()),
         "saved tensors' hooks": torch._C._autograd._top_saved_tensors_default_hooks(False) is not None,
-        "temporary files": sorted(path.name for path in Path(tempfile.gettempdir()).glob("memlab*")),
     }
     with contextlib.suppress(OSError):
         found["open files"] = len(os.listdir("/proc/self/fd"))

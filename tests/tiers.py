@@ -1,6 +1,6 @@
 """Two tiers of tests: what runs by default, and what `-m thorough` adds.
 
-A fixed subset of the cases runs by default. The other cases carry the marker `thorough`, which pyproject.toml deselects.
+A fixed subset of the cases runs by default. The other cases carry the marker `thorough`: pyproject.toml deselects it.
 Nothing here depends on the date or on the machine.
 """
 
