@@ -1,9 +1,11 @@
 """How pytest treats the book's notebooks (a pytest plugin, loaded by pyproject.toml).
 
 With the torch, the Python and the kind of machine that the outputs were recorded with, and no CUDA, every output is
-compared. Anywhere else every cell is executed and nothing is compared, and the report says so: other kernels allocate
-other bytes.
+compared, whatever the processor's vector width and with or without a C compiler. Anywhere else every cell is executed
+and nothing is compared, and the report says so: other kernels allocate other bytes.
 `--nbval`, `--nbval-lax` and `-p no:nbval` on the command line win over this.
+
+With MEMLAB_COMPARE=required a run fails in which a chapter compares fewer cells than `COMPARED` says.
 
 After a notebook's last cell the same kernel runs up to two more. One checks that the kernel kept to the peak memory
 that the header promises (where outputs are compared: elsewhere PyTorch itself weighs something else), the other
@@ -32,8 +34,28 @@ from tests.slider_grids import draw_the_grid, sliders_in
 
 RECORDED_WITH = {"torch": "2.13.0", "python": "3.11"}
 RECORDED_ON = "Linux x86_64"
+COMPARED = {
+    "00_start_here": 8,
+    "01_memory_timeline": 18,
+    "02_memory_arithmetic": 19,
+    "03_memory_hierarchy": 13,
+    "04_caching_allocator": 16,
+    "05_memory_monitoring": 17,
+    "06_mixed_precision": 18,
+    "07_gradient_accumulation": 17,
+    "08_gradient_checkpointing": 20,
+    "09_offloading": 21,
+    "13_data_parallelism": 21,
+    "14_tensor_parallelism": 20,
+    "15_pipeline_parallelism": 20,
+}
+"""Cells of each chapter whose outputs are compared; test_house gives a reason for each of the other cells."""
+REQUIRED = "MEMLAB_COMPARE"
 CELL_TIMEOUT_SECONDS = 180
 NBVAL_DEFAULT_TIMEOUT_SECONDS = 2000
+
+OUTPUTS_COMPARED = ("outputs", "compared")
+"""A report's property: this cell's outputs were compared."""
 
 _message = pytest.StashKey[str]()
 _cells = pytest.StashKey["Cells"]()
@@ -43,15 +65,6 @@ def _has_cuda() -> bool:
     import torch
 
     return torch.cuda.is_available()
-
-
-def _has_kernel_in_c() -> bool:
-    """Whether fused Adam steps on masters in one kernel, and makes fewer bytes."""
-    import torch
-
-    from memlab.mixed_precision import adam_in_c
-
-    return adam_in_c.works(torch.bfloat16, torch.bfloat16)
 
 
 def difference_from_recording() -> str:
@@ -64,21 +77,46 @@ def difference_from_recording() -> str:
         return f"Python {python}"
     if (machine := f"{platform.system()} {platform.machine()}") != RECORDED_ON:
         return machine
-    if _has_cuda():
-        return "CUDA"
-    return "" if _has_kernel_in_c() else "no C compiler"
+    return "CUDA" if _has_cuda() else ""
+
+
+def required() -> bool:
+    """Whether this run must compare every chapter."""
+    return os.environ.get(REQUIRED) == "required"
 
 
 class Cells:
-    """What the notebooks' cells took, told by their reports, whichever process ran them."""
+    """What the notebooks' cells took and which were compared, told by their reports, whichever process ran them."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
+        self.there: dict[str, set[str]] = defaultdict(set)
+        self.compared: dict[str, set[str]] = defaultdict(set)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         path, _, name = report.nodeid.partition("::")
-        if path.endswith(".ipynb") and name.startswith("Cell "):
-            self.seconds[path] += report.duration
+        if not (path.endswith(".ipynb") and name.startswith("Cell ")):
+            return
+        self.seconds[path] += report.duration
+        if "exercises" not in Path(path).parts:
+            chapter = Path(path).stem
+            self.there[chapter].add(name)
+            if report.passed and OUTPUTS_COMPARED in report.user_properties:
+                self.compared[chapter].add(name)
+
+    def counted(self) -> str:
+        """How many cells were compared, of how many."""
+        compared, there = (sum(map(len, cells.values())) for cells in (self.compared, self.there))
+        return f"{compared} of {there} cells"
+
+    def missing(self) -> list[str]:
+        """The chapters of which fewer cells were compared than `COMPARED` says, in words."""
+        found = {chapter: len(self.compared[chapter]) for chapter in COMPARED}
+        return [
+            f"{chapter}: expected {number} cells compared, found {found[chapter]}"
+            for chapter, number in COMPARED.items()
+            if found[chapter] < number
+        ]
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -86,6 +124,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[_message] = _apply_policy(config)
     config.stash[_cells] = Cells()
     config.pluginmanager.register(config.stash[_cells])
+    if required() and "executed and compared" not in config.stash[_message]:
+        raise pytest.UsageError(f"{REQUIRED}=required, and outputs would not be compared. {config.stash[_message]}")
 
 
 def _apply_policy(config: pytest.Config) -> str:
@@ -97,7 +137,7 @@ def _apply_policy(config: pytest.Config) -> str:
     asked = option.nbval or option.nbval_lax
     recorded = "torch {torch}, Python {python} on a CPU".format(**RECORDED_WITH)
     if asked:
-        message = f"notebooks: {'executed' if option.nbval_lax else 'executed and compared'}, as asked"
+        message = f"notebooks: {'executed' if option.nbval_lax else 'executed and compared'} (as asked)"
     elif difference := difference_from_recording():
         option.nbval_lax = True
         message = f"notebooks: executed, NOT COMPARED (recorded with {recorded}; found {difference})"
@@ -121,10 +161,36 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     seconds = config.stash[_cells].seconds
-    if not seconds and config.pluginmanager.hasplugin("nbval"):
+    if not seconds and config.pluginmanager.hasplugin("nbval") and not required():
         return
-    for line in (*_minutes(seconds, config), config.stash[_message]):
+    for line in _minutes(seconds, config):
         terminalreporter.write_line(line)
+    cells, message = config.stash[_cells], config.stash[_message]
+    for line in cells.missing() if required() else ():
+        terminalreporter.write_line(f"{REQUIRED}=required: {line}")
+    if "executed and compared" in message:
+        message = message.removesuffix(")") + f", {cells.counted()})"
+    terminalreporter.write_line(message)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item):
+    """A notebook's cell notes on its report that its outputs were compared."""
+    if hasattr(item, "compare_outputs"):
+        compare = item.compare_outputs
+
+        def noted(*args, **kwargs):
+            item.user_properties.append(OUTPUTS_COMPARED)
+            return compare(*args, **kwargs)
+
+        item.compare_outputs = noted
+    return (yield)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    in_worker = hasattr(session.config, "workerinput")
+    if required() and not in_worker and session.config.stash[_cells].missing():
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def _minutes(seconds: dict[str, float], config: pytest.Config) -> Iterator[str]:

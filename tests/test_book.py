@@ -283,21 +283,29 @@ def test_garbage_that_happens_to_be_freed_meanwhile_hides_nothing_of_the_peak_on
     assert allocated_peak(run, "cuda") == 1024
 
 
-def test_the_benchmark_finds_no_byte_between_meter_and_allocator_and_no_bit_between_scalers(monkeypatch, capsys):
-    in_a_browser = benchmark.MEASURES[-1]  # tried in test_browser
-    assert in_a_browser.__name__ == "pictures_that_move"
-    monkeypatch.setattr(benchmark, "MEASURES", benchmark.MEASURES[:-1])
+def benchmark_rows(capsys, *names):
+    """What a quick benchmark of these measures prints."""
     threads = torch.get_num_threads()
     try:
-        assert benchmark.main(["--quick"]) == 0
+        assert benchmark.main(["--quick", *names]) == 0
     finally:
         torch.set_num_threads(threads)
-    printed = capsys.readouterr().out.splitlines()
+    return capsys.readouterr().out.splitlines()
+
+
+def test_the_benchmark_finds_no_byte_between_meter_and_allocator_and_no_bit_between_scalers(capsys):
+    printed = benchmark_rows(capsys, "meter_exactness", "loss_scaling", "accumulated_gradients")
     peaks = [line for line in printed if line.startswith("peak − an unmetered run's, ")]
     assert len(peaks) >= 5 and all(" +0 B of " in line for line in peaks), peaks
     scalers = [line for line in printed if line.startswith("LossScaler")]
     assert len(scalers) == 2, printed
     assert all("parameters bitwise, scale history equal through 1 overflows" in line for line in scalers), scalers
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", [measure.__name__ for measure in benchmark.MEASURES[:-1]])  # the last: test_browser
+def test_each_measure_runs(name, capsys):
+    assert benchmark_rows(capsys, name)
 
 
 def test_the_committed_lengths_are_whole_and_within_their_range():

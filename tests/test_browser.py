@@ -24,10 +24,12 @@ from memlab.book.workloads import GPT, text_batch
 from memlab.memory_timeline import Meter
 from memlab.units import KiB, MiB, format_bytes
 from tests.browser_helpers import need_browser
+from tests.tiers import some
 
 BOOK = Path(__file__).parents[1] / "chapters"
 CHAPTERS = sorted(path.name for path in BOOK.glob("*.ipynb"))
-RUN = CHAPTERS[:3]  # later chapters are opened; what they do is the same, and minutes are dear
+RUN = CHAPTERS[:3]  # later chapters are opened; test_browser_reader runs them
+BY_DEFAULT = CHAPTERS[1]
 
 need_browser("jupyterlab")
 
@@ -182,25 +184,25 @@ def press(page, *keys):
 # ---- chapters
 
 
+class Pages(dict):
+    """Chapters in one JupyterLab, each opened when it is asked for."""
+
+    def __init__(self, lab):
+        self.lab = lab
+
+    def __missing__(self, name):
+        self[name] = next(iter(self.values())).beside(name) if self else self.lab(name)
+        return self[name]
+
+
 @pytest.fixture(scope="module")
 def pages(lab):
-    """Every chapter, opened in one JupyterLab."""
-    opened = {CHAPTERS[0]: lab(CHAPTERS[0])}
-    for name in CHAPTERS[1:]:
-        opened[name] = opened[CHAPTERS[0]].beside(name)
+    opened = Pages(lab)
     yield opened
     close_all(list(opened.values()))
 
 
-@pytest.fixture(scope="module")
-def running(pages):
-    """The chapters that are run, all at once: there are two cores to share."""
-    for name in RUN:
-        pages[name].start_all()
-    return pages
-
-
-@pytest.mark.parametrize("name", CHAPTERS)
+@some("name", [BY_DEFAULT, *(name for name in CHAPTERS if name != BY_DEFAULT)], keep=1)
 def test_a_chapter_opens_whole(pages, name):
     page = pages[name]
     count = len(nbformat.read(BOOK / name, as_version=4).cells)
@@ -209,11 +211,12 @@ def test_a_chapter_opens_whole(pages, name):
     assert page.errors() == [] and page.complaints == []
 
 
-@pytest.mark.parametrize("name", RUN)
-def test_a_chapter_runs_from_top_to_bottom_and_its_widgets_live(running, name):
-    page = running[name]
-    page.wait_for_all()
+@some("name", [BY_DEFAULT, *(name for name in RUN if name != BY_DEFAULT)], keep=1)
+def test_a_chapter_runs_from_top_to_bottom_and_its_widgets_live(pages, name):
+    page = pages[name]
     page.show()
+    page.start_all()
+    page.wait_for_all()
     settle(page)
     assert page.errors() == []
     views = [o for o in page.outputs() if "application/vnd.jupyter.widget-view+json" in o.get("data", {})]
@@ -238,7 +241,7 @@ def slid(page, key="ArrowRight"):
 
 
 def test_what_is_broken_is_told(pages):
-    page = pages[CHAPTERS[0]].beside("broken.ipynb")
+    page = pages[BY_DEFAULT].beside("broken.ipynb")
     page.locator(".jp-OutputArea-output img").wait_for(state="attached")
     page.page.wait_for_timeout(500)
     assert page.errors() == ["ZeroDivisionError: division by zero", "a picture did not load: nothing"]

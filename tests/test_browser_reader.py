@@ -1,6 +1,7 @@
-"""Every later chapter as a reader has it: run from top to bottom in a real JupyterLab, each control used.
+"""The later chapters as a reader has them: run from top to bottom in a real JupyterLab, each control used.
 
-`test_browser` does so with the first chapters. This is a page of its own so that two processes share the work.
+One of them by default, all in the thorough tier. `test_browser` does so with the first chapters. This is a page of its
+own so that two processes share the work.
 """
 
 import shutil
@@ -12,6 +13,7 @@ import pytest
 from tests.browser_helpers import need_browser
 from tests.slider_grids import sliders_in
 from tests.test_browser import BOOK, CHAPTERS, RUN
+from tests.tiers import some
 
 need_browser("jupyterlab")
 
@@ -22,6 +24,7 @@ from memlab.book.browser import Page, browser, jupyterlab  # noqa: E402
 WIDGET = "application/vnd.jupyter.widget-view+json"
 CHANGED = "([html, before]) => html.innerHTML !== before"
 SOON = 2  # seconds, once the kernel has answered
+BY_DEFAULT = "07_gradient_accumulation.ipynb"
 FRAMES = "() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))"
 
 
@@ -34,7 +37,7 @@ def lab(tmp_path_factory):
         yield opened, address
 
 
-@pytest.mark.parametrize("name", [name for name in CHAPTERS if name not in RUN])
+@some("name", [BY_DEFAULT, *(name for name in CHAPTERS if name not in (*RUN, BY_DEFAULT))], keep=1)
 def test_a_chapter_runs_from_top_to_bottom_and_every_widget_answers(lab, name):
     page = Page(*lab, name)
     page.run_all()

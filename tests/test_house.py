@@ -13,11 +13,13 @@ import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
+import nbformat
 import pytest
 from packaging.requirements import Requirement
 
 import memlab
 from memlab.book.map import CHAPTERS
+from tests import nbval_policy
 
 ROOT = Path(__file__).parents[1]
 
@@ -118,6 +120,69 @@ def test_a_missing_chapter_module_or_test_is_noticed(tmp_path):
         write(tmp_path, {name: ""})
     assert len(misnamed(write(tmp_path, {"chapters/02_memory_timeline.ipynb": ""}))) == 1
     assert "expected NN_name.ipynb" in misnamed(write(tmp_path, {"chapters/Draft.ipynb": ""}))[0]
+
+
+# ---- what is compared
+
+EVIDENCE = "evidence()"
+NOT_COMPARED = {
+    "00_start_here": {"machine()": "names this machine"},
+    "01_memory_timeline": {
+        "images, labels =": "seconds, and a convolution's workspace, which its kernel for this processor chooses",
+        "activities =": "a profiler's figures, which another version of PyTorch counts otherwise",
+    },
+    "02_memory_arithmetic": {},
+    "03_memory_hierarchy": {
+        "my_ratio = 3": "bandwidths of this machine",
+        "disk = disk_bandwidth()": "bandwidths of this machine's disk",
+        "def seconds(attention": "seconds",
+    },
+    "04_caching_allocator": {
+        "times(TRACES, managers)": "microseconds an event",
+        "display(recorded_decisions())": "a table of all GPUs that are recorded",
+    },
+    "05_memory_monitoring": {
+        "display(what_they_cost(looks))": "seconds, and versions of tools",
+        "from memlab.book.live": "the system's figures of this process",
+        'program = "import time': "the system's figures of another process",
+    },
+    "06_mixed_precision": {
+        "def gradients_of": "gradients of a text that differs between versions of Python",
+        "from memlab.book.measures.mixed_precision import with_gradients": "seconds",
+        "def learn": "losses of a text that differs between versions of Python",
+    },
+    "07_gradient_accumulation": {
+        "batch = tuple": "rounding errors, which a processor's sums decide",
+        "short = [min": "seconds",
+    },
+    "08_gradient_checkpointing": {"from memlab.book.measures.timing": "seconds"},
+    "09_offloading": {"from memlab.book.measures.offloading": "seconds"},
+    "13_data_parallelism": {},
+    "14_tensor_parallelism": {},
+    "15_pipeline_parallelism": {"from memlab.book.schedule_pictures": "seconds"},
+}
+"""The cells that nbval does not compare, by how they begin, each with its reason. And the last of each chapter but 00."""
+
+
+def compared_and_not(path: Path) -> tuple[int, list[str]]:
+    """How many cells of a notebook are compared, and the sources of the others."""
+    cells = [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
+    ignored = [cell.source for cell in cells if "nbval-ignore-output" in cell.metadata.get("tags", [])]
+    return len(cells) - len(ignored), ignored
+
+
+@pytest.mark.parametrize("chapter", NOT_COMPARED)
+def test_each_cell_is_compared_or_has_a_reason_in_the_list(chapter):
+    compared, ignored = compared_and_not(ROOT / "chapters" / f"{chapter}.ipynb")
+    reasons = NOT_COMPARED[chapter] | ({} if chapter == "00_start_here" else {EVIDENCE: "sets this machine beside GPUs"})
+    assert len(ignored) == len(reasons)
+    assert all(source.startswith(start) for source, start in zip(ignored, reasons, strict=True))
+    assert nbval_policy.COMPARED[chapter] == compared
+
+
+def test_every_chapter_says_how_many_of_its_cells_are_compared():
+    chapters = [path.stem for path in sorted((ROOT / "chapters").glob("*.ipynb"))]
+    assert chapters == list(NOT_COMPARED) == list(nbval_policy.COMPARED)
 
 
 # ---- floors

@@ -22,7 +22,7 @@ import importlib.metadata
 import tests.nbval_policy as policy
 policy.RECORDED_WITH = {{"torch": {torch}, "python": {python!r}}}
 policy._has_cuda = lambda: {cuda}
-policy._has_kernel_in_c = lambda: True
+policy.COMPARED = {compared}
 """
 SAME_TORCH = 'importlib.metadata.version("torch").split("+")[0]'
 
@@ -47,14 +47,14 @@ def write(path: Path, source: str, printed: str, tags: tuple[str, ...] = (), hea
     nbformat.write(new_notebook(cells=[new_markdown_cell(header), cell]), path)
 
 
-def run_pytest(folder: Path, *arguments: str, torch=SAME_TORCH, python=HERE, cuda=False, **env) -> str:
-    (folder / "conftest.py").write_text(PRETEND.format(torch=torch, python=python, cuda=cuda))
+def run_pytest(folder: Path, *arguments: str, torch=SAME_TORCH, python=HERE, cuda=False, compared=(), **env) -> str:
+    pretend = PRETEND.format(torch=torch, python=python, cuda=cuda, compared=dict(compared))
+    (folder / "conftest.py").write_text(pretend)
     command = [sys.executable, "-m", "pytest", "-c", ROOT / "pyproject.toml", "--rootdir", folder, "-rA"]
     command += ["-p", "no:cacheprovider", "--color=no", *arguments, folder]
-    result = subprocess.run(
-        command, cwd=folder, env={**os.environ, **env}, capture_output=True, text=True, timeout=120, check=False
-    )
-    return result.stdout + result.stderr
+    env = {name: value for name, value in os.environ.items() if name != nbval_policy.REQUIRED} | env
+    result = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=120, check=False)
+    return f"{result.stdout}{result.stderr}\nexit status {result.returncode}"
 
 
 def test_where_outputs_were_recorded_a_changed_output_fails_and_the_same_output_passes(tmp_path):
@@ -70,6 +70,36 @@ def test_where_outputs_were_recorded_a_changed_output_fails_and_the_same_output_
     assert "this cell needs a CUDA GPU" in printed
     assert "1 failed, 2 passed, 1 skipped" in printed
     assert printed.count("notebooks: executed and compared (recorded with ") == 2
+    assert ", as here, 2 of 4 cells)" in printed
+
+
+@pytest.mark.parametrize("processes", [(), ("-n", "2", "--dist", "loadfile")])
+def test_where_comparing_is_required_a_chapter_that_compares_fewer_cells_than_committed_fails_the_run(
+    tmp_path, processes
+):
+    write(tmp_path / "01_same.ipynb", "print(2 + 2)", "4\n")
+    write(tmp_path / "02_ignored.ipynb", "print(2 + 2)", "5\n", tags=("nbval-ignore-output",))
+    whole = run_pytest(tmp_path, *processes, compared={"01_same": 1}, MEMLAB_COMPARE="required")
+    assert "exit status 0" in whole and ", as here, 1 of 2 cells)" in whole
+    lacking = {"compared": {"01_same": 1, "02_ignored": 1, "03_gone": 7}}
+    assert "exit status 0" in run_pytest(tmp_path, *processes, **lacking)
+    printed = run_pytest(tmp_path, *processes, **lacking, MEMLAB_COMPARE="required")
+    assert "2 passed" in printed and "exit status 1" in printed
+    assert "MEMLAB_COMPARE=required: 02_ignored: expected 1 cells compared, found 0" in printed
+    assert "MEMLAB_COMPARE=required: 03_gone: expected 7 cells compared, found 0" in printed and "01_same:" not in printed
+
+
+def test_where_comparing_is_required_and_impossible_nothing_runs_and_the_reason_is_said(tmp_path):
+    write(tmp_path / "same.ipynb", "print(2 + 2)", "4\n")
+    for elsewhere, reason in (
+        ({"torch": "'9.9.9'"}, "found torch "),
+        ({"python": "2.7"}, "found Python "),
+        ({"cuda": True}, "found CUDA"),
+        ({"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}, "nbval is not installed"),
+    ):
+        printed = run_pytest(tmp_path, **elsewhere, MEMLAB_COMPARE="required")
+        assert "MEMLAB_COMPARE=required, and outputs would not be compared" in printed and reason in printed
+        assert "exit status 4" in printed
 
 
 @pytest.mark.parametrize(
@@ -90,11 +120,8 @@ def test_elsewhere_cells_are_executed_and_not_compared_and_the_report_says_so(tm
 def test_another_python_is_a_difference_and_a_local_build_of_the_same_torch_is_not(monkeypatch):
     monkeypatch.setattr(nbval_policy, "RECORDED_WITH", {"torch": "1.2.3", "python": HERE})
     monkeypatch.setattr(nbval_policy, "_has_cuda", lambda: False)
-    monkeypatch.setattr(nbval_policy, "_has_kernel_in_c", lambda: True)
     monkeypatch.setattr(nbval_policy.importlib.metadata, "version", lambda _: "1.2.3+cpu")
     assert nbval_policy.difference_from_recording() == ""
-    monkeypatch.setattr(nbval_policy, "_has_kernel_in_c", lambda: False)
-    assert nbval_policy.difference_from_recording() == "no C compiler"
     monkeypatch.setitem(nbval_policy.RECORDED_WITH, "python", "2.7")
     assert nbval_policy.difference_from_recording() == f"Python {HERE}"
 
