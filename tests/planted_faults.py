@@ -165,8 +165,8 @@ def tests_of(fault: Fault, tree: Path) -> list[list[str]]:
         for path in sorted((tree / "chapters").glob("*.ipynb"))
         if path.stem[3:] == fault.package or f"memlab.{fault.package}.{stem} import" in path.read_text(encoding="utf-8")
     ]
-    if "checks" in fault.file:
-        near = [tree / "tests/test_exercises.py"]
+    if "/checks/" in fault.file:
+        return [["tests/test_exercises.py", "-k", fault.file.split("/checks/")[1].split("/")[0].removesuffix(".py")]]
     own = [path for path in own if path not in near]
     groups = [[tree / fault.file, *(path for path in near if path.stem.startswith(f"test_{fault.package}"))]]
     groups += [[path for path in near if path not in groups[0]], own, chapters]

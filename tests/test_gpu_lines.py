@@ -27,34 +27,36 @@ ONLY_A_GPU = re.compile(
     r"cuda\.(Stream|Event|stream\(|current_stream|synchronize|is_current_stream_capturing)|record_stream|"
     r"pin_memory=|get_device_module|nccl"
 )
-HERE = "test_gpu_lines"
 STAND_INS = {
-    "caching_allocator/pluggable.py": ("test_caching_allocator_pluggable", "gpu"),
-    "caching_allocator/snapshot.py": ("test_caching_allocator_snapshot", "history"),
-    "data_parallelism/agreement.py": (HERE, "test_a_mean_on_the_cpu_is_sent_from_the_gpu_where_a_group_is_nccls_alone"),
-    "data_parallelism/background.py": (HERE, "test_a_buffer_is_summed_on_a_stream_that_waits_and_is_waited_for"),
-    "gradient_checkpointing/state.py": (HERE, "test_a_second_run_draws_an_accelerators_random_numbers_again"),
-    "memory_hierarchy/bandwidth.py": (HERE, "test_copies_are_timed_by_events_and_over_pinned_and_pageable_memory"),
-    "mixed_precision/flat_group.py": ("", "it is asked only whether a CUDA graph is recorded"),
-    "mixed_precision/fused_adam.py": ("", "it is asked only whether a CUDA graph is recorded"),
-    "offloading/courier.py": ("test_offloading_streaming", "Courier"),
-    "offloading/host_gradients.py": ("test_offloading_optimizer", "late_device"),
-    "offloading/host_optimizer.py": ("test_offloading_optimizer", "late_device"),
-    "offloading/host_link.py": ("test_offloading_optimizer", "late_device"),
-    "offloading/link.py": (HERE, "test_swapped_over_a_late_link_gradients_are_the_same"),
-    "offloading/slab.py": ("test_offloading_slab", "pinned"),
-    "pipeline_parallelism/costs.py": (HERE, "test_a_stages_time_is_taken_when_the_gpu_has_finished"),
-    "pipeline_parallelism/messages.py": ("test_pipeline_parallelism_failures", "nccl"),
-    "ranks/example.py": (HERE, "test_gpus_for_all_ranks_are_asked_for_by_groups_of_nccl"),
-    "ranks/failures.py": ("", "a pattern in a message"),
-    "ranks/imagined.py": ("test_ranks", "imagined"),
-    "ranks/launch.py": (HERE, "test_gpus_for_all_ranks_are_asked_for_by_groups_of_nccl"),
-    "ranks/meshes.py": (HERE, "test_gpus_for_all_ranks_are_asked_for_by_groups_of_nccl"),
-    "ranks/torchrun.py": (HERE, "test_gpus_for_all_ranks_are_asked_for_by_groups_of_nccl"),
-    "ranks/worker.py": (HERE, "test_gpus_for_all_ranks_are_asked_for_by_groups_of_nccl"),
-    "tensor_parallelism/random.py": ("test_tensor_parallelism_random", "Streams"),
+    "caching_allocator/snapshot.py": "test_recording_switches_the_history_on_and_always_off",
+    "data_parallelism/agreement.py": "test_a_mean_on_the_cpu_is_sent_from_the_gpu_where_a_group_is_nccls_alone",
+    "data_parallelism/background.py": "test_a_buffer_is_summed_on_a_stream_that_waits_and_is_waited_for",
+    "gradient_checkpointing/state.py": "test_a_second_run_draws_an_accelerators_random_numbers_again",
+    "memory_hierarchy/bandwidth.py": "test_copies_are_timed_by_events_and_over_pinned_and_pageable_memory",
+    "offloading/courier.py": "test_on_a_gpu_each_copy_waits_for_the_computation_and_is_waited_for",
+    "offloading/host_gradients.py": "test_over_a_late_link_the_step_is_the_same_and_nothing_is_on_its_way_after",
+    "offloading/host_link.py": "test_over_a_late_link_the_step_is_the_same_and_nothing_is_on_its_way_after",
+    "offloading/host_optimizer.py": "test_over_a_late_link_the_step_is_the_same_and_nothing_is_on_its_way_after",
+    "offloading/link.py": "test_swapped_over_a_late_link_gradients_are_the_same",
+    "offloading/slab.py": "test_without_pinned_memory_there_is_one_warning_and_ordinary_memory",
+    "pipeline_parallelism/costs.py": "test_a_stages_time_is_taken_when_the_gpu_has_finished",
+    "pipeline_parallelism/messages.py": "test_a_group_with_nccl_begins_with_a_talk_of_all_its_ranks",
+    "ranks/example.py": "test_gpus_for_all_ranks_are_asked_for_by_groups_of_nccl",
+    "ranks/launch.py": "test_gpus_for_all_ranks_are_asked_for_by_groups_of_nccl",
+    "ranks/meshes.py": "test_gpus_for_all_ranks_are_asked_for_by_groups_of_nccl",
+    "ranks/torchrun.py": "test_gpus_for_all_ranks_are_asked_for_by_groups_of_nccl",
+    "ranks/worker.py": "test_gpus_for_all_ranks_are_asked_for_by_groups_of_nccl",
+    "tensor_parallelism/random.py": "test_the_accelerators_stream_is_seeded_and_put_back_too_and_no_other_devices",
 }
-"""Each page that has such a line: a test file, and a name in it that leads to the stand-in."""
+"""Each page that has such a line, and the test in which a stand-in runs it."""
+NONE = {
+    "caching_allocator/pluggable.py": "it waits for the GPU before it counts; test_it_takes_gives_back_counts runs the C++",
+    "mixed_precision/flat_group.py": "asks whether a CUDA graph is recorded",
+    "mixed_precision/fused_adam.py": "asks whether a CUDA graph is recorded",
+    "ranks/failures.py": "a pattern in a message",
+    "ranks/imagined.py": "an example in a docstring",
+}
+"""Pages with such a word, and why no stand-in is wanted."""
 
 
 def code(path: Path) -> str:
@@ -69,9 +71,9 @@ def code(path: Path) -> str:
 def test_each_page_with_lines_that_only_a_gpu_runs_is_in_the_list_and_so_is_its_stand_in():
     pages = {path.relative_to(ROOT / "memlab").as_posix(): path for path in (ROOT / "memlab").rglob("*.py")}
     techniques = {name: path for name, path in pages.items() if not name.startswith(("book/", "record", "benchmark"))}
-    assert {name for name, path in techniques.items() if ONLY_A_GPU.search(code(path))} == set(STAND_INS)
-    for name, (file, word) in STAND_INS.items():
-        assert not file or word in (ROOT / "tests" / f"{file}.py").read_text(encoding="utf-8"), name
+    assert {name for name, path in techniques.items() if ONLY_A_GPU.search(code(path))} == {*STAND_INS, *NONE}
+    tests = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").glob("test_*.py"))
+    assert [name for name, test in STAND_INS.items() if f"def {test}(" not in tests] == []
 
 
 # ---- streams and events
