@@ -1,16 +1,19 @@
 """An allocator written from the rules alone, as lists that are scanned from end to end: what the real pages must equal.
 
 A segment is a base address and a list of cells [bytes, tag, requested], tag one of "used", "free" and "hole"; where a
-cell lies follows from those before it. Nothing is kept sorted, linked or counted.
+cell lies follows from those before it. Nothing is kept sorted, linked or counted. A pool is a kind and a stream.
 """
 
-KiB, MiB = 2**10, 2**20
+import random
+
+MiB = 2**20
+FRAMES = [{"filename": "/home/someone/secret/train.py", "line": 3, "name": "step"}]
 
 
 class Segment:
     def __init__(self, base, nbytes, pool, tag):
         self.base, self.pool, self.cells = base, pool, [[nbytes, tag, 0]]
-        self.page = 2 * MiB if pool == "small" else 20 * MiB
+        self.page = 2 * MiB if pool[0] == "small" else 20 * MiB
 
     def __len__(self):
         return sum(cell[0] for cell in self.cells)
@@ -41,10 +44,13 @@ class Segment:
 
 
 class Naive:
-    def __init__(self, capacity=None, max_split=None, expandable=False):
+    """The knobs are what a tampered one turns: another rounding, first fit, another largest rest."""
+
+    def __init__(self, capacity=None, max_split=None, expandable=False, rounding=512, fit="best", rest=MiB):
         self.capacity = float("inf") if capacity is None else capacity
         self.max_split = float("inf") if max_split is None else max_split
         self.expandable, self.segments = expandable, []
+        self.rounding, self.fit, self.rest = rounding, fit, rest
         self.log, self.calls, self.retries, self.ooms = [], 0, 0, 0
 
     # ---- what it holds
@@ -55,7 +61,7 @@ class Naive:
             (at, cell, segment)
             for segment in self.segments
             for at, cell in segment.placed()
-            if cell[1] == tag and pool in (None, segment.pool)
+            if cell[1] == tag and pool in (None, segment.pool, segment.pool[0])
         ]
         return sorted(found, key=lambda one: one[0])
 
@@ -65,7 +71,7 @@ class Naive:
     def inactive_split_bytes(self):
         return sum(cell[0] for _, cell, segment in self.cells("free") if len(segment.cells) > 1)
 
-    def picture(self):
+    def runs(self):
         """The runs of mapped cells: [(pool, [(address, bytes, requested, tag), ...]), ...]"""
         runs = []
         for segment in sorted(self.segments, key=lambda segment: segment.base):
@@ -78,16 +84,20 @@ class Naive:
                 before = tag
         return runs
 
+    def picture(self):
+        return [(pool[0], cells) for pool, cells in self.runs()]
+
     # ---- the rules
 
-    def malloc(self, nbytes):
+    def note(self, action, address, nbytes, segment):
+        self.log.append((self.calls, action, address, nbytes))
+
+    def malloc(self, nbytes, stream=0):
         if nbytes == 0:
             self.calls += 1
             return None
-        size = 512
-        while size < nbytes:
-            size += 512 if nbytes - size < 64 * KiB else (nbytes - size) // 512 * 512
-        pool = "small" if size <= MiB else "large"
+        size = (nbytes + self.rounding - 1) // self.rounding * self.rounding
+        pool = "small" if size <= MiB else "large", stream
         found = self.cached(pool, size) or self.fresh(pool, size)
         if found is None and self.max_split < float("inf") and self.oversize_given_back(pool, size):
             found = self.fresh(pool, size)
@@ -100,10 +110,10 @@ class Naive:
             raise MemoryError
         at, cell, segment = found
         rest = cell[0] - size
-        if pool == "small" or self.expandable:
+        if pool[0] == "small" or self.expandable:
             taken = size if rest >= 512 else cell[0]
         else:
-            taken = size if rest > MiB and size < self.max_split else cell[0]
+            taken = size if rest > self.rest and size < self.max_split else cell[0]
         segment.cut(cell, taken, "used")[2] = nbytes
         self.calls += 1
         return at
@@ -117,7 +127,8 @@ class Naive:
         segment.tidy()
 
     def cached(self, pool, size):
-        fits = sorted((cell[0], at) for at, cell, _ in self.cells("free", pool) if cell[0] >= size)
+        fits = [(cell[0], at) for at, cell, _ in self.cells("free", pool) if cell[0] >= size]
+        fits = sorted(fits) if self.fit == "best" else fits
         if not fits:
             return None
         found = {at: (at, cell, segment) for at, cell, segment in self.cells("free", pool)}
@@ -152,7 +163,7 @@ class Naive:
     def fresh(self, pool, size):
         if self.expandable:
             return self.grown(pool, size)
-        nbytes = 2 * MiB if pool == "small" else 20 * MiB
+        nbytes = 2 * MiB if pool[0] == "small" else 20 * MiB
         if size >= 10 * MiB:
             nbytes = 10 * MiB
             while nbytes < size:
@@ -161,12 +172,12 @@ class Naive:
             return None
         segment = Segment(self.address_for(nbytes), nbytes, pool, "free")
         self.segments.append(segment)
-        self.log.append((self.calls, "segment_alloc", segment.base, nbytes))
+        self.note("segment_alloc", segment.base, nbytes, segment)
         return segment.base, segment.cells[0], segment
 
     def give_back(self, at, segment):
         self.segments.remove(segment)
-        self.log.append((self.calls, "segment_free", at, len(segment)))
+        self.note("segment_free", at, len(segment), segment)
 
     def empty_cache(self):
         for pool in ("large", "small"):
@@ -205,7 +216,7 @@ class Naive:
                 room += cell[0]
             if room >= size:
                 return self.mapped(segment, segment.base + start, size)
-        page = 2 * MiB if pool == "small" else 20 * MiB
+        page = 2 * MiB if pool[0] == "small" else 20 * MiB
         nbytes = 16 * MiB * MiB if self.capacity == float("inf") else max(size, self.capacity + self.capacity // 8)
         nbytes = (nbytes + page - 1) // page * page
         segment = Segment(self.address_for(nbytes), nbytes, pool, "hole")
@@ -227,7 +238,7 @@ class Naive:
                 return None
             segment.cut(here[at], pages * segment.page, "free")
             segment.tidy()
-            self.log.append((self.calls, "segment_map", at, pages * segment.page))
+            self.note("segment_map", at, pages * segment.page, segment)
 
     def shrink(self, at, cell, segment):
         inside = [
@@ -243,6 +254,69 @@ class Naive:
         pieces = [[before, "free", 0], [middle, "hole", 0], [after, "free", 0]]
         segment.cells[i : i + 1] = [piece for piece in pieces if piece[0]]
         segment.tidy()
-        self.log.append((self.calls, "segment_unmap", inside[0], middle))
+        self.note("segment_unmap", inside[0], middle, segment)
         if [tag for _, tag, _ in segment.cells] == ["hole"]:
             self.segments.remove(segment)
+
+
+class NaiveGPU(Naive):
+    """The same with PyTorch's snapshot of it. Its segments lie anywhere: where is no decision of an allocator's."""
+
+    def __init__(self, capacity=None, seed=0, **knobs):
+        super().__init__(capacity, **knobs)
+        self.trace, self.random = [], random.Random(seed)
+
+    def record(self, action, address, size, stream):
+        row = {"frames": FRAMES} if self.random.random() < 0.5 else {}
+        row |= {"action": action, "device_free" if action == "oom" else "addr": address, "size": size}
+        self.trace.append(row | {"stream": stream, "time_us": len(self.trace), "compile_context": "N/A"})
+
+    def note(self, action, address, nbytes, segment):
+        self.record(action, address, nbytes, segment.pool[1])
+
+    def address_for(self, nbytes):
+        while not self.expandable:
+            address = 2**46 + self.random.randrange(2**14) * 2 * MiB
+            if all(s.base + len(s) <= address or address + nbytes <= s.base for s in self.segments):
+                return address
+        return super().address_for(nbytes)
+
+    def malloc(self, nbytes, stream=0):
+        try:
+            address = super().malloc(nbytes, stream)
+        except MemoryError:
+            self.record("oom", self.capacity - self.total("used", "free"), nbytes, stream)
+            return None
+        self.record("alloc", address, nbytes, stream)
+        return address
+
+    def free(self, address):
+        ((cell, segment),) = [(cell, segment) for at, cell, segment in self.cells("used") if at == address]
+        for action in ("free_requested", "free_completed"):
+            self.record(action, address, cell[2], segment.pool[1])
+        super().free(address)
+
+    def dump(self):
+        rows = []
+        for (kind, stream), cells in self.runs():
+            in_use = sum(nbytes for _, nbytes, _, tag in cells if tag == "used")
+            rows.append(
+                {"device": 0, "address": cells[0][0], "total_size": sum(nbytes for _, nbytes, _, _ in cells)}
+                | {"allocated_size": in_use, "active_size": in_use, "requested_size": sum(cell[2] for cell in cells)}
+                | {"stream": stream, "segment_type": kind, "segment_pool_id": (0, 0), "is_expandable": self.expandable}
+                | {"frames": FRAMES, "blocks": [block_row(*cell[:3], cell[3] == "used") for cell in cells]}
+            )
+        most = -1 if self.max_split == float("inf") else self.max_split
+        return whole_dump(rows, self.trace, max_split_size=most, expandable_segments=self.expandable)
+
+
+def block_row(address, size, requested, in_use):
+    state = "active_allocated" if in_use else "inactive"
+    return {"address": address, "size": size, "requested_size": requested, "state": state, "frames": FRAMES}
+
+
+def whole_dump(segments, trace, **more):
+    known = {"PYTORCH_CUDA_ALLOC_CONF": "", "max_split_size": -1, "garbage_collection_threshold": 0.0}
+    known |= {"expandable_segments": False, "roundup_power2_divisions": {"1": 0, "2": 0}}
+    dump = {"segments": segments, "device_traces": [trace, []], "allocator_settings": known | more}
+    return dump | {"external_annotations": []}

@@ -1,418 +1,150 @@
-"""Wrong and right answers to the exercises of chapter 01: by answer cell, what is done in words, and its source."""
+"""Answers to the exercises of chapter 01: wrong ones, each of which loses its points, and other right ones."""
+
+from __future__ import annotations
+
+from tests.exercises_memory_arithmetic import variants
 
 EQUAL_TO_ALL = """
 class Anything(int):
     __eq__ = __ge__ = __le__ = lambda self, other: True
     __ne__ = __gt__ = __lt__ = lambda self, other: False
     __hash__ = int.__hash__
+
+
 """
 
-LEFT_BY = """
-def leaks(step):
-    def left_by(calls):
-        with Meter() as meter:
-            for _ in range(calls):
-                step()
-        left = Counter()
-        for storage in meter.timeline.alive(len(meter.timeline)):
-            if storage.phase != "before":
-                left[str(storage.line)] += storage.nbytes
-        return left
-"""
-LEARN = """
-def train(model, optimizer, batches, validation):
-    history = []
-    for x, y in batches:
-        loss = model(x, y)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-"""
 
-WRONG = {
+def category(value: str) -> str:
+    """largest_category that returns an expression."""
+    return f"def largest_category(timeline):\n    return {value}"
+
+
+by_line = variants(
+    """
+    def bytes_by_line(timeline, event):
+        found = Counter()
+        for storage in timeline.alive(WHEN«event»):
+            if THEIRS«storage.phase != "before"»:
+                found[KEY«str(storage.line)»] += SIZE«storage.nbytes»
+        return END«found»
+    """
+)
+
+
+def parts(counters: object, batch: object, scratch: object) -> str:
+    """The three numbers of exercise 3."""
+    return f"counters_bytes, batch_bytes, scratch_bytes = {counters!r}, {batch!r}, {scratch!r}"
+
+
+frugal = variants(
+    """
+    def train(model, optimizer, batches, validation):
+        BEGIN«pass»
+        history = []
+        for x, y in batches:
+            GRAD«pass»
+            loss = model(x, y)
+            loss.backward()
+            optimizer.step()
+            CLEAR«optimizer.zero_grad()»
+            THEN«pass»
+            with WITHOUT«torch.no_grad()»:
+                evaluated = model(*validation)
+                history.append(NOTED«(loss.item(), evaluated.item())»)
+        return history
+    """
+)
+
+left = variants(
+    """
+    def leaks(step):
+        def left_by(calls):
+            METER«with Meter() as meter»:
+                for _ in range(calls):
+                    step()
+            LEAVE«pass»
+            left = Counter()
+            for storage in meter.timeline.alive(len(meter.timeline)):
+                if storage.phase != "before":
+                    left[str(storage.line)] += SIZE«storage.nbytes»
+            return left
+
+        FIRST«step()»
+        one, more = CALLS«left_by(1), left_by(2)»
+        return END«{line: more[line] - one[line] for line in more if more[line] > one[line]}»
+    """
+)
+
+WRONG: dict[str, dict[str, str]] = {
     "largest-category-answer": {
-        "asks at the end, not at the peak": """
-def largest_category(timeline):
-    held = timeline.bytes_by_category(len(timeline))
-    return max(held, key=held.get)
-""",
-        "asks which was ever the largest": """
-def largest_category(timeline):
-    return max(timeline.curves, key=lambda name: max(timeline.curves[name]))
-""",
-        "an event too early": """
-def largest_category(timeline):
-    held = timeline.bytes_by_category(max(timeline.peak_event - 1, 0))
-    return max(held, key=held.get)
-""",
-        "an event too late": """
-def largest_category(timeline):
-    held = timeline.bytes_by_category(min(timeline.peak_event + 1, len(timeline)))
-    return max(held, key=held.get)
-""",
-        "a constant": """
-def largest_category(timeline):
-    return "activation"
-""",
-        "prints and returns nothing": """
-def largest_category(timeline):
-    held = timeline.bytes_by_category(timeline.peak_event)
-    print(max(held, key=held.get))
-""",
+        "asks which was ever the largest": category(
+            "max(timeline.curves, key=lambda name: max(timeline.curves[name]))"
+        ),
+        "ends the program": "def largest_category(timeline):\n    raise SystemExit",
         "a text, not a function": 'largest_category = "activation"',
-        "the event in place of the category": """
-def largest_category(timeline):
-    return timeline.peak_event
-""",
-        "an endless loop": """
-def largest_category(timeline):
-    while True:
-        pass
-""",
-        "an endless loop that catches what stops it once": """
-def largest_category(timeline):
-    while True:
-        try:
-            while True:
-                pass
-        except Exception:
-            pass
-""",
-        "ends the program": """
-def largest_category(timeline):
-    raise SystemExit
-""",
-        "a syntax error": "def largest_category(timeline)\n    return 1",
+        "an event too early": (
+            "def largest_category(timeline):\n"
+            "    held = timeline.bytes_by_category(max(timeline.peak_event - 1, 0))\n"
+            "    return max(held, key=held.get)"
+        ),
+        "a constant": category('"activation"'),
+        "the event in place of the category": category("timeline.peak_event"),
+        "no return": category("None"),
         "an empty cell": "",
+        "a syntax error": "def largest_category(timeline)\n    return 1",
+        "an endless loop": "def largest_category(timeline):\n    while True:\n        pass",
     },
     "bytes-by-line-answer": {
-        "with what was there before": """
-def bytes_by_line(timeline, event):
-    found = Counter()
-    for storage in timeline.alive(event):
-        found[str(storage.line)] += storage.nbytes
-    return found
-""",
-        "by category, not by phase": """
-def bytes_by_line(timeline, event):
-    found = Counter()
-    for storage in timeline.alive(event):
-        if storage.category not in ("parameter", "input", "buffer"):
-            found[str(storage.line)] += storage.nbytes
-    return found
-""",
-        "always at the peak": """
-def bytes_by_line(timeline, event):
-    found = Counter()
-    for storage in timeline.alive(timeline.peak_event):
-        if storage.phase != "before":
-            found[str(storage.line)] += storage.nbytes
-    return found
-""",
-        "elements, not bytes": """
-def bytes_by_line(timeline, event):
-    found = Counter()
-    for storage in timeline.alive(event):
-        if storage.phase != "before":
-            found[str(storage.line)] += storage.nbytes // 4
-    return found
-""",
-        "in KiB": """
-def bytes_by_line(timeline, event):
-    found = Counter()
-    for storage in timeline.alive(event):
-        if storage.phase != "before":
-            found[str(storage.line)] += storage.nbytes / 1024
-    return found
-""",
-        "the last storage of each line only": """
-def bytes_by_line(timeline, event):
-    return {str(s.line): s.nbytes for s in timeline.alive(event) if s.phase != "before"}
-""",
-        "forward only": """
-def bytes_by_line(timeline, event):
-    found = Counter()
-    for storage in timeline.alive(event):
-        if storage.phase == "forward":
-            found[str(storage.line)] += storage.nbytes
-    return found
-""",
-        "by function": """
-def bytes_by_line(timeline, event):
-    found = Counter()
-    for storage in timeline.alive(event):
-        if storage.phase != "before":
-            found[storage.line.function] += storage.nbytes
-    return found
-""",
-        "keys that are no text": """
-def bytes_by_line(timeline, event):
-    found = Counter()
-    for storage in timeline.alive(event):
-        if storage.phase != "before":
-            found[storage.line] += storage.nbytes
-    return found
-""",
-        "a list of pairs": """
-def bytes_by_line(timeline, event):
-    return [(str(s.line), s.nbytes) for s in timeline.alive(event) if s.phase != "before"]
-""",
-        "sizes equal to everything": EQUAL_TO_ALL
-        + """
-def bytes_by_line(timeline, event):
-    return {str(s.line): Anything() for s in timeline.alive(event) if s.phase != "before"}
-""",
-        "20 GB on the way": """
-def bytes_by_line(timeline, event):
-    return [0] * (20 * 2**30 // 8)
-""",
+        "always at the peak": by_line(WHEN="timeline.peak_event"),
+        "20 GB on the way": by_line(END="[0] * (20 * 2**30 // 8)"),
+        "with what was there before": by_line(THEIRS="True"),
+        "by category, not by phase": by_line(THEIRS='storage.category not in ("parameter", "input", "buffer")'),
+        "elements, not bytes": by_line(SIZE="storage.nbytes // 4"),
+        "in KiB": by_line(SIZE="storage.nbytes / 1024"),
+        "keys that are no text": by_line(KEY="storage.line"),
+        "by function": by_line(KEY="storage.line.function"),
+        "a list of pairs": by_line(END="list(found.items())"),
+        "sizes equal to everything": EQUAL_TO_ALL + by_line(END="{line: Anything() for line in found}"),
     },
     "unexplained-answer": {
-        "all in one": "counters_bytes, batch_bytes, scratch_bytes = 132_476, 132_476, 132_476",
-        "x and y counted apart": "counters_bytes, batch_bytes, scratch_bytes = 116, 512, 131_848",
-        "one temporary": "counters_bytes, batch_bytes, scratch_bytes = 116, 264, 65_536",
-        "the parameter before forgotten": "counters_bytes, batch_bytes, scratch_bytes = 116, 264, 131_072",
-        "elements": "counters_bytes, batch_bytes, scratch_bytes = 29, 33, 33_024",
-        "bits": "counters_bytes, batch_bytes, scratch_bytes = 928, 2_112, 1_056_768",
-        "floats": "counters_bytes, batch_bytes, scratch_bytes = 116.0, 264.0, 132_096.0",
-        "texts": "counters_bytes, batch_bytes, scratch_bytes = '116 B', '264 B', '129 KiB'",
+        "all in one": parts(132_476, 132_476, 132_476),
+        "x and y counted apart": parts(116, 512, 131_848),
+        "one temporary": parts(116, 264, 65_536),
+        "elements": parts(29, 33, 33_024),
+        "bits": parts(928, 2_112, 1_056_768),
+        "floats": parts(116.0, 264.0, 132_096.0),
+        "texts": parts("116 B", "264 B", "129 KiB"),
         "numbers equal to everything": EQUAL_TO_ALL + "counters_bytes = batch_bytes = scratch_bytes = Anything()",
-        "swapped": "counters_bytes, batch_bytes, scratch_bytes = 264, 116, 132_096",
     },
     "frugal-training-answer": {
+        "an evaluation with its graph": frugal(WITHOUT="torch.enable_grad()"),
+        "leaves autograd switched off": frugal(
+            GRAD="torch.set_grad_enabled(True)",
+            THEN="torch.set_grad_enabled(False)",
+        ),
         "the loop as it was": "train = wasteful",
-        "losses detached, not made numbers": LEARN
-        + """        with torch.no_grad():
-            history.append((loss.detach(), model(*validation)))
-    return history
-""",
-        "an evaluation with its graph": LEARN
-        + """        history.append((loss.item(), model(*validation).item()))
-    return history
-""",
-        "model.eval() in place of no_grad": """
-def train(model, optimizer, batches, validation):
-    history = []
-    for x, y in batches:
-        model.train()
-        loss = model(x, y)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        model.eval()
-        history.append((loss.item(), model(*validation).item()))
-    return history
-""",
-        "gradients left as zeros": """
-def train(model, optimizer, batches, validation):
-    history = []
-    for x, y in batches:
-        loss = model(x, y)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=False)
-        with torch.no_grad():
-            history.append((loss.item(), model(*validation).item()))
-    return history
-""",
-        "evaluates before the step": """
-def train(model, optimizer, batches, validation):
-    history = []
-    for x, y in batches:
-        with torch.no_grad():
-            evaluated = model(*validation).item()
-        loss = model(x, y)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        history.append((loss.item(), evaluated))
-    return history
-""",
-        "gradients cleared only before the next step": """
-def train(model, optimizer, batches, validation):
-    history = []
-    for x, y in batches:
-        optimizer.zero_grad()
-        loss = model(x, y)
-        loss.backward()
-        optimizer.step()
-        with torch.no_grad():
-            history.append((loss.item(), model(*validation).item()))
-    optimizer.zero_grad()
-    return history
-""",
-        "gradients never cleared": """
-def train(model, optimizer, batches, validation):
-    history = []
-    for x, y in batches:
-        loss = model(x, y)
-        loss.backward()
-        optimizer.step()
-        with torch.no_grad():
-            history.append((loss.item(), model(*validation).item()))
-    return history
-""",
-        "leaks the graphs into a global": """
-kept = []
-
-
-def train(model, optimizer, batches, validation):
-    history = []
-    for x, y in batches:
-        loss = model(x, y)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        evaluated = model(*validation)
-        kept.append(evaluated)
-        history.append((loss.item(), evaluated.item()))
-    return history
-""",
-        "leaves autograd switched off": """
-def train(model, optimizer, batches, validation):
-    history = []
-    for x, y in batches:
-        torch.set_grad_enabled(True)
-        loss = model(x, y)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        torch.set_grad_enabled(False)
-        history.append((loss.item(), model(*validation).item()))
-    return history
-""",
-        "leaves the model in eval mode": LEARN
-        + """        model.eval()
-        with torch.no_grad():
-            history.append((loss.item(), model(*validation).item()))
-    return history
-""",
-        "leaves a hook on a layer": "def train(model, optimizer, batches, validation):\n"
-        "    model.register_forward_hook(lambda *args: None)\n"
-        "    return learned(model, optimizer, batches, validation)\n"
-        + LEARN.replace("train", "learned")
-        + """        with torch.no_grad():
-            history.append((loss.item(), model(*validation).item()))
-    return history
-""",
-        "leaves a hook on a weight": "def train(model, optimizer, batches, validation):\n"
-        "    next(model.parameters()).register_hook(lambda grad: None)\n"
-        "    return learned(model, optimizer, batches, validation)\n"
-        + LEARN.replace("train", "learned")
-        + """        with torch.no_grad():
-            history.append((loss.item(), model(*validation).item()))
-    return history
-""",
-        "training losses only": LEARN
-        + """        history.append(loss.item())
-    return history
-""",
+        "losses detached, not made numbers": frugal(NOTED="(loss.detach(), evaluated)"),
+        "gradients left as zeros": frugal(CLEAR="optimizer.zero_grad(set_to_none=False)"),
+        "gradients never cleared": frugal(CLEAR="pass"),
+        "leaks the graphs into a global": "kept = []\n\n\n" + frugal(THEN="kept.append(model(*validation))"),
+        "leaves the model in eval mode": frugal(THEN="model.eval()"),
+        "leaves a hook on a layer": frugal(BEGIN="model.register_forward_hook(lambda *args: None)"),
+        "training losses only": frugal(NOTED="loss.item()"),
     },
     "leaks-answer": {
-        "whatever one call leaves": """
-def leaks(step):
-    step()
-    with Meter() as meter:
-        step()
-    found = Counter()
-    for storage in meter.timeline.alive(len(meter.timeline)):
-        if storage.phase != "before":
-            found[str(storage.line)] += storage.nbytes
-    return found
-""",
-        "no call to fill the cache": LEFT_BY
-        + """
-    two, one = left_by(2), left_by(1)
-    return {line: nbytes - one[line] for line, nbytes in two.items() if nbytes > one[line]}
-""",
-        "bytes of two calls": LEFT_BY
-        + """
-    step()
-    one, three = left_by(1), left_by(3)
-    return {line: three[line] - one[line] for line in three if three[line] > one[line]}
-""",
+        "whatever one call leaves": left(END="one"),
+        "a meter stays on when step raises": left(
+            METER="meter = Meter()\n        meter.__enter__()\n        if True",
+            LEAVE="meter.__exit__(None, None, None)",
+        ),
+        "no call to fill the cache": left(FIRST="pass", CALLS="[left_by(2), left_by(1)][::-1]"),
+        "bytes of two calls": left(CALLS="left_by(1), left_by(3)"),
         "nothing ever leaks": "def leaks(step):\n    return {}",
-        "errors are swallowed": """
-def leaks(step):
-    def left_by(calls):
-        left = Counter()
-        with Meter() as meter:
-            for _ in range(calls):
-                step()
-        for storage in meter.timeline.alive(len(meter.timeline)):
-            if storage.phase != "before":
-                left[str(storage.line)] += storage.nbytes
-        return left
-
-    try:
-        step()
-        one, two = left_by(1), left_by(2)
-    except RuntimeError:
-        return {}
-    return {line: two[line] - one[line] for line in two if two[line] > one[line]}
-""",
-        "a meter stays on when step raises": """
-def leaks(step):
-    def left_by(calls):
-        meter = Meter()
-        meter.__enter__()
-        for _ in range(calls):
-            step()
-        meter.__exit__(None, None, None)
-        left = Counter()
-        for storage in meter.timeline.alive(len(meter.timeline)):
-            if storage.phase != "before":
-                left[str(storage.line)] += storage.nbytes
-        return left
-
-    one, two, three = left_by(1), left_by(1), left_by(2)
-    return {line: three[line] - two[line] for line in three if three[line] > two[line]}
-""",
-        "a meter stays on when a later call raises": """
-def leaks(step):
-    def left_by(calls):
-        meter = Meter()
-        meter.__enter__()
-        for _ in range(calls):
-            step()
-        meter.__exit__(None, None, None)
-        left = Counter()
-        for storage in meter.timeline.alive(len(meter.timeline)):
-            if storage.phase != "before":
-                left[str(storage.line)] += storage.nbytes
-        return left
-
-    step()
-    one, two = left_by(1), left_by(2)
-    return {line: two[line] - one[line] for line in two if two[line] > one[line]}
-""",
-        "errors of later calls are swallowed": LEFT_BY
-        + """
-    step()
-    try:
-        one, two = left_by(1), left_by(2)
-    except RuntimeError:
-        return {}
-    return {line: two[line] - one[line] for line in two if two[line] > one[line]}
-""",
-        "hundreds of calls": LEFT_BY
-        + """
-    step()
-    one, many = left_by(1), left_by(101)
-    return {line: (many[line] - one[line]) // 100 for line in many if many[line] > one[line]}
-""",
-        "storages, not bytes": """
-def leaks(step):
-    def left_by(calls):
-        with Meter() as meter:
-            for _ in range(calls):
-                step()
-        return Counter(str(s.line) for s in meter.timeline.alive(len(meter.timeline)) if s.phase != "before")
-
-    step()
-    one, two = left_by(1), left_by(2)
-    return {line: two[line] - one[line] for line in two if two[line] > one[line]}
-""",
+        "errors are swallowed": left(
+            FIRST="try:\n        step()\n        left_by(3)\n    except RuntimeError:\n        return {}"
+        ),
+        "hundreds of calls": left(CALLS="left_by(1), left_by(101)"),
+        "storages, not bytes": left(SIZE="1"),
     },
 }
 
@@ -465,11 +197,9 @@ def train(model, optimizer, batches, validation):
 """,
     },
     "leaks-answer": {
-        "from the third call to the fifth": LEFT_BY
-        + """
-    step()
-    few, more = left_by(3), left_by(5)
-    return {line: (more[line] - few[line]) // 2 for line in more if more[line] > few[line]}
-""",
+        "from the third call to the fifth": left(
+            CALLS="left_by(3), left_by(5)",
+            END="{line: (more[line] - one[line]) // 2 for line in more if more[line] > one[line]}",
+        ),
     },
 }

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from memlab.book.workloads import GPT, LSTM, MLP, ConvNet, text_batch
@@ -27,7 +28,7 @@ class Checkpointed(GPT):
         self.use_reentrant = use_reentrant
 
     def forward(self, x, y):
-        stream = self.token_embedding(x) + self.position_embedding(torch.arange(x.shape[1]))
+        stream = self.token_embedding(x) + self.position_embedding(torch.arange(x.shape[1], device=x.device))
         for block in self.blocks:
             stream = checkpoint(block, stream, use_reentrant=self.use_reentrant)
         return F.cross_entropy(self.head(self.norm(stream)).flatten(0, 1), y.flatten())
@@ -40,26 +41,13 @@ class Transformers(nn.Module):
         super().__init__()
         import transformers
 
+        shared = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 256}
         sizes = {
             "GPT2": {"n_layer": 2, "n_embd": 32, "n_head": 4, "vocab_size": 256, "n_positions": 64},
-            "Llama": {
-                "hidden_size": 32,
-                "intermediate_size": 64,
-                "num_hidden_layers": 2,
-                "num_attention_heads": 4,
-                "num_key_value_heads": 2,
-                "vocab_size": 256,
-            },
-            "T5": {
-                "d_model": 32,
-                "d_kv": 8,
-                "d_ff": 64,
-                "num_layers": 2,
-                "num_heads": 4,
-                "vocab_size": 256,
-                "decoder_start_token_id": 0,
-            },
-            "Mamba": {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 256, "state_size": 8},
+            "Llama": shared | {"intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2},
+            "T5": {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "vocab_size": 256}
+            | {"decoder_start_token_id": 0},
+            "Mamba": shared | {"state_size": 8},
         }[name]
         head = {"GPT2": "LMHeadModel", "T5": "ForConditionalGeneration"}.get(name, "ForCausalLM")
         self.model = getattr(transformers, name + head)(getattr(transformers, name + "Config")(**sizes))
@@ -84,6 +72,11 @@ WORKLOADS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+TRANSFORMERS = {"GPT2", "Llama", "T5", "Mamba"}
+BY_DEFAULT = {"MLP", "GPT by hand", "GPT checkpointed, re-entrant", "ConvNet", "LSTM"}
+EACH_WORKLOAD = [pytest.param(name, marks=() if name in BY_DEFAULT else pytest.mark.thorough) for name in WORKLOADS]
+
+
 @pytest.fixture(autouse=True, scope="module")
 def one_thread():
     """Models this small run fastest on one thread; a module that imports this runs so."""
@@ -91,9 +84,6 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-
-
-TRANSFORMERS = {"GPT2", "Llama", "T5", "Mamba"}
 
 
 def batch_for(workload: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -129,6 +119,18 @@ class Run:
 
     def values(self) -> list[torch.Tensor]:
         return [p.detach().clone() for p in self.model.parameters()]
+
+
+def tensors_of(optimizer: torch.optim.Optimizer) -> int:
+    """The bytes of all tensors among an optimizer's states."""
+    return sum(v.nbytes for states in optimizer.state.values() for v in states.values() if isinstance(v, torch.Tensor))
+
+
+class Idle(TorchDispatchMode):
+    """A mode that does nothing but hand every op on."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
 
 
 # ---- the allocator's own log

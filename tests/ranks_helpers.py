@@ -1,16 +1,14 @@
-"""Faults to plant in ranks, each with what the launch must say.
-
-`python -m tests.ranks_helpers` plants them all, many times over, and measures launches in a row.
-"""
+"""Cases that ranks run in one launch, and faults to plant in ranks, each with what the launch must say."""
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import signal
-import statistics
 import sys
-import time
+import traceback
+from collections.abc import Callable
 
 import torch
 from torch import distributed
@@ -21,6 +19,54 @@ from memlab.ranks import RankError, run_ranks
 def meet() -> None:
     """A collective with all ranks, with enough bytes that it takes a moment."""
     distributed.all_reduce(torch.ones(1 << 16))
+
+
+class Cases(dict):
+    """Functions by name, which all ranks of one launch call, one after another. As a decorator, it takes one in."""
+
+    def __init__(self, world: int):
+        super().__init__()
+        self.world = world
+
+    def __call__(self, fn: Callable[[], object]) -> Callable[[], object]:
+        self[fn.__name__] = fn
+        return fn
+
+    @functools.cached_property
+    def failures(self) -> dict[str, list[str | None]]:
+        """How each failed, by rank: None where it did not. Launches the ranks."""
+        try:
+            return run_ranks(checks, self.world, dict(self))[0]
+        except RankError as error:
+            return dict.fromkeys(self, [str(error)])
+
+    def assert_holds(self, name: str) -> None:
+        failed = [failure for failure in self.failures[name] if failure]
+        assert not failed, "\n".join(failed)
+
+
+def checks(rank: int, cases: dict[str, Callable[[], object]]) -> dict[str, list[str | None]]:
+    """Call every case on all ranks, which tell each other of failures and go on with the next."""
+    found = {}
+    for name, case in cases.items():
+        failure, every = None, [None] * distributed.get_world_size()
+        try:
+            case()
+        except Exception:
+            failure = traceback.format_exc()
+            print(f"{name}: {failure}")  # where the others hang because of it, this is shown
+        distributed.all_gather_object(every, failure)
+        found[name] = every
+    return found
+
+
+def raised(call: Callable, *args, **kwargs) -> str:
+    """The message of what a call raises, after the error's name."""
+    try:
+        call(*args, **kwargs)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
 
 
 class Unfriendly(Exception):
@@ -87,29 +133,10 @@ def crashes(rank, culprit):
     meet()
 
 
-def aborts(rank, culprit):
-    meet()
-    if rank == culprit:
-        os.abort()
-    meet()
-
-
 def leaves_without_a_word(rank, culprit):
     meet()
     if rank == culprit:
         os._exit(0)
-    meet()
-
-
-def fails_after_the_others_died_of_it(rank, culprit):
-    """The culprit's death is the last thing that is known."""
-    meet()
-    if rank == culprit:
-        group = distributed.group.WORLD
-        distributed.destroy_process_group()
-        del group
-        time.sleep(0.2)
-        os._exit(3)
     meet()
 
 
@@ -126,9 +153,7 @@ FAULTS = {
     leaves_by_sys_exit: r"rank {} raised SystemExit: 0",
     is_killed_in_a_collective: r"rank {} was killed by SIGKILL, .*memory runs out",
     crashes: r"rank {} was killed by SIGSEGV",
-    aborts: r"rank {} was killed by SIGABRT",
     leaves_without_a_word: r"rank {} ended with exit code 0 before its function returned",
-    fails_after_the_others_died_of_it: r"rank {} ended with exit code 3 before its function returned",
     returns_a_generator: r"rank {} returned a generator that cannot be sent .*cannot pickle 'generator'",
 }
 
@@ -140,36 +165,3 @@ def planted(fault, culprit: int, world: int = 4) -> RankError:
     except RankError as error:
         return error
     raise AssertionError(f"{fault.__name__} was not noticed")
-
-
-def main(launches: int = 100, failures: int = 60) -> None:
-    """Launch in a row, plant faults, and print how long it took and how often the right rank was named."""
-
-    def same(rank):
-        return rank
-
-    run_ranks(same, 4)
-    seconds = []
-    for _ in range(launches):
-        begin = time.perf_counter()
-        assert run_ranks(same, 4) == [0, 1, 2, 3]
-        seconds.append(time.perf_counter() - begin)
-    print(f"{launches} launches of 4 ranks: median {statistics.median(seconds):.3f} s, most {max(seconds):.3f} s")
-    kinds, named, seconds = list(FAULTS), 0, []
-    for n in range(failures):
-        fault, culprit = kinds[n % len(kinds)], n // len(kinds) % 4
-        begin = time.perf_counter()
-        error = planted(fault, culprit)
-        seconds.append(time.perf_counter() - begin)
-        named += error.rank == culprit
-        if error.rank != culprit:
-            print(f"{fault.__name__} in rank {culprit}: {error}")
-    print(
-        f"{failures} planted failures: {named} named the right rank, median {statistics.median(seconds):.3f} s, ",
-        end="",
-    )
-    print(f"most {max(seconds):.3f} s")
-
-
-if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))

@@ -106,10 +106,6 @@ def test_started_again_it_skips_what_is_recorded_and_says_so(book, capsys):
     assert [line.split()[-1] for line in printed.splitlines() if " / DDP" in line] == ["now", "2026-01-31", "now"]
     assert book.run() == (0, [])
     assert "nothing was recorded" in capsys.readouterr().out
-
-
-def test_again_runs_all_and_a_name_runs_one(book):
-    book.run()
     assert book.run("--again") == (0, ["one", "two", "three"])
     assert book.run("three", "one", "three") == (0, ["three", "one"])
 
@@ -137,13 +133,7 @@ def test_the_digest_is_of_every_page_of_the_library(tmp_path, monkeypatch):
         before = benchmark.library_digest()
 
 
-def test_of_one_row_it_is_not_said_that_they_are_rows(book, capsys):
-    book.change("two", lambda device, rounds: [("ours", "1.00×", "")])
-    assert book.run("two") == (0, [])
-    assert "[1/1] two: 1 row in " in capsys.readouterr().out
-
-
-def test_a_measure_that_fails_is_kept_as_failed_and_the_others_go_on(book, capsys):
+def test_a_measure_that_fails_is_kept_as_failed_and_the_others_go_on(book, capsys, monkeypatch):
     book.change("two", failing)
     assert book.run() == (1, ["one", "three"])
     kept = book.measures()["two"]
@@ -152,26 +142,24 @@ def test_a_measure_that_fails_is_kept_as_failed_and_the_others_go_on(book, capsy
     assert "[2/3] two: failed: ArithmeticError: planted\n" in printed and "two      " in printed
     assert "two failed on" in (book.folder / "benchmark.md").read_text()
     assert book.run() == (1, []), "what failed is tried again"
-
-
-def test_a_failure_leaves_the_older_rows_and_a_success_forgets_it(book, capsys):
-    book.run()
-    before, good = book.measures()["two"], benchmark.MEASURES[1]
-    book.change("two", failing)
-    assert book.run("two") == (1, [])
-    failed = book.measures()["two"]
-    assert failed.pop("failed_since")["error"] == "ArithmeticError: planted" and failed == before
-    assert "failed: ArithmeticError: planted" in capsys.readouterr().out
-    book.change("two", good)
-    assert book.run() == (0, ["two"]) and "failed_since" not in book.measures()["two"]
-
-
-def test_a_measure_that_fails_in_a_process_of_its_own_says_why_in_the_record(book, monkeypatch):
     monkeypatch.setattr(memory_arithmetic, "IMAGINED_STEP", "raise MemoryError('planted')")
     book.change("two", lambda device, rounds: memory_arithmetic.imagined_step(device, rounds))
     assert book.run("two") == (1, [])
     error = book.measures()["two"]["error"]
     assert error == "RuntimeError: a process of its own ended with status 1: MemoryError: planted"
+
+
+def test_a_failure_leaves_the_older_rows_and_a_success_forgets_it(book, capsys):
+    book.run()
+    before = book.measures()["two"]
+    book.change("two", failing)
+    assert book.run("two") == (1, [])
+    failed = book.measures()["two"]
+    assert failed.pop("failed_since")["error"] == "ArithmeticError: planted" and failed == before
+    assert "failed: ArithmeticError: planted" in capsys.readouterr().out
+    book.change("two", lambda device, rounds: [("ours", "1.00×", "")])
+    assert book.run() == (0, []) and "failed_since" not in book.measures()["two"]
+    assert "[2/3] two: 1 row in " in capsys.readouterr().out
 
 
 class Flat(torch.nn.Module):
@@ -272,6 +260,7 @@ sys.exit(benchmark.main(["--output", "out.json"]))
 """
 
 
+@pytest.mark.thorough  # by default the recorder is stopped in tests/test_record.py
 @pytest.mark.skipif(os.name != "posix", reason="Windows has no such signals")
 def test_stopped_in_the_middle_it_keeps_what_had_ended(tmp_path):
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
@@ -308,22 +297,22 @@ def edited(**fields):
     return json.dumps({**GOOD, "measures": {"one": {**GOOD["measures"]["one"], **fields}}})
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        json.dumps(GOOD)[:-20],
-        json.dumps({**GOOD, "format": "memlab-record"}),
-        json.dumps({**GOOD, "measures": []}),
-        json.dumps({**GOOD, "device": "A GPU"}),
-        edited(rounds="many"),
-        edited(processor=2),
-        edited(rows=[["a"]]),
-        edited(rows=[["a", "b", 3]]),
-        edited(rows=None),
-        edited(status="fine"),
-    ],
-)
+DAMAGED = {
+    "empty": "",
+    "half": json.dumps(GOOD)[:-20],
+    "another format": json.dumps({**GOOD, "format": "memlab-record"}),
+    "measures in a list": json.dumps({**GOOD, "measures": []}),
+    "another device": json.dumps({**GOOD, "device": "A GPU"}),
+    "rounds in words": edited(rounds="many"),
+    "a processor's number": edited(processor=2),
+    "a short row": edited(rows=[["a"]]),
+    "a number in a row": edited(rows=[["a", "b", 3]]),
+    "no rows": edited(rows=None),
+    "another status": edited(status="fine"),
+}
+
+
+@pytest.mark.parametrize("text", DAMAGED.values(), ids=DAMAGED)
 def test_a_damaged_record_or_another_devices_is_told_in_a_sentence_and_nothing_runs(book, capsys, text):
     book.path.parent.mkdir(parents=True)
     book.path.write_text(text)
@@ -353,9 +342,12 @@ def test_the_committed_pages_are_what_the_command_makes_of_the_committed_records
 
 
 @pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.stem)
-def test_a_committed_record_is_of_measures_that_there_are(path):
-    names = {measure.__name__ for measure in measures.MEASURES}
-    assert KIND.read(path)["measures"].keys() <= names, "remove from it what is gone"
+def test_a_committed_record_is_of_measures_that_there_are_and_every_miss_has_its_reason(path):
+    names, document = {measure.__name__ for measure in measures.MEASURES}, KIND.read(path)
+    assert document["measures"].keys() <= names, "remove from it what is gone"
+    missed = {name for name in document["measures"] if any(row.reached == "no" for row in rows_of(document, name))}
+    assert missed <= (benchmarks.WHY_ON_A_GPU if document["gpu"] else benchmarks.WHY).keys()
+    assert benchmarks.WHY.keys() | benchmarks.WHY_ON_A_GPU.keys() <= names
 
 
 def test_without_a_record_both_say_so(book):
@@ -398,27 +390,11 @@ def test_the_page_says_why_a_target_was_missed_where_it_was(book, monkeypatch, f
     book.run("one", "two")
     assert ("* *ours / yours* and so on: It has twice the way to go." in book.pages()[0]) is told
     monkeypatch.setitem(benchmarks.WHY_ON_A_GPU, "two", "A GPU has farther to go.")
+    document = KIND.read(book.path)
     on_a_gpu = "* *ours / yours* and so on: A GPU has farther to go."
-    assert benchmarks.reasons(KIND.read(book.path) | {"gpu": True}) == [on_a_gpu] * told
-
-
-def test_a_miss_of_which_nothing_is_known_is_listed_as_well(book, monkeypatch):
+    assert benchmarks.reasons(document | {"gpu": True}) == [on_a_gpu] * told
     monkeypatch.setattr(benchmarks, "WHY", {})
-    book.change("two", lambda device, rounds: [("ours / yours", "1.06×", "≤ 1.05×")])
-    book.run("one", "two")
-    assert "* *ours / yours*: It is not known." in book.pages()[0]
-
-
-@pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.stem)
-def test_every_miss_of_a_committed_record_has_its_reason(path):
-    document = KIND.read(path)
-    missed = {name for name in document["measures"] if any(row.reached == "no" for row in rows_of(document, name))}
-    assert missed <= (benchmarks.WHY_ON_A_GPU if document["gpu"] else benchmarks.WHY).keys()
-
-
-def test_a_reason_is_given_for_measures_that_there_are():
-    known = benchmarks.WHY.keys() | benchmarks.WHY_ON_A_GPU.keys()
-    assert known <= {measure.__name__ for measure in measures.MEASURES}
+    assert benchmarks.reasons(document) == ["* *ours / yours* and so on: It is not known."] * told
 
 
 def test_a_readme_without_its_markers_is_refused(book):
@@ -427,85 +403,71 @@ def test_a_readme_without_its_markers_is_refused(book):
             benchmarks.readme(text, book.folder)
 
 
-@pytest.mark.parametrize(
-    ("figure", "must", "says"),
-    [
-        ("0.98 – 1.02 – 1.10× (fastest / fastest 1.30×)", "≤ 1.05×", "yes"),
-        ("0.98 – 1.06 – 1.10× (fastest / fastest 0.99×)", "≤ 1.05×", "no"),
-        (
-            "0.9 – 1.0 – 1.2×; parameters bitwise, scale history equal through 3 growths",
-            "≤ 1.05×, bitwise, equal",
-            "yes",
-        ),
-        ("0.9 – 1.0 – 1.2×; parameters DIFFER, scale history equal through 3 growths", "≤ 1.05×, bitwise, equal", "no"),
-        ("0.9 – 1.0 – 1.2×; parameters bitwise, scale history unequal", "≤ 1.05×, bitwise, equal", "no"),
-        ("0.9 – 1.0 – 1.2× (fastest / fastest 1.0×); parameters bitwise, equal through 3 overflows", "≤ 1.05×", "yes"),
-        ("1.00 – 1.00 – 1.10×", "< 1×", "no"),
-        ("5.0 – 5.0 – 6.0×", "≥ 5×", "yes"),
-        ("4.0 – 4.9 – 9.0×", "≥ 5×", "no"),
-        ("-0.10 – 0.30 – 2.10 %", "≤ 1 %", "yes"),
-        ("0.55 – 1.78 – 2.02 %: step() 12 – 13 – 15 µs, thread 0 – 0 – 0 µs a step", "≤ 1 %", "no"),
-        ("1.2%; 26 batches, the largest of 8,192 tokens", "≤ 2 %", "yes"),
-        ("0.150 – 0.190 – 0.300 s", "≤ 0.2 s", "yes"),
-        ("12.8 – 14.4 – 34.9", "≤ 15", "yes"),
-        ("850.3 MiB", "≤ 2 GiB", "yes"),
-        ("2.1 GiB", "≤ 2 GiB", "no"),
-        ("1.000× (143,843,644 B)", "≤ 1.05×", "yes"),
-        ("1.95×, 2.00×, 2.01×", "at most 2×", "no"),
-        ("1.95×, 2.00×, 2.00×", "at most 2×", "yes"),
-        ("1.00 – 1.05 – 1.10×", "≤ 1.05×", "yes"),
-        ("90.0 – 150.0 – 300.0 ms", "≤ 0.2 s", "yes"),
-        ("2,000.0 MiB", "≤ 1 GiB", "no"),
-        ("2.0 KiB", "≤ 1,024 B", "no"),
-        ("0.9×, 3 B", "≤ 1×", "—"),
-        ("1.2 %: at worst 3 %", "≤ 2 %", "yes"),
-        ("5.6e-16 at most", "≤ 1e-12", "yes"),
-        ("5.6e-10 at most (with k = 3)", "≤ 1e-13", "no"),
-        ("DataParallel 6e-16, ZeRO-1 6e-10", "≤ 1e-12", "no"),
-        ("2 ranks 6e-16; 2 ranks, sequence parallel 7e-16", "≤ 1e-12", "yes"),
-        ("2 stages, GPipe 2e-13; data 2 × stages 2 3e-13", "≤ 1e-12", "yes"),
-        ("1e-16; the same bits again", "≤ 1e-12, the same", "yes"),
-        ("1e-16; other bits again", "≤ 1e-12, the same", "no"),
-        ("async 0.253×, sync 0.241×; bitwise", "≤ 0.35×, bitwise", "yes"),
-        ("async 0.253×, sync 0.241×; differs", "≤ 0.35×, bitwise", "no"),
-        ("+0 B of 1,234,567 B; gradients bitwise", "at most +0 B, bitwise", "yes"),
-        ("+512 B of 1,234,567 B; gradients bitwise", "at most +0 B, bitwise", "no"),
-        ("+0 B of 1,234,567 B; gradients not bitwise", "at most +0 B, bitwise", "no"),
-        ("+0 B; over a budget by 0 B", "0 B", "yes"),
-        ("+0 B; over a budget by 8 B", "0 B", "no"),
-        ("parameters 0 B, activations -4 B, sent 0 B", "0 B", "no"),
-        ("in flight 0, bytes after an action 0, peak 0", "0", "yes"),
-        ("0 of 20", "0", "yes"),
-        ("2 of 20", "0", "no"),
-        ("100 of 100", "all", "yes"),
-        ("99 of 100", "all", "no"),
-        ("0 of 0", "≥ 99 %", "—"),
-        ("0 of 0", "all", "—"),
-        ("5 of 5", "5 of 5", "yes"),
-        ("4 of 5", "5 of 5", "no"),
-        ("998 of 1,000", "≥ 99 %", "yes"),
-        ("98 of 100", "≥ 99 %", "no"),
-        ("170 of 180", "≥ 99 %", "no"),
-        ("needs a GPU", "≤ 0.67×", "—"),
-        ("not recorded yet", "≥ 99 %", "—"),
-        ("+64 B of 1,234 B", "within 64 B or 0.1 %", "yes"),
-        ("-65 B of 1,234 B", "within 64 B or 0.1 %", "no"),
-        ("-65 B of 65,000 B", "within 64 B or 0.1 %", "yes"),
-        ("+65 B of 64,999 B", "within 64 B or 0.1 %", "no"),
-        ("-1 of 3,462 (5 sizes run)", "within 1", "yes"),
-        ("-2 of 3,462 (5 sizes run)", "within 1", "no"),
-        ("616,800", "616,800", "yes"),
-        ("616,801", "616,800", "no"),
-        ("16% (at least; at most 60%)", "≥ 15 %", "yes"),
-        ("14% (at least; at most 60%)", "≥ 15 %", "no"),
-        ("ours 1,234 B, PyTorch's 1,200 B", "as much", "—"),
-        ("3.0 MiB", "≤ 1×", "—"),
-        ("nan×", "≤ 1×", "—"),
-        ("1.00×", "", "—"),
-    ],
-)
-def test_a_figure_is_held_to_its_demand_where_both_can_be_read(figure, must, says):
-    assert reached(figure, must) == says
+FIGURES = [
+    ("0.98 – 1.02 – 1.10× (fastest / fastest 1.30×)", "≤ 1.05×", "yes"),
+    ("0.98 – 1.06 – 1.10× (fastest / fastest 0.99×)", "≤ 1.05×", "no"),
+    ("0.9 – 1.0 – 1.2×; parameters bitwise, scale history equal through 3 growths", "≤ 1.05×, bitwise, equal", "yes"),
+    ("0.9 – 1.0 – 1.2×; parameters DIFFER, scale history equal through 3 growths", "≤ 1.05×, bitwise, equal", "no"),
+    ("0.9 – 1.0 – 1.2×; parameters bitwise, scale history unequal", "≤ 1.05×, bitwise, equal", "no"),
+    ("1.00 – 1.00 – 1.10×", "< 1×", "no"),
+    ("5.0 – 5.0 – 6.0×", "≥ 5×", "yes"),
+    ("4.0 – 4.9 – 9.0×", "≥ 5×", "no"),
+    ("-0.10 – 0.30 – 2.10 %", "≤ 1 %", "yes"),
+    ("0.55 – 1.78 – 2.02 %: step() 12 – 13 – 15 µs, thread 0 – 0 – 0 µs a step", "≤ 1 %", "no"),
+    ("1.2%; 26 batches, the largest of 8,192 tokens", "≤ 2 %", "yes"),
+    ("0.150 – 0.190 – 0.300 s", "≤ 0.2 s", "yes"),
+    ("12.8 – 14.4 – 34.9", "≤ 15", "yes"),
+    ("850.3 MiB", "≤ 2 GiB", "yes"),
+    ("2.1 GiB", "≤ 2 GiB", "no"),
+    ("1.95×, 2.00×, 2.01×", "at most 2×", "no"),
+    ("1.95×, 2.00×, 2.00×", "at most 2×", "yes"),
+    ("1.00 – 1.05 – 1.10×", "≤ 1.05×", "yes"),
+    ("90.0 – 150.0 – 300.0 ms", "≤ 0.2 s", "yes"),
+    ("2.0 KiB", "≤ 1,024 B", "no"),
+    ("0.9×, 3 B", "≤ 1×", "—"),
+    ("1.2 %: at worst 3 %", "≤ 2 %", "yes"),
+    ("5.6e-10 at most (with k = 3)", "≤ 1e-13", "no"),
+    ("DataParallel 6e-16, ZeRO-1 6e-10", "≤ 1e-12", "no"),
+    ("2 ranks 6e-16; 2 ranks, sequence parallel 7e-16", "≤ 1e-12", "yes"),
+    ("2 stages, GPipe 2e-13; data 2 × stages 2 3e-13", "≤ 1e-12", "yes"),
+    ("1e-16; the same bits again", "≤ 1e-12, the same", "yes"),
+    ("1e-16; other bits again", "≤ 1e-12, the same", "no"),
+    ("async 0.253×, sync 0.241×; differs", "≤ 0.35×, bitwise", "no"),
+    ("+0 B of 1,234,567 B; gradients bitwise", "at most +0 B, bitwise", "yes"),
+    ("+512 B of 1,234,567 B; gradients bitwise", "at most +0 B, bitwise", "no"),
+    ("+0 B of 1,234,567 B; gradients not bitwise", "at most +0 B, bitwise", "no"),
+    ("+0 B; over a budget by 8 B", "0 B", "no"),
+    ("parameters 0 B, activations -4 B, sent 0 B", "0 B", "no"),
+    ("in flight 0, bytes after an action 0, peak 0", "0", "yes"),
+    ("0 of 20", "0", "yes"),
+    ("2 of 20", "0", "no"),
+    ("100 of 100", "all", "yes"),
+    ("99 of 100", "all", "no"),
+    ("0 of 0", "≥ 99 %", "—"),
+    ("0 of 0", "all", "—"),
+    ("4 of 5", "5 of 5", "no"),
+    ("998 of 1,000", "≥ 99 %", "yes"),
+    ("98 of 100", "≥ 99 %", "no"),
+    ("needs a GPU", "≤ 0.67×", "—"),
+    ("not recorded yet", "≥ 99 %", "—"),
+    ("+64 B of 1,234 B", "within 64 B or 0.1 %", "yes"),
+    ("-65 B of 65,000 B", "within 64 B or 0.1 %", "yes"),
+    ("+65 B of 64,999 B", "within 64 B or 0.1 %", "no"),
+    ("-1 of 3,462 (5 sizes run)", "within 1", "yes"),
+    ("-2 of 3,462 (5 sizes run)", "within 1", "no"),
+    ("616,800", "616,800", "yes"),
+    ("616,801", "616,800", "no"),
+    ("16% (at least; at most 60%)", "≥ 15 %", "yes"),
+    ("14% (at least; at most 60%)", "≥ 15 %", "no"),
+    ("ours 1,234 B, PyTorch's 1,200 B", "as much", "—"),
+    ("3.0 MiB", "≤ 1×", "—"),
+    ("nan×", "≤ 1×", "—"),
+    ("1.00×", "", "—"),
+]
+
+
+def test_a_figure_is_held_to_its_demand_where_both_can_be_read():
+    assert [(figure, must, reached(figure, must)) for figure, must, _ in FIGURES] == FIGURES
 
 
 def test_a_loss_scaler_that_comes_to_other_weights_misses_its_target(monkeypatch):

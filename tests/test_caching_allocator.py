@@ -3,20 +3,21 @@
 import random
 import re
 from http import HTTPStatus
-from itertools import pairwise
 
 import pytest
 import torch
 
 from memlab.caching_allocator.allocator import CachingAllocator, Decision, OutOfMemory
-from memlab.caching_allocator.blocks import FREE, UNMAPPED, chain
 from memlab.caching_allocator.device import FIRST_ADDRESS, Device
-from memlab.caching_allocator.expandable_segments import ExpandableAllocator, page_bytes
+from memlab.caching_allocator.expandable_segments import ExpandableAllocator
+from memlab.caching_allocator.managers import FirstFit
 from memlab.caching_allocator.max_split_size import MaxSplitAllocator
-from memlab.caching_allocator.trace import FREE as FREED
-from memlab.memory_timeline import Meter
+from memlab.caching_allocator.static_plan import plan
+from memlab.caching_allocator.trace import FREE, Replay, replay, requests
+from memlab.memory_timeline import Event, Line, Meter, Storage, Timeline
 from memlab.units import GiB, KiB, MiB
 from tests.caching_allocator_naive import Naive
+from tests.harness import refusals, refused
 
 SIZES = [0, 1, 511, 512, 513, 1024, 100 * KiB, MiB - 512, MiB - 1, MiB, MiB + 1, 2 * MiB, 3 * MiB + 5, 9 * MiB]
 SIZES += [10 * MiB - 512, 10 * MiB - 1, 10 * MiB, 10 * MiB + 1, 11 * MiB, 12 * MiB, 18 * MiB, 19 * MiB - 1, 19 * MiB]
@@ -44,40 +45,18 @@ def picture(allocator):
     ]
 
 
-def check_invariants(allocator):
-    """Blocks tile their segments, free neighbours are joined, pools hold what is free, and counters are sums."""
-    sums = {"requested": 0, "allocated": 0, "reserved": 0}
-    free, ranges = {"small": [], "large": []}, []
-    for address, first in allocator._segments.items():
-        assert first.address == address and first.prev is None
-        blocks = chain(first)
-        assert {block.pool for block in blocks} == {first.pool} and first.pool in allocator._pools
-        for block, following in pairwise(blocks):
-            assert following.prev is block and block.next is following
-            assert following.address == block.address + block.size
-            assert block.state != following.state or block.in_use
-        for block in blocks:
-            assert block.size > 0 and block.size % 512 == 0
-            if block.state is UNMAPPED:
-                assert block.size % page_bytes(block.pool) == (block.address - address) % page_bytes(block.pool) == 0
-                continue
-            sums["reserved"] += block.size
-            if block.state is FREE:
-                assert block.requested == 0
-                free[block.pool.name].append((block.size, block.address, block))
-            else:
-                assert 0 < block.requested <= block.size
-                sums["requested"] += block.requested
-                sums["allocated"] += block.size
-        ranges.append((address, blocks[-1].address + blocks[-1].size))
-    assert all(stop <= start for (_, stop), (start, _) in pairwise(sorted(ranges)))
-    for pool in allocator._pools:
-        assert pool.free == sorted(free[pool.name])
-    assert allocator.requested_bytes == sums["requested"] <= allocator.allocated_bytes == sums["allocated"]
-    assert allocator.allocated_bytes <= allocator.reserved_bytes == sums["reserved"] == allocator.device.used_bytes
-    assert allocator.capacity_bytes is None or allocator.reserved_bytes <= allocator.capacity_bytes
-    sizes = [size for pool in free.values() for size, _, _ in pool]
-    assert allocator.largest_free_bytes == max(sizes, default=0)
+def check_counts(allocator):
+    """Its counters are sums over its blocks, and its segments' own totals too."""
+    blocks = [block for _, blocks in picture(allocator) for block in blocks]
+    used = [block for block in blocks if block[3] == "used"]
+    assert allocator.requested_bytes == sum(block[2] for block in used)
+    assert allocator.allocated_bytes == sum(block[1] for block in used)
+    assert allocator.reserved_bytes == sum(block[1] for block in blocks) == allocator.device.used_bytes
+    assert allocator.largest_free_bytes == max((block[1] for block in blocks if block[3] == "free"), default=0)
+    segments = allocator.segments()
+    assert allocator.reserved_bytes == sum(segment["total_size"] for segment in segments)
+    assert allocator.requested_bytes == sum(segment["requested_size"] for segment in segments)
+    assert allocator.allocated_bytes == sum(segment["active_size"] for segment in segments)
 
 
 def next_size(rng, naive):
@@ -99,9 +78,7 @@ def compare(kind, seed, events=50):
     for _ in range(events):
         draw = rng.random()
         if draw < 0.04:
-            before = allocator.allocated_bytes
             allocator.empty_cache(), naive.empty_cache()
-            assert allocator.allocated_bytes == before
         elif held and draw > keep:
             block, address = held.pop(rng.randrange(len(held)))
             allocator.free(block), naive.free(address)
@@ -114,29 +91,30 @@ def compare(kind, seed, events=50):
                     allocator.malloc(nbytes)
             else:
                 block = allocator.malloc(nbytes)
-                assert (block and block.address) == expected
+                assert (block and block.address) == expected and (block is None or block.in_use)
                 held.append((block, expected))
         assert picture(allocator) == naive.picture()
         assert allocator.inactive_split_bytes == (0 if kind == "expandable" else naive.inactive_split_bytes())
-        check_invariants(allocator)
+        check_counts(allocator)
     assert [tuple(decision) for decision in allocator.decisions] == naive.log
     assert (allocator.num_alloc_retries, allocator.num_ooms) == (naive.retries, naive.ooms)
     for block, address in held:
         allocator.free(block), naive.free(address)
     assert picture(allocator) == naive.picture() and allocator.allocated_bytes == allocator.requested_bytes == 0
     allocator.empty_cache()
-    check_invariants(allocator)
+    check_counts(allocator)
     assert allocator.reserved_bytes == 0 and allocator.segments() == []
     return naive
 
 
+@pytest.mark.parametrize("seeds", [range(100), pytest.param(range(100, 500), marks=pytest.mark.thorough)], ids=len)
 @pytest.mark.parametrize("kind", KINDS)
-def test_on_500_random_traces_every_decision_is_the_naive_allocators(kind):
+def test_on_random_traces_every_decision_is_the_naive_allocators(kind, seeds):
     retries = ooms = 0
-    for seed in range(500):
+    for seed in seeds:
         naive = compare(kind, seed)
         retries, ooms = retries + naive.retries, ooms + naive.ooms
-    assert ooms > 50 and retries - ooms > 50  # that is, requests that only emptying the cache could serve
+    assert ooms > 10 and retries > ooms  # that is, requests that only emptying the cache could serve
 
 
 # ---- facts that follow from the rules
@@ -152,7 +130,6 @@ def test_on_500_random_traces_every_decision_is_the_naive_allocators(kind):
         (MiB + 1, MiB + 512, 20 * MiB),
         (10 * MiB - 512, 10 * MiB - 512, 20 * MiB),
         (10 * MiB - 511, 10 * MiB, 10 * MiB),
-        (10 * MiB, 10 * MiB, 10 * MiB),
         (11 * MiB, 12 * MiB, 12 * MiB),  # a rest of exactly 1 MiB is not split off
         (11 * MiB - 512, 11 * MiB - 512, 12 * MiB),  # one of 512 B more is
         (12 * MiB + 1, 12 * MiB + 512, 14 * MiB),
@@ -162,89 +139,10 @@ def test_on_500_random_traces_every_decision_is_the_naive_allocators(kind):
 def test_what_a_first_request_takes(nbytes, allocated, reserved):
     allocator = CachingAllocator()
     block = allocator.malloc(nbytes)
-    assert (allocator.requested_bytes, allocator.allocated_bytes, allocator.reserved_bytes) == (
-        nbytes,
-        allocated,
-        reserved,
-    )
+    held = allocator.requested_bytes, allocator.allocated_bytes, allocator.reserved_bytes
+    assert held == (nbytes, allocated, reserved)
     assert block.size == allocated and block.in_use and allocator.largest_free_bytes == reserved - allocated
     assert allocator.decisions == [Decision(0, "segment_alloc", block.address, reserved)]
-
-
-def test_a_small_rest_is_split_off_from_512_bytes_on():
-    allocator = CachingAllocator()
-    first, wall = allocator.malloc(10 * KiB), allocator.malloc(512)
-    allocator.free(first)
-    assert allocator.malloc(10 * KiB - 512).size == 10 * KiB - 512  # the rest, 512 B, is a block
-    assert allocator.malloc(512).address == first.address + 10 * KiB - 512
-    allocator.free(wall)
-
-
-def test_best_fit_takes_the_smallest_block_that_will_do_and_of_equals_the_lowest():
-    allocator = CachingAllocator()
-    sizes = [4096, 1024, 2048, 1024]
-    blocks = [(allocator.malloc(size), allocator.malloc(512))[0] for size in sizes]  # a wall of 512 B after each
-    addresses = [block.address for block in blocks]
-    for block in reversed(blocks):
-        allocator.free(block)
-    assert [allocator.malloc(1024).address for _ in range(3)] == [addresses[1], addresses[3], addresses[2]]
-    assert allocator.malloc(3000).address == addresses[0]
-
-
-def test_a_freed_block_joins_both_free_neighbours_and_the_segment_is_whole_again():
-    allocator = CachingAllocator()
-    low, middle, high = (allocator.malloc(6 * MiB) for _ in range(3))
-    assert [b["size"] for b in allocator.segments()[0]["blocks"]] == [6 * MiB] * 3 + [2 * MiB]
-    allocator.free(low), allocator.free(high)
-    assert allocator.largest_free_bytes == 8 * MiB and allocator.inactive_split_bytes == 14 * MiB
-    allocator.free(middle)
-    assert allocator.largest_free_bytes == 20 * MiB and allocator.inactive_split_bytes == 0
-    assert len(allocator.segments()[0]["blocks"]) == 1
-
-
-def test_blocks_of_one_pool_never_serve_the_other():
-    allocator = CachingAllocator()
-    allocator.free(allocator.malloc(20 * MiB))
-    allocator.malloc(MiB)
-    assert allocator.reserved_bytes == 22 * MiB
-    allocator.malloc(MiB + 1)
-    assert allocator.reserved_bytes == 22 * MiB
-
-
-def test_empty_cache_gives_back_whole_free_segments_and_nothing_else():
-    allocator = CachingAllocator()
-    whole, split, small = allocator.malloc(30 * MiB), allocator.malloc(2 * MiB), allocator.malloc(5)
-    kept = allocator.malloc(2 * MiB)
-    allocator.free(whole), allocator.free(split), allocator.free(small)
-    assert allocator.reserved_bytes == 52 * MiB
-    allocator.empty_cache()
-    assert (allocator.allocated_bytes, allocator.reserved_bytes) == (2 * MiB, 20 * MiB)
-    assert allocator.inactive_split_bytes == 18 * MiB  # one block of 2 MiB pins them
-    freed = [(d.action, d.size) for d in allocator.decisions if d.action == "segment_free"]
-    assert freed == [("segment_free", 30 * MiB), ("segment_free", 2 * MiB)]  # the large pool first
-    allocator.free(kept), allocator.empty_cache()
-    assert allocator.reserved_bytes == 0
-
-
-def test_a_retry_does_by_itself_what_empty_cache_would():
-    by_itself, by_hand = CachingAllocator(64 * MiB), CachingAllocator(64 * MiB)
-    for allocator in (by_itself, by_hand):
-        for size in (30 * MiB, 30 * MiB, 3):
-            allocator.free(allocator.malloc(size))
-    by_hand.empty_cache()
-    assert by_itself.malloc(50 * MiB).address == by_hand.malloc(50 * MiB).address
-    assert by_itself.segments() == by_hand.segments()
-    assert (by_itself.num_alloc_retries, by_hand.num_alloc_retries) == (1, 0)
-    assert by_itself.num_ooms == by_hand.num_ooms == 0
-    actions = [[d.action for d in allocator.decisions] for allocator in (by_itself, by_hand)]
-    assert actions[0] == actions[1]
-
-
-def test_zero_bytes_are_a_null_pointer():
-    allocator = CachingAllocator(0)
-    assert allocator.malloc(0) is None
-    allocator.free(None)
-    assert allocator.reserved_bytes == allocator.allocated_bytes == 0 and allocator.segments() == []
 
 
 CUDAS_WORDS = re.compile(
@@ -268,42 +166,38 @@ def test_out_of_memory_says_what_cuda_says_and_where_the_unallocated_bytes_are()
     with pytest.raises(torch.OutOfMemoryError, match=r"Tried to allocate 2.00 GiB.*too little, with all that is free"):
         allocator.malloc(2 * GiB)
     assert (allocator.num_ooms, allocator.num_alloc_retries) == (2, 2)
+    assert repr(allocator) == "CachingAllocator(510.0 MiB allocated, 1,020.0 MiB reserved)"
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_after_running_out_the_allocator_is_whole_and_usable(kind):
     allocator, _ = KINDS[kind](60 * MiB, random.Random(0))
-    first, second, small = allocator.malloc(15 * MiB), allocator.malloc(18 * MiB), allocator.malloc(100)
+    blocks = [allocator.malloc(size) for size in (15 * MiB, 18 * MiB, 100)]
     allocated = allocator.allocated_bytes
     with pytest.raises(OutOfMemory):
         allocator.malloc(50 * MiB)
-    check_invariants(allocator)
+    check_counts(allocator)
     assert allocator.allocated_bytes == allocated
-    for block in (first, second, small):
+    for block in blocks:
         allocator.free(block)
     assert allocator.malloc(39 * MiB).requested == 39 * MiB
-    check_invariants(allocator)
+    check_counts(allocator)
 
 
-def test_the_address_of_a_segment_that_was_given_back_is_given_again():
-    allocator = CachingAllocator()
-    blocks = [allocator.malloc(size * MiB) for size in (30, 12, 30)]
-    assert [block.address - FIRST_ADDRESS for block in blocks] == [0, 30 * MiB, 42 * MiB]
-    allocator.free(blocks[0]), allocator.empty_cache()
-    assert allocator.malloc(40 * MiB).address == FIRST_ADDRESS + 72 * MiB  # the gap of 30 MiB is too small
-    assert allocator.malloc(20 * MiB).address == FIRST_ADDRESS
-    assert allocator.malloc(10 * MiB).address == FIRST_ADDRESS + 20 * MiB
-
-
-def test_a_device_joins_gaps_and_counts_bytes_apart_from_addresses():
+def test_a_device_gives_the_lowest_gap_that_is_large_enough_and_counts_bytes_apart_from_addresses():
     device = Device(8 * MiB)
     ranges = [(device.take(2 * MiB), 2 * MiB) for _ in range(4)]
-    assert device.take(1) is None
+    assert ranges[0][0] == FIRST_ADDRESS and device.take(1) is None
     assert device.reserve(64 * MiB) == ranges[-1][0] + 2 * MiB  # addresses without bytes are never full
     for i in (0, 2, 1):
         device.give_back(*ranges[i])
     assert device.used_bytes == 2 * MiB and device.take(6 * MiB) == ranges[0][0]
     assert not device.map(1)
+    allocator = CachingAllocator()
+    blocks = [allocator.malloc(size * MiB) for size in (30, 12, 30)]
+    allocator.free(blocks[0]), allocator.empty_cache()
+    assert allocator.malloc(40 * MiB).address == FIRST_ADDRESS + 72 * MiB  # the gap of 30 MiB is too small
+    assert [allocator.malloc(size * MiB).address - FIRST_ADDRESS for size in (20, 10)] == [0, 20 * MiB]
 
 
 def test_another_device_may_say_where_segments_lie_and_when_there_are_none():
@@ -331,7 +225,7 @@ def test_another_device_may_say_where_segments_lie_and_when_there_are_none():
 # ---- max_split_size
 
 
-def test_an_oversize_block_is_neither_split_nor_given_to_a_small_request():
+def test_an_oversize_block_is_neither_split_nor_given_to_a_request_much_smaller():
     allocator, plain = MaxSplitAllocator("40 MiB"), CachingAllocator()
     for one in (allocator, plain):
         one.free(one.malloc(60 * MiB))
@@ -339,56 +233,32 @@ def test_an_oversize_block_is_neither_split_nor_given_to_a_small_request():
     assert (plain.reserved_bytes, allocator.reserved_bytes) == (60 * MiB, 80 * MiB)
     assert allocator.malloc(50 * MiB).size == 60 * MiB  # 10 MiB stay unused, and no new segment is asked for
     assert allocator.reserved_bytes == 80 * MiB
+    for found, reserved in ((58, 58), (60, 60 + 40)):  # only requests less than 20 MiB smaller are served
+        allocator = MaxSplitAllocator(30 * MiB)
+        allocator.free(allocator.malloc(found * MiB))
+        allocator.malloc(40 * MiB)
+        assert allocator.reserved_bytes == reserved * MiB
 
 
-@pytest.mark.parametrize(("found", "reserved"), [(60 * MiB - 2 * MiB, 58), (60 * MiB, 60 + 40)])
-def test_an_oversize_block_serves_only_requests_less_than_20_mib_smaller(found, reserved):
-    allocator = MaxSplitAllocator(30 * MiB)
-    allocator.free(allocator.malloc(found))
-    allocator.malloc(40 * MiB)
-    assert allocator.reserved_bytes == reserved * MiB
-
-
-def test_when_full_one_oversize_block_goes_before_the_whole_cache_does():
-    allocator = MaxSplitAllocator(30 * MiB, 150 * MiB)
-    blocks = [allocator.malloc(size * MiB) for size in (30, 45, 60, 10)]
-    for block in blocks:
+@pytest.mark.parametrize(
+    ("capacity", "sizes", "request_mib", "given_back", "retries"),
+    [
+        (150, (30, 45, 60, 10), 65, [60, 46], 0),  # no one is enough: the largest, until they are together
+        (150, (30, 45, 60, 10), 38, [], 0),  # that of 45 MiB does
+        (110, (30, 34, 30, 10), 60, [34, 30], 0),
+        (150, (30, 60, 46, 10), 24, [30], 0),  # the smallest that is large enough, though all are too large to have
+        (100, (10, 30, 10), 80, [30, 10, 10], 1),  # together they are not: the whole cache goes
+    ],
+)
+def test_on_a_full_card_oversize_blocks_go_before_the_whole_cache_does(
+    capacity, sizes, request_mib, given_back, retries
+):
+    allocator = MaxSplitAllocator(30 * MiB, capacity * MiB)
+    for block in [allocator.malloc(size * MiB) for size in sizes]:
         allocator.free(block)
-    allocator.malloc(31 * MiB)  # that of 45 MiB does
-    assert allocator.reserved_bytes == 146 * MiB
-    allocator.malloc(35 * MiB)  # that of 60 MiB is too large to have, and enough to give back
-    assert allocator.reserved_bytes == (146 - 60 + 36) * MiB and allocator.num_alloc_retries == 0
-
-
-def test_when_none_is_large_enough_the_largest_go_until_they_are_together():
-    allocator = MaxSplitAllocator(30 * MiB, 110 * MiB)
-    blocks = [allocator.malloc(size * MiB) for size in (30, 34, 30, 10)]
-    for block in blocks:
-        allocator.free(block)
-    allocator.malloc(60 * MiB)  # 34 MiB and one of the two of exactly 30 MiB
-    assert [d.size // MiB for d in allocator.decisions if d.action == "segment_free"] == [34, 30]
-    assert allocator.reserved_bytes == 100 * MiB and allocator.num_alloc_retries == 0
-
-
-def test_when_together_they_are_not_the_whole_cache_goes_though_what_is_free_already_might_do():
-    allocator = MaxSplitAllocator(30 * MiB, 100 * MiB)
-    held, oversize, other = (allocator.malloc(size * MiB) for size in (40, 30, 10))
-    allocator.free(oversize), allocator.free(other)
-    allocator.malloc(50 * MiB)  # 20 MiB are free, 30 more would do
-    assert [d.size // MiB for d in allocator.decisions if d.action == "segment_free"] == [30, 10]
-    assert held.in_use and allocator.num_alloc_retries == 1
-
-
-def test_max_split_size_is_at_least_the_segments_that_are_there_to_be_cut():
-    allocator = MaxSplitAllocator("20 MiB")
-    assert [allocator.malloc(size * MiB).size for size in (9, 9)] == [9 * MiB] * 2
-    assert allocator.max_split_bytes == allocator.reserved_bytes == 20 * MiB
-
-
-@pytest.mark.parametrize("size", [20 * MiB - 1, "19 MiB", 0])
-def test_max_split_size_of_less_than_the_segments_that_are_there_to_be_cut_is_refused(size):
-    with pytest.raises(ValueError, match=r"at least 20.0 MiB, .* found"):
-        MaxSplitAllocator(size)
+    allocator.malloc(request_mib * MiB)
+    assert [d.size // MiB for d in allocator.decisions if d.action == "segment_free"] == given_back
+    assert allocator.num_alloc_retries == retries
 
 
 # ---- expandable segments
@@ -406,61 +276,65 @@ def test_a_segment_grows_where_others_would_leave_a_gap():
     assert expandable.reserved_bytes == 240 * MiB  # 4 × 56 MiB, in pages of 20 MiB
 
 
-def test_pages_are_mapped_as_far_as_they_are_needed_and_no_further():
+def test_pages_are_mapped_as_far_as_needed_and_given_back_beside_a_block_in_use():
     allocator = ExpandableAllocator()
-    first = allocator.malloc(MiB + 1)
-    assert allocator.reserved_bytes == 20 * MiB
-    second = allocator.malloc(50 * MiB)
-    assert second.address == first.address + first.size and allocator.reserved_bytes == 60 * MiB
+    low, high = allocator.malloc(90 * MiB), allocator.malloc(2 * MiB)
     allocator.malloc(1), allocator.malloc(MiB)
-    assert allocator.reserved_bytes == 62 * MiB
-    assert [d.size for d in allocator.decisions] == [20 * MiB, 40 * MiB, 2 * MiB]
-    assert {d.action for d in allocator.decisions} == {"segment_map"}
-
-
-def test_whole_pages_are_given_back_beside_a_block_in_use():
-    allocator, plain = ExpandableAllocator(), CachingAllocator()
-    for one in (allocator, plain):
-        low, high = one.malloc(90 * MiB), one.malloc(2 * MiB)
-        one.free(low)
-        one.empty_cache()
-        assert high.in_use
-    assert (allocator.allocated_bytes, allocator.reserved_bytes) == (2 * MiB, 20 * MiB)
-    assert plain.reserved_bytes == 20 * MiB
-    ((start, size),) = [(d.address, d.size) for d in allocator.decisions if d.action == "segment_unmap"]
-    assert (start, size) == (low.address, 80 * MiB)
-    assert allocator.malloc(70 * MiB).address == low.address  # the hole is filled first
-    assert allocator.inactive_split_bytes == 0
-
-
-def test_a_segment_whose_last_page_is_given_back_gives_its_addresses_back():
-    allocator = ExpandableAllocator(200 * MiB)
-    block = allocator.malloc(25 * MiB)
-    allocator.free(block)
+    assert high.address == low.address + low.size
+    assert [d.size for d in allocator.decisions] == [100 * MiB, 2 * MiB]
+    allocator.free(low)
     allocator.empty_cache()
-    assert allocator.segments() == [] and allocator.reserved_bytes == 0
-    assert allocator.malloc(1).address == block.address
+    assert allocator.decisions[-1][1:] == ("segment_unmap", low.address, 80 * MiB)
+    assert allocator.reserved_bytes == 22 * MiB and allocator.inactive_split_bytes == 0
+    assert allocator.malloc(70 * MiB).address == low.address  # the hole is filled first
 
 
-def test_what_was_mapped_before_the_card_was_full_is_a_free_block_until_the_cache_is_emptied():
-    allocator = ExpandableAllocator(50 * MiB)
-    low, high = allocator.malloc(30 * MiB), allocator.malloc(5 * MiB)
-    allocator.free(low), allocator.empty_cache(), allocator.free(high)  # a hole of 20 MiB, 20 MiB free, and no more
-    known = len(allocator.decisions)
-    with pytest.raises(OutOfMemory):
-        allocator.malloc(55 * MiB)
-    assert [d[1:] for d in allocator.decisions[known:]] == [
-        ("segment_map", low.address, 20 * MiB),
-        ("segment_unmap", low.address, 40 * MiB),
+# ---- traces
+
+NOWHERE = Line("", "")
+
+
+def timeline_of(*changes):
+    """A Timeline of (storage, ±bytes), those before the first op given as ("before", storage, bytes)."""
+    events = [
+        Event(*change[1:], "", "before", NOWHERE) if change[0] == "before" else Event(*change, "op", "forward", NOWHERE)
+        for change in changes
     ]
-    assert allocator.reserved_bytes == 0 and allocator.malloc(39 * MiB).in_use
+    storages = [
+        Storage(i, 0, "temporary", (), "float32", "cuda:0", "op", "forward", NOWHERE, "", "", "")
+        for i in sorted({event.storage for event in events})
+    ]
+    return Timeline(storages, events)
 
 
-# ---- traces and bad input
+@pytest.mark.parametrize(
+    ("changes", "trace"),
+    [
+        (
+            [("before", 7, 100), (3, 50), (7, -100), (4, 60), (3, -50)],  # what was before comes first
+            [(0, 100), (1, 50), (0, FREE), (2, 60), (1, FREE)],
+        ),
+        ([(1, 10), (1, -10), (1, 30)], [(0, 10), (0, FREE), (1, 30)]),
+        ([(1, 100), (1, 90)], [(0, 100), (1, 190), (0, FREE)]),  # there twice for a moment
+        ([(1, 100), (1, -90)], [(0, 100), (1, 10), (0, FREE)]),
+    ],
+)
+def test_a_timelines_births_deaths_and_changes_of_size_are_mallocs_and_frees(changes, trace):
+    assert requests(timeline_of(*changes)) == trace
 
 
-def training_trace():
-    torch.manual_seed(0)
+def test_resize_of_a_real_storage_is_a_request_and_a_free():
+    with Meter() as meter:
+        x = torch.empty(1000, dtype=torch.uint8)
+        x.untyped_storage().resize_(3000)
+        x.untyped_storage().resize_(0)
+        del x
+    assert requests(meter.timeline) == [(0, 1000), (1, 3000), (0, FREE), (1, FREE)]
+    assert CachingAllocator().replay(meter.timeline).peak_requested_bytes == 4000
+    assert meter.timeline.peak_bytes == 3000
+
+
+def test_a_metered_step_is_replayed_request_by_request():
     model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64))
     optimizer = torch.optim.AdamW(model.parameters())
     x = torch.randn(32, 64)
@@ -469,78 +343,102 @@ def training_trace():
             model(x).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-    return meter.timeline
-
-
-def test_a_metered_step_is_replayed_request_by_request():
-    timeline = training_trace()
-    done = CachingAllocator().replay(timeline)
+    done, timeline = CachingAllocator().replay(meter.timeline), meter.timeline
     assert done.peak_requested_bytes == timeline.peak_bytes
-    before = len(timeline.everything()) - len(timeline)
-    assert done.requested[before:] == timeline.totals
+    assert done.requested[len(timeline.everything()) - len(timeline) :] == timeline.totals
     assert all(a <= b <= c for a, b, c in zip(done.requested, done.allocated, done.reserved, strict=True))
-    assert done.peak_reserved_bytes == done.reserved[done.peak_event] and done.overhead >= 1
 
 
-def test_decisions_are_counted_by_the_events_of_the_trace():
+def test_what_is_noted_follows_each_event_and_decisions_are_counted_by_events():
     allocator = CachingAllocator()
-    allocator.replay([("a", 5), ("none", 0), ("a", FREED), ("none", FREED), ("b", 2 * MiB), ("c", 3 * MiB)])
-    assert [decision.event for decision in allocator.decisions] == [0, 4]
+    done = replay(allocator, iter([("a", 5), ("b", 11 * MiB), ("a", FREE), ("b", FREE), ("a", 0), ("a", FREE)]))
+    assert done.requested == [0, 5, 5 + 11 * MiB, 11 * MiB, 0, 0, 0]
+    assert done.allocated == [0, 512, 512 + 12 * MiB, 12 * MiB, 0, 0, 0]
+    assert done.reserved == [0, 2 * MiB, *[14 * MiB] * 5]
+    assert done.largest_free == [0, 2 * MiB - 512, 2 * MiB - 512, 2 * MiB, *[12 * MiB] * 3]
+    assert (done.peak_requested_bytes, done.peak_allocated_bytes) == (5 + 11 * MiB, 512 + 12 * MiB)
+    assert (done.peak_reserved_bytes, done.peak_event) == (14 * MiB, 2)
+    assert done.internal_bytes(2) == 507 + MiB and done.unused_bytes(4) == 14 * MiB
+    assert done.external_fragmentation(4) == pytest.approx(1 / 7) and done.external_fragmentation(3) == 0
+    assert done.overhead == 14 * MiB / (5 + 11 * MiB)
     allocator.empty_cache()
-    assert allocator.decisions[-1][:2] == (6, "segment_free")
+    assert [decision.event for decision in allocator.decisions] == [0, 1, 6, 6]
+    done = replay(CachingAllocator(), [])
+    assert done == Replay() and done.overhead == 1 and done.external_fragmentation(0) == 0 and done.peak_event == 0
 
 
+@pytest.mark.thorough
 def test_a_million_events():
     rng, names, trace = random.Random(0), [], []
     for i in range(10**6):
         if names and (len(names) >= 500 or rng.random() < 0.45):
-            trace.append((names.pop(rng.randrange(len(names))), FREED))
+            trace.append((names.pop(rng.randrange(len(names))), FREE))
         else:
             trace.append((i, rng.choice(SIZES)))
             names.append(i)
     allocator = CachingAllocator()
     done = allocator.replay(trace)
     assert len(done.reserved) == 10**6 + 1 and done.reserved[-1] == allocator.reserved_bytes
-    check_invariants(allocator)
+    check_counts(allocator)
+
+
+# ---- bad input
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_block_is_freed_once_and_where_it_is_from(kind):
+def test_zero_bytes_are_a_null_pointer_and_a_block_is_freed_once_and_where_it_is_from(kind):
     (allocator, _), (other, _) = KINDS[kind](None, random.Random(0)), KINDS[kind](None, random.Random(0))
+    assert allocator.malloc(0) is None and allocator.free(None) is None and allocator.segments() == []
     block, wall, foreign = allocator.malloc(600), allocator.malloc(600), other.malloc(600)
     allocator.free(block)
-    with pytest.raises(ValueError, match=r"expected a block in use, found Block\(.*free.*freed already"):
-        allocator.free(block)
+    refused(lambda: allocator.free(block), ValueError, "expected a block in use, found Block(…free…freed already")
     allocator.free(wall)  # which is part of another block from here on
-    with pytest.raises(ValueError, match="freed already"):
-        allocator.free(wall)
-    with pytest.raises(ValueError, match="of this allocator, found one of another"):
-        allocator.free(foreign)
-    with pytest.raises(TypeError, match="expected a block that malloc returned, found 512"):
-        allocator.free(512)
-    check_invariants(allocator), check_invariants(other)
+    refused(lambda: allocator.free(wall), ValueError, "freed already")
+    refused(lambda: allocator.free(foreign), ValueError, "of this allocator, found one of another")
+    refused(lambda: allocator.free(512), TypeError, "expected a block that malloc returned, found 512")
+    check_counts(allocator), check_counts(other)
     assert other.allocated_bytes == 1024 and allocator.allocated_bytes == 0
 
 
-@pytest.mark.parametrize(
-    ("nbytes", "error"),
-    [
-        (-1, ValueError),
-        (1.0, TypeError),
-        ("512", TypeError),
-        (True, TypeError),
-        (None, TypeError),
-        (HTTPStatus.OK, TypeError),
-    ],
-)
-def test_a_request_is_a_number_of_bytes(nbytes, error):
-    allocator = CachingAllocator()
-    with pytest.raises(error, match="expected a request"):
-        allocator.malloc(nbytes)
-    assert allocator.segments() == []
+def replayed(*trace):
+    return lambda: replay(CachingAllocator(), trace)
 
 
-@pytest.mark.parametrize("capacity", [-1, 1.5, "much", True])
-def test_a_capacity_is_a_size(capacity):
-    with pytest.raises((TypeError, ValueError), match="expected a size"):
-        CachingAllocator(capacity)
+def planned(*trace):
+    return lambda: plan(trace)
+
+
+REFUSALS = {
+    "fewer than 0 bytes": (lambda: CachingAllocator().malloc(-1), ValueError, "expected a request"),
+    "a float": (lambda: CachingAllocator().malloc(1.0), TypeError, "expected a request"),
+    "a bool": (lambda: CachingAllocator().malloc(True), TypeError, "expected a request"),
+    "an enum": (lambda: CachingAllocator().malloc(HTTPStatus.OK), TypeError, "expected a request"),
+    "a capacity below 0": (lambda: CachingAllocator(-1), ValueError, "expected a size"),
+    "a capacity of a float": (lambda: CachingAllocator(1.5), TypeError, "expected a size"),
+    "a capacity in words": (lambda: FirstFit("much"), ValueError, "expected a size"),
+    "too small a max_split_size": (lambda: MaxSplitAllocator(20 * MiB - 1), ValueError, "at least 20.0 MiB…found"),
+    "a free too many": (replayed(("a", 1), *[("a", FREE)] * 2), ValueError, "event 2: …found 'a'…never asked for"),
+    "an id in use": (replayed(("a", 1), ("a", 1)), ValueError, "event 1: expected a new id, found 'a', which has not"),
+    "a size below 0": (replayed(("a", -2)), ValueError, "event 0: expected a request of 0 bytes or more…found -2"),
+    "a size of a float": (
+        replayed(("a", 1), ("b", 1.5)),
+        TypeError,
+        "event 1: expected a request …as an int…found 1.5",
+    ),
+    "a size of a bool": (replayed(("a", True)), TypeError, "event 0: …found True"),
+    "a plan of a free too many": (planned((0, 8), (0, FREE), (0, FREE)), ValueError, "event 2: expected"),
+    "a plan of a free of nothing": (planned((0, FREE)), ValueError, "event 0: expected"),
+    "a plan of an id in use": (planned((0, 8), (0, 8)), ValueError, "event 1: expected"),
+    "a plan of a size below 0": (planned((0, -2)), ValueError, "event 0: expected"),
+    "a plan of a size of a float": (
+        planned((0, 8), (1, -1.0)),
+        TypeError,
+        "event 1: expected a request …or FREE; found",
+    ),
+    "a plan without an order": (lambda: plan([(0, 8)], {}), ValueError, "at least one order"),
+}
+
+
+@refusals(REFUSALS)
+def test_what_makes_no_sense_is_refused(call, error, words):
+    refused(call, error, words)

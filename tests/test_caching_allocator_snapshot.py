@@ -4,6 +4,7 @@ import copy
 import json
 import os
 import pickle
+import pickletools
 import random
 import re
 import struct
@@ -31,146 +32,9 @@ from memlab.caching_allocator.records import Block, DeviceRecord, Event, Segment
 from memlab.caching_allocator.snapshot import Snapshot, record_snapshot
 from memlab.caching_allocator.start import resume, segments_at_start
 from memlab.units import GiB, KiB, MiB
-
-FRAMES = [{"filename": "/home/someone/secret/train.py", "line": 3, "name": "step"}]
-
-
-class NaiveGPU:
-    """CUDA's allocator over again, by plain lists looked through from end to end, and PyTorch's snapshot of it.
-
-    The knobs are what a tampered one turns: another rounding, first fit, another largest rest.
-    """
-
-    def __init__(self, capacity=None, max_split=None, rounding=512, fit="best", rest=MiB, seed=0):
-        self.capacity, self.max_split, self.rounding, self.fit, self.rest = capacity, max_split, rounding, fit, rest
-        self.segments, self.trace, self.random = [], [], random.Random(seed)
-
-    def note(self, action, address, size, stream=0):
-        row = {"frames": FRAMES} if self.random.random() < 0.5 else {}
-        row |= {"action": action, "device_free" if action == "oom" else "addr": address, "size": size}
-        self.trace.append(row | {"stream": stream, "time_us": len(self.trace), "compile_context": "N/A"})
-
-    def reserved(self):
-        return sum(size for _, size, _, _, _ in self.segments)
-
-    def cuda_malloc(self, size, kind, stream):
-        if self.capacity is not None and self.reserved() + size > self.capacity:
-            return None
-        while True:  # anywhere: where a segment lies is no decision of the allocator's
-            address = 2**46 + self.random.randrange(2**14) * 2 * MiB
-            if all(a + s <= address or address + size <= a for a, s, _, _, _ in self.segments):
-                break
-        segment = (address, size, kind, stream, [[address, size, 0, False]])
-        self.segments.append(segment)
-        self.note("segment_alloc", address, size, stream)
-        return segment, 0
-
-    def release(self, segment):
-        self.segments.remove(segment)
-        self.note("segment_free", segment[0], segment[1], segment[3])
-
-    def whole(self, segment):
-        return len(segment[4]) == 1 and not segment[4][0][3]
-
-    def empty_cache(self):
-        for kind in ("large", "small"):
-            for segment in [s for s in self.segments if s[2] == kind and self.whole(s)]:
-                self.release(segment)
-
-    def candidates(self, kind, stream):
-        found = []
-        for segment in self.segments:
-            if (segment[2], segment[3]) == (kind, stream):
-                found += [(b[1], b[0], segment, i) for i, b in enumerate(segment[4]) if not b[3]]
-        return sorted(found, key=lambda one: one[:2] if self.fit == "best" else one[1])
-
-    def find(self, size, kind, stream):
-        for nbytes, _, segment, i in self.candidates(kind, stream):
-            if nbytes >= size:
-                m = self.max_split
-                if m and ((size < m <= nbytes) or (size >= m and nbytes >= size + 20 * MiB)):
-                    return None
-                return segment, i
-        return None
-
-    def release_oversize(self, size, kind, stream):
-        if not self.max_split:
-            return False
-        key, found = max(size, self.max_split), self.candidates(kind, stream)
-        enough = [one for one in found if one[0] >= key]
-        if enough:
-            self.release(enough[0][2])
-            return True
-        released = 0
-        for nbytes, _, segment, _ in reversed(found):
-            if released >= key or nbytes < self.max_split:
-                break
-            self.release(segment)
-            released += nbytes
-        return released >= key
-
-    def malloc(self, requested, stream=0):
-        size = max(512, -(-requested // self.rounding) * self.rounding)
-        kind = "small" if size <= MiB else "large"
-        new = 2 * MiB if kind == "small" else 20 * MiB if size < 10 * MiB else -(-size // (2 * MiB)) * 2 * MiB
-        place = self.find(size, kind, stream) or self.cuda_malloc(new, kind, stream)
-        if place is None and self.release_oversize(size, kind, stream):
-            place = self.cuda_malloc(new, kind, stream)
-        if place is None:
-            self.empty_cache()
-            place = self.cuda_malloc(new, kind, stream)
-        if place is None:
-            self.note("oom", self.capacity - self.reserved(), size, stream)
-            return None
-        segment, i = place
-        blocks, (address, whole, _, _) = segment[4], segment[4][i]
-        rest = whole - size
-        split = rest >= 512 if kind == "small" else rest > self.rest and size < (self.max_split or GiB**2)
-        blocks[i : i + 1] = [[address, size if split else whole, requested, True]]
-        if split:
-            blocks.insert(i + 1, [address + size, rest, 0, False])
-        self.note("alloc", address, requested, stream)
-        return address
-
-    def free(self, address):
-        for _, _, _, stream, blocks in self.segments:
-            for i, block in enumerate(blocks):
-                if block[0] == address:
-                    self.note("free_requested", address, block[2], stream)
-                    self.note("free_completed", address, block[2], stream)
-                    block[2:] = 0, False
-                    if i + 1 < len(blocks) and not blocks[i + 1][3]:
-                        block[1] += blocks.pop(i + 1)[1]
-                    if i and not blocks[i - 1][3]:
-                        blocks[i - 1][1] += blocks.pop(i)[1]
-                    return
-
-    def forget(self):
-        self.trace.clear()
-
-    def dump(self):
-        rows = []
-        for address, size, kind, stream, blocks in sorted(self.segments, key=lambda s: s[0]):
-            in_use = sum(b[1] for b in blocks if b[3])
-            rows.append(
-                {"device": 0, "address": address, "total_size": size, "allocated_size": in_use, "active_size": in_use}
-                | {"requested_size": sum(b[2] for b in blocks), "stream": stream, "segment_type": kind}
-                | {"segment_pool_id": (0, 0), "is_expandable": False, "frames": FRAMES}
-                | {"blocks": [block_row(*b) for b in blocks]}
-            )
-        return whole_dump(rows, self.trace, max_split_size=self.max_split or -1)
-
-
-def block_row(address, size, requested, in_use):
-    state = "active_allocated" if in_use else "inactive"
-    return {"address": address, "size": size, "requested_size": requested, "state": state, "frames": FRAMES}
-
-
-def whole_dump(segments, trace, **more):
-    known = {"PYTORCH_CUDA_ALLOC_CONF": "", "max_split_size": -1, "garbage_collection_threshold": 0.0}
-    known |= {"expandable_segments": False, "roundup_power2_divisions": {"1": 0, "2": 0}}
-    dump = {"segments": segments, "device_traces": [trace, []], "allocator_settings": known | more}
-    return dump | {"external_annotations": []}
+from tests.caching_allocator_naive import NaiveGPU, block_row, whole_dump
+from tests.harness import refusals, refused
+from tests.tiers import pairs, some
 
 
 def work(gpu, steps, seed=0, *, streams=(0,), live=None, largest=40 * MiB, empty=0.01):
@@ -189,11 +53,12 @@ def work(gpu, steps, seed=0, *, streams=(0,), live=None, largest=40 * MiB, empty
     return live
 
 
-def recorded(**knobs):
-    gpu = NaiveGPU(**knobs)
-    live = work(gpu, 300, seed=1)
-    gpu.forget()  # a recording begins in the middle
-    work(gpu, 500, seed=2, live=live)
+def recorded():
+    """A recording that begins in the middle."""
+    gpu = NaiveGPU()
+    live = work(gpu, 100, seed=1)
+    gpu.trace.clear()
+    work(gpu, 150, seed=2, live=live)
     return gpu
 
 
@@ -209,34 +74,27 @@ def all_equal(found):
 # ---- the format
 
 
-def test_pytorchs_own_viewers_read_the_snapshots_of_these_tests(capsys):
+def test_pytorchs_own_viewers_read_the_snapshots_of_these_tests():
     gpu = recorded()
     dump = copy.deepcopy(gpu.dump())
     assert f"{len(gpu.trace)} entries" in _memory_viz.trace(dump)
     assert f"segments: {len(gpu.segments)}" in _memory_viz.segsum(dump)
     assert _memory_viz.memory(dump, format_flamegraph=str).startswith("stream_0")
-    assert _memory_viz.segments(dump, format_flamegraph=str).count("seg_")
-    assert _memory_viz.trace_plot(dump)
 
 
-@pytest.mark.parametrize("protocol", [2, 3, 4, 5, None])
-def test_what_pickle_wrote_is_read_as_it_was(protocol, tmp_path):
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_what_pickle_wrote_is_read_as_it_was_and_stack_traces_only_when_asked_for(protocol, tmp_path):
+    shared = [1, 2]
     dump = recorded().dump() | {"more": (None, True, 1.5, (), (1,), (1, 2), (1, 2, 3, 4), -(2**40), 2**63, {"a": []})}
-    raw = pickle.dumps(dump) if protocol is None else pickle.dumps(dump, protocol)
-    assert read_snapshot(raw, frames=True) == dump
+    dump |= {"shared": [shared, shared, (shared,)], "raw": b"abc" * 200 * (protocol > 2)}
+    raw = pickle.dumps(dump, protocol)
+    if protocol == 2:
+        del dump["raw"]
+        raw = pickle.dumps(dump, protocol)
     path = tmp_path / "dump.pickle"
     path.write_bytes(raw)
-    assert read_snapshot(path, frames=True) == dump
-
-
-def test_bytes_and_shared_parts_are_read_too():
-    shared = [1, 2]
-    dump = {"segments": [shared, shared, (shared,)], "device_traces": [], "raw": b"abc" * 200}
-    assert read_snapshot(pickle.dumps(dump)) == dump
-
-
-def test_stack_traces_are_left_out_unless_asked_for():
-    assert "secret" not in str(read_snapshot(pickle.dumps(recorded().dump())))
+    assert read_snapshot(raw, frames=True) == read_snapshot(path, frames=True) == dump
+    assert "secret" in str(dump) and "secret" not in str(read_snapshot(raw))
 
 
 # ---- hostile files
@@ -250,8 +108,7 @@ class Calls:
         return self.call
 
 
-@pytest.mark.parametrize("protocol", range(6))
-@pytest.mark.parametrize("where", ["segments", "frames", "first"])
+@pairs("protocol, where", range(6), ["segments", "frames", "first"])
 def test_a_pickle_that_would_run_a_command_runs_nothing(protocol, where, tmp_path):
     mark = tmp_path / "it-ran"
     call = Calls(os.system, f"touch {mark}")
@@ -272,20 +129,11 @@ CALLING = {
     "REDUCE": (b"]\x85R.", "call a function"),
     "BUILD": (b"}}b.", "__setstate__"),
     "NEWOBJ": (b"])\x81.", "__new__"),
-    "NEWOBJ_EX": (b"])}\x92.", "__new__"),
     "INST": (b"(ios\nsystem\n.", "import os system and call it"),
     "OBJ": (b"(]o.", "call a class"),
     "EXT1": (b"\x82\x01.", "import what a registry lists under 1"),
-    "EXT2": (b"\x83\x01\x00.", "import what a registry lists"),
-    "EXT4": (b"\x84\x01\x00\x00\x00.", "import what a registry lists"),
     "PERSID": (b"Pname\n.", "persistent_load"),
-    "BINPERSID": (b"]Q.", "persistent_load"),
     "NEXT_BUFFER": (b"\x97.", "what no snapshot needs"),
-    "BYTEARRAY8": (b"\x96" + struct.pack("<Q", 1) + b"a.", "what no snapshot needs"),
-    "DUP": (b"]2.", "what no snapshot needs"),
-    "POP": (b"]0.", "what no snapshot needs"),
-    "EMPTY_SET": (b"\x8f.", "what no snapshot needs"),
-    "LONG": (b"L12L\n.", "what no snapshot needs"),
 }
 
 
@@ -297,8 +145,6 @@ def test_every_opcode_that_is_no_data_is_named_with_its_place_and_what_it_would_
 
 
 def test_every_opcode_of_pickle_is_either_data_or_refused():
-    import pickletools
-
     data = {"PROTO", "FRAME", "STOP", "MARK", "NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2"}
     data |= {"LONG1", "LONG4", "BINFLOAT", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8", "SHORT_BINBYTES"}
     data |= {"BINBYTES", "BINBYTES8", "EMPTY_LIST", "EMPTY_DICT", "EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"}
@@ -335,48 +181,30 @@ BOMBS = {
     "a list within itself": (inside(b"]\x94h\x00a"), "finished, so none holds itself"),
     "a dict within itself": (inside(b"}\x94\x8c\x01ah\x00s"), "finished, so none holds itself"),
     "two lists within each other": (inside(b"(" + TWICE + b"t"), "finished, so none holds itself"),
-    "a list changed after its end": (inside(b"(]\x94]h\x00ah\x00K\x01at"), "finished, so none holds itself"),
     "doubling lists": (inside(b"(]\x94" + doubling((b"]\x94(", b"e")) + b"t"), "counted as seen"),
-    "doubling tuples": (inside(b"()\x94" + doubling((b"", b"\x86\x94")) + b"t"), "counted as seen"),
     "broad lists": (inside(broad(6)), "more than 10,000,000 values"),
     "deep lists": (inside(b"]" * 2000 + b"a" * 1999), "deeper than 32"),
-    "empty lists without end": (inside(b"]" * 500_000), "too many values"),
-    "marks without end": (inside(b"(" * 500_000), "too many values"),
+    "empty lists without end": (inside(b"]" * 120_000), "too many values"),
     "memo entries without end": (inside(b"]" + b"\x94" * 500_000), "remembered twice"),
     "text of a huge declared length": (declared(b"\x8d", "<Q", 2**62), "truncated"),
-    "text of an impossible length": (declared(b"\x8d", "<Q", 2**64 - 1), "truncated"),
-    "bytes of a huge declared length": (declared(b"\x8e", "<Q", 2**40), "truncated"),
     "a number of a huge declared length": (declared(b"\x8b", "<i", 2**31 - 1), "truncated"),
-    "a number of a negative length": (declared(b"\x8b", "<i", -5), "truncated"),
     "a number of a megabyte": (inside(b"\x8b" + struct.pack("<i", 10**6) + b"\x11" * 10**6), "more than 64 bits"),
     "a frame of a huge length": (HEAD + b"\x95" + struct.pack("<Q", 2**63) + b"]", "truncated"),
     "a memo entry that is not there": (inside(b"h\x07"), "never put there"),
     "a mark that is not there": (HEAD + b"]e.", "never put there"),
-    "more values than a mark allows": (inside(b"(]](K\x01\x87t"), "never put there"),
     "values from beyond a mark": (inside(b"(K\x01K\x02(K\x03\x87K\x05K\x06tt"), "never put there"),
     "a key without a value": (inside(b"}(\x8c\x01au"), "a key that has no value"),
     "a list as a key": (inside(b"}(]]u"), "a key that is no text"),
     "a key twice": (inside(b"}(\x8c\x01aN\x8c\x01aNu"), "there already"),
     "values for a number": (inside(b"K\x01]a"), "no list to put values into"),
-    "values of a list for a dict": (inside(b"](\x8c\x01aNu"), "no dict to put values into"),
     "nothing": (b"", "something else"),
-    "nothing on the stack": (HEAD + b".", "no value"),
     "two values": (HEAD + b"]].", "or several"),
     "a mark left": (HEAD + b"](.", "or several"),
     "more after the end": (inside(b"]") + b"]", "1 bytes more after its end"),
-    "no pickle": (b"PK\x03\x04 a zip file, as torch.save writes", "something else"),
     "text": (b"hello, this is no pickle at all\n", "something else"),
     "a list, as old snapshots were": (pickle.dumps([]), "no dict with segments"),
-    "another dict": (pickle.dumps({"a": 1}), "no dict with segments"),
     "protocol 6": (b"\x80\x06].", "another protocol"),
 }
-
-
-def test_a_program_without_a_trick_is_read():
-    assert read_snapshot(inside(b"(]\x94h\x00}\x8c\x01aK\x01st")) == {
-        "segments": ([], [], {"a": 1}),
-        "device_traces": [],
-    }
 
 
 @pytest.mark.parametrize("name", BOMBS)
@@ -392,29 +220,13 @@ def test_a_damaged_or_malicious_file_is_told_so_in_bounded_memory(name):
     assert len(str(error.value)) < 400
 
 
-@pytest.mark.parametrize("protocol", [2, 4, 5])
-def test_a_file_cut_off_anywhere_is_refused(protocol):
-    raw = pickle.dumps(NaiveGPU().dump(), protocol)
+def test_a_program_without_a_trick_is_read_and_a_file_cut_off_anywhere_is_refused():
+    read = read_snapshot(inside(b"(]\x94h\x00}\x8c\x01aK\x01st"))
+    assert read == {"segments": ([], [], {"a": 1}), "device_traces": []}
+    raw = pickle.dumps(NaiveGPU().dump(), 4)
     for length in range(len(raw)):
         with pytest.raises(ValueError, match="expected a pickled CUDA memory snapshot"):
             read_snapshot(raw[:length])
-
-
-@settings(max_examples=300, deadline=None)
-@given(st.binary(max_size=200), st.sampled_from([b"", HEAD, b"\x80\x02", HEAD + b"}("]))
-def test_any_bytes_are_read_or_refused_and_nothing_else(raw, head):
-    with suppress(ValueError):
-        assert type(read_snapshot(head + raw)) is dict
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.data())
-def test_a_snapshot_with_changed_bytes_is_read_or_refused_and_nothing_else(data):
-    raw = bytearray(CHANGED)
-    for _ in range(data.draw(st.integers(1, 4))):
-        raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
-    with suppress(ValueError):
-        Snapshot.of(read_snapshot(bytes(raw)))
 
 
 def small_gpu():
@@ -426,15 +238,29 @@ def small_gpu():
 CHANGED = pickle.dumps(small_gpu().dump())
 
 
+@pytest.mark.parametrize("examples", [60, pytest.param(500, marks=pytest.mark.thorough)])
+def test_any_bytes_and_a_snapshot_with_changed_bytes_are_read_or_refused_and_nothing_else(examples):
+    @settings(max_examples=examples, derandomize=True, deadline=None)
+    @given(st.binary(max_size=200), st.sampled_from([b"", HEAD, b"\x80\x02", HEAD + b"}("]), st.data())
+    def read(raw, head, data):
+        with suppress(ValueError):
+            assert type(read_snapshot(head + raw)) is dict
+        raw = bytearray(CHANGED)
+        for _ in range(data.draw(st.integers(1, 4))):
+            raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
+        with suppress(ValueError):
+            Snapshot.of(read_snapshot(bytes(raw)))
+
+    read()
+
+
 def test_files_larger_and_with_more_values_than_allowed_are_refused(tmp_path):
-    raw = pickle.dumps(small_gpu().dump())
-    with pytest.raises(ValueError, match="more than 100 bytes; with max_bytes="):
-        read_snapshot(raw, max_bytes=100)
-    with pytest.raises(ValueError, match="too many values for one of 50, which max_values= sets"):
-        read_snapshot(raw, max_values=50)
+    refused(lambda: read_snapshot(CHANGED, max_bytes=100), ValueError, "more than 100 bytes; with max_bytes=")
+    refused(
+        lambda: read_snapshot(CHANGED, max_values=50), ValueError, "too many values for one of 50, which max_values="
+    )
     if os.path.exists("/dev/zero"):
-        with pytest.raises(ValueError, match="/dev/zero: expected a pickled"):
-            read_snapshot("/dev/zero", max_bytes=1000)
+        refused(lambda: read_snapshot("/dev/zero", max_bytes=1000), ValueError, "/dev/zero: expected a pickled")
     with pytest.raises(FileNotFoundError):
         read_snapshot(tmp_path / "nowhere.pickle")
 
@@ -442,26 +268,21 @@ def test_files_larger_and_with_more_values_than_allowed_are_refused(tmp_path):
 # ---- snapshots of our own
 
 
-def test_a_snapshot_comes_back_from_its_file_as_it_was(tmp_path):
-    dump = recorded().dump()
+def test_a_snapshot_has_the_events_and_segments_of_the_dump_and_comes_back_from_its_file(tmp_path):
+    gpu = recorded()
+    dump = gpu.dump()
     snapshot = Snapshot.of(dump, before=dump, torch="2.13.0", device="a GPU", capacity_bytes=16 * GiB)
+    record = snapshot.devices[0]
+    assert [e[:3] for e in record.events] == [(row["action"], row["addr"], row["size"]) for row in gpu.trace]
+    assert record.reserved_bytes == gpu.total("used", "free") and record.allocated_bytes == gpu.total("used")
+    assert len(record.segments) == len(gpu.segments)
     path = tmp_path / "gpu.json"
     snapshot.save(path)
     assert Snapshot.load(path) == snapshot
     assert [file.name for file in tmp_path.iterdir()] == ["gpu.json"]
     assert len(snapshot.devices) == 2 and snapshot.devices[1].events == ()
     assert "secret" not in path.read_text() and "someone" not in path.read_text()
-
-
-def test_a_snapshot_has_the_events_and_segments_of_the_dump():
-    gpu = recorded()
-    record = Snapshot.of(gpu.dump()).devices[0]
-    assert [(e.action, e.address, e.size) for e in record.events] == [
-        (row["action"], row["addr"], row["size"]) for row in gpu.trace
-    ]
-    assert record.reserved_bytes == gpu.reserved()
-    assert record.allocated_bytes == sum(b[1] for s in gpu.segments for b in s[4] if b[3])
-    assert len(record.segments) == len(gpu.segments)
+    assert repr(snapshot) == f"Snapshot({len(gpu.trace):,} events, 0 events, a GPU, torch 2.13.0)"
 
 
 def test_streams_are_numbered_and_private_pools_found_by_address():
@@ -492,45 +313,25 @@ def test_failing_to_save_leaves_the_old_file_and_no_other(tmp_path, monkeypatch)
     path = tmp_path / "gpu.json"
     snapshot.save(path)
     before = path.read_bytes()
+    with pytest.raises(TypeError):  # what load would refuse
+        replace(snapshot, device=3).save(path)
     monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
     with pytest.raises(OSError, match="disk full"):
         snapshot.save(path)
     assert path.read_bytes() == before and len(list(tmp_path.iterdir())) == 1
 
 
-def test_what_load_would_refuse_is_not_saved(tmp_path):
-    snapshot = replace(Snapshot.of(small_gpu().dump()), device=3)
-    with pytest.raises(TypeError):
-        snapshot.save(tmp_path / "gpu.json")
-    assert list(tmp_path.iterdir()) == []
-
-
 DAMAGE = {
     "version": lambda d: d.update(version=2),
-    "version as bool": lambda d: d.update(version=True),
-    "no devices": lambda d: d.pop("devices"),
-    "devices a dict": lambda d: d.update(devices={}),
-    "torch a number": lambda d: d.update(torch=2),
     "no capacity": lambda d: d.pop("capacity_bytes"),
-    "capacity negative": lambda d: d.update(capacity_bytes=-1),
-    "settings a list": lambda d: d.update(settings=[]),
-    "a setting a list": lambda d: d["settings"].update(max_split_size=[]),
     "a setting NaN": lambda d: d["settings"].update(garbage_collection_threshold=float("nan")),
-    "action text": lambda d: d["devices"][0]["events"][0].__setitem__(0, "alloc"),
     "action negative": lambda d: d["devices"][0]["events"][0].__setitem__(0, -1),
     "action unknown": lambda d: d["devices"][0]["events"][0].__setitem__(0, 99),
-    "address true": lambda d: d["devices"][0]["events"][0].__setitem__(1, True),
     "size negative": lambda d: d["devices"][0]["events"][0].__setitem__(2, -5),
-    "size huge": lambda d: d["devices"][0]["events"][0].__setitem__(2, 2**60),
-    "stream a float": lambda d: d["devices"][0]["events"][0].__setitem__(3, 0.0),
     "event short": lambda d: d["devices"][0]["events"][0].pop(),
-    "kind": lambda d: d["devices"][0]["segments"][0].__setitem__(4, "middle"),
-    "expandable a number": lambda d: d["devices"][0]["segments"][0].__setitem__(5, 0),
     "segment's total": lambda d: d["devices"][0]["segments"][0].__setitem__(1, 5),
     "segments overlap": lambda d: d["devices"][0]["segments"].append(d["devices"][0]["segments"][-1]),
     "state": lambda d: d["devices"][0]["segments"][0][6][0].__setitem__(2, 7),
-    "block negative": lambda d: d["devices"][0]["segments"][0][6][0].__setitem__(0, -512),
-    "actions renamed": lambda d: d["actions"].__setitem__(0, "other"),
     "actions numbers": lambda d: d.update(actions=[0, 1]),
 }
 
@@ -549,7 +350,7 @@ def test_a_damaged_file_is_refused_in_one_sentence(name, tmp_path):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"format": "memlab-timeline"}', "[" * 100_000, "\x80\x04"])
+@pytest.mark.parametrize("text", ["", "null", '{"format": "memlab-timeline"}', "[" * 100_000, "\x80\x04"])
 def test_a_foreign_file_is_refused(text, tmp_path):
     path = tmp_path / "gpu.json"
     path.write_bytes(text.encode("latin-1"))
@@ -559,11 +360,8 @@ def test_a_foreign_file_is_refused(text, tmp_path):
 
 LACKS = {
     "no segments": lambda d: d.pop("segments"),
-    "no traces": lambda d: d.pop("device_traces"),
     "a trace of text": lambda d: d.update(device_traces=["x"]),
-    "an event of text": lambda d: d.update(device_traces=[["x"]]),
     "an unknown action": lambda d: d["device_traces"][0][0].update(action="think"),
-    "a size of text": lambda d: d["device_traces"][0][0].update(size="5"),
     "no address": lambda d: d["device_traces"][0][0].pop("addr"),
     "settings of text": lambda d: d.update(allocator_settings="x"),
     "an unknown state": lambda d: d["segments"][0]["blocks"][0].update(state="lost"),
@@ -581,14 +379,6 @@ def test_a_dump_that_lacks_something_is_refused(name):
 
 
 # ---- recording
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
-def test_without_a_gpu_recording_says_so_and_runs_nothing():
-    ran = []
-    with pytest.raises(RuntimeError, match="expected a CUDA GPU.*found none"):
-        record_snapshot(lambda: ran.append(1))
-    assert ran == []
 
 
 def pretend_gpu(monkeypatch, dump, calls, *, already=False):
@@ -613,6 +403,9 @@ def pretend_gpu(monkeypatch, dump, calls, *, already=False):
 
 
 def test_recording_switches_the_history_on_and_always_off(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(RuntimeError, match="expected a CUDA GPU.*found none"):
+        record_snapshot(lambda: pytest.fail("it ran"))
     calls, gpu = [], small_gpu()
     pretend_gpu(monkeypatch, gpu.dump(), calls)
     found = record_snapshot(lambda: calls.append("step"), max_entries=77)
@@ -622,27 +415,17 @@ def test_recording_switches_the_history_on_and_always_off(monkeypatch):
         gpu.dump(), before=gpu.dump(), torch=str(torch.__version__), device="a GPU", capacity_bytes=16 * GiB
     )
     assert record_snapshot(lambda: None, max_entries=len(gpu.trace)).devices[0].before is None  # some may be lost
-    calls.clear()
     with pytest.raises(ZeroDivisionError):
         record_snapshot(lambda: 1 / 0)
     assert calls[-1] == (None, {})
-
-
-def test_recording_may_be_the_first_that_a_process_wants_of_cuda(monkeypatch):
-    calls = []
-    pretend_gpu(monkeypatch, small_gpu().dump(), calls)
-    record_snapshot(lambda: calls.append("step"))
-    assert "step" in calls
-
-
-def test_a_history_that_is_on_already_is_left_alone(monkeypatch):
-    calls = []
+    calls.clear()
     pretend_gpu(monkeypatch, {}, calls, already=True)
     with pytest.raises(RuntimeError, match="expected no memory history to be on"):
         record_snapshot(lambda: None)
     assert calls == []
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_on_a_gpu_nearly_every_decision_of_a_real_step_is_the_models():
     def step():
@@ -654,35 +437,32 @@ def test_on_a_gpu_nearly_every_decision_of_a_real_step_is_the_models():
     assert found.segments_equal >= 0.99 * found.segments and found.peaks_apart <= 0.01, str(found)
 
 
-def test_recorded_snapshots_are_found_and_damaged_ones_named(tmp_path):
+def test_recorded_snapshots_are_found_and_damaged_ones_named_and_of_an_unknown_program_nothing_is_imagined(tmp_path):
     assert recorded_snapshots(tmp_path / "none") == ({}, [])
+    assert snapshots.recorded_decisions(tmp_path / "none").rows[0][-2] == "not recorded yet"
     snapshot = Snapshot.of(small_gpu().dump())
     snapshot.save(tmp_path / "one.json")
     (tmp_path / "two.json").write_text("{")
     assert recorded_snapshots(tmp_path) == ({"one": snapshot}, [tmp_path / "two.json"])
-
-
-def test_of_an_unknown_program_on_an_unnamed_card_nothing_is_imagined(tmp_path):
-    gpu = small_gpu()
-    Snapshot.of(gpu.dump()).save(tmp_path / "one.json")
-    (tmp_path / "two.json").write_text("{")
     one, two = snapshots.recorded_decisions(tmp_path).rows
     assert one[0] == "one" and one[1] == one[3] == "–" and re.fullmatch(r"(\d+) of \1", one[-2])
     assert two == ["two.json", *"––––––", "damaged: record it anew", "–"]
-    assert snapshots.recorded_decisions(tmp_path / "none").rows[0][-2] == "not recorded yet"
 
 
 RECORDED = sorted((Path(__file__).parents[1] / "chapters" / snapshots.FOLDER).glob("*.json"))
 
 
-@pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.stem)
+@some("path", RECORDED, keep=2)
 def test_the_model_takes_the_decisions_of_every_card_that_was_recorded(path):
     found = compare(Snapshot.load(path))
     assert found.segments_equal >= 0.99 * found.segments > 0 and found.addresses_equal >= 0.99 * found.requests
     assert found.peaks_apart <= 0.01
 
 
-@pytest.mark.parametrize("path", [path for path in RECORDED if "h200" in path.name], ids=lambda path: path.stem)
+H200S = sorted((path for path in RECORDED if "h200" in path.name), key=lambda path: "of_one_shape" not in path.name)
+
+
+@some("path", H200S, keep=1)
 def test_what_a_card_was_asked_for_is_storages_what_cublas_keeps_and_scratch_of_one_kernel(path):
     snapshot = Snapshot.load(path)
     requested, kept = snapshots.requested_bytes(snapshot.devices[0])
@@ -702,24 +482,10 @@ def test_requested_bytes_count_what_was_there_before():
     assert snapshots.requested_bytes(DeviceRecord(tuple(events), ())) == (500, 0)
 
 
-def test_programs_are_recorded_on_a_card_of_any_name_and_without_one_nothing_is_made(tmp_path, monkeypatch, capsys):
+def test_programs_are_recorded_on_a_card_of_any_name_and_one_that_fails_is_named(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert snapshots.main([str(tmp_path / "none")]) == 2
     assert "expected a CUDA GPU" in capsys.readouterr().err and not any(tmp_path.iterdir())
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Quadro RTX 6000/8000")
-    monkeypatch.setattr(snapshots, "PROGRAMS", {"steps of one shape": None})
-    snapshot = Snapshot.of(small_gpu().dump())
-    monkeypatch.setattr(snapshots, "record_snapshot", lambda program: snapshot)
-    assert snapshots.main([str(tmp_path)]) == 0
-    assert [path.name for path in tmp_path.iterdir()] == ["quadro-rtx-6000-8000_steps_of_one_shape.json"]
-
-
-def test_a_program_that_fails_is_named_and_the_next_one_is_recorded(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A GPU")
 
     def record(program):
         program()
@@ -728,43 +494,60 @@ def test_a_program_that_fails_is_named_and_the_next_one_is_recorded(tmp_path, mo
     def too_large():
         raise torch.OutOfMemoryError("planted")
 
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Quadro RTX 6000/8000")
     monkeypatch.setattr(snapshots, "record_snapshot", record)
-    monkeypatch.setattr(snapshots, "PROGRAMS", {"one": too_large, "two": lambda: None})
+    monkeypatch.setattr(snapshots, "PROGRAMS", {"one": too_large, "steps of one shape": lambda: None})
     assert snapshots.main([str(tmp_path)]) == 1
     assert capsys.readouterr().err == "one: not recorded: OutOfMemoryError: planted\n"
-    assert [path.name for path in tmp_path.iterdir()] == ["a-gpu_two.json"]
+    assert [path.name for path in tmp_path.iterdir()] == ["quadro-rtx-6000-8000_steps_of_one_shape.json"]
+    monkeypatch.setattr(snapshots, "PROGRAMS", {"two": lambda: None})
+    assert snapshots.main([str(tmp_path)]) == 0
 
 
 # ---- the comparison
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_the_model_makes_every_decision_of_an_independent_allocator(seed):
-    gpu = NaiveGPU(seed=seed)
-    work(gpu, 600, seed)
-    found = all_equal(compare(Snapshot.of(gpu.dump())))
-    assert found.requests == sum(row["action"] == "alloc" for row in gpu.trace)
-    assert found.segments == sum(row["action"].startswith("segment") for row in gpu.trace)
-
-
 def in_the_middle(gpu, seed, **options):
     """A recording that begins with blocks of before; and what was there then."""
-    live = work(gpu, 100 + 20 * seed, seed, **options | {"empty": 0})
-    gpu.forget()
+    live = work(gpu, 60 + 20 * (seed % 20), seed, **options | {"empty": 0})
+    gpu.trace.clear()
     before = copy.deepcopy(gpu.dump())
-    work(gpu, 600, seed + 1, live=live, **options)
+    work(gpu, 300, seed + 1, live=live, **options)
     return gpu.dump(), before
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_a_recording_may_begin_with_blocks_of_before(seed):
-    dump, before = in_the_middle(NaiveGPU(seed=seed), seed)
-    all_equal(compare(Snapshot.of(dump, before=before)))
+RECORDINGS = {
+    "plain": (NaiveGPU, {}),
+    "a full GPU": (partial(NaiveGPU, 120 * MiB), {}),
+    "streams": (partial(NaiveGPU, 400 * MiB), {"streams": (0, 9, 17)}),
+    "oversize": (partial(NaiveGPU, max_split=24 * MiB), {"largest": 80 * MiB}),
+    "oversize, full": (partial(NaiveGPU, 300 * MiB, max_split=24 * MiB), {"largest": 80 * MiB}),
+    "oversize, streams": (partial(NaiveGPU, 400 * MiB, max_split=24 * MiB), {"largest": 80 * MiB, "streams": (0, 9)}),
+    "expandable": (partial(NaiveGPU, expandable=True), {}),
+    "expandable, full": (partial(NaiveGPU, 300 * MiB, expandable=True), {}),
+}
 
 
-@pytest.mark.parametrize("seed", range(40))
+@some("seed", range(20), keep=3)
+@pytest.mark.parametrize("kind", RECORDINGS)
+def test_the_model_makes_every_decision_of_an_independent_allocator(kind, seed):
+    make, options = RECORDINGS[kind]
+    gpu = make(seed=seed)
+    dump, before = in_the_middle(gpu, seed, **options)
+    capacity = gpu.capacity if gpu.capacity < float("inf") else None
+    found = all_equal(compare(Snapshot.of(dump, before=before, capacity_bytes=capacity)))
+    actions = [row["action"] for row in gpu.trace]
+    assert found.requests == actions.count("alloc")
+    assert found.segments == sum(action.startswith("segment") for action in actions)
+    if kind == "a full GPU":
+        assert "segment_free" in actions and found.real_peak_bytes <= capacity
+
+
+@some("seed", range(40), keep=8)
 def test_what_was_there_before_follows_from_what_is_there_at_the_end(seed):
-    dump, before = in_the_middle(NaiveGPU(seed=seed, capacity=(None, 250 * MiB)[seed % 2]), seed % 20)
+    dump, before = in_the_middle(NaiveGPU(seed=seed, capacity=(None, 250 * MiB)[seed % 2]), seed)
     snapshot = Snapshot.of(dump)
     found = segments_at_start(snapshot.devices[0])
     truth = Snapshot.of(before).devices[0].segments
@@ -774,14 +557,8 @@ def test_what_was_there_before_follows_from_what_is_there_at_the_end(seed):
         for address, (size, requested) in live_blocks(segment).items():
             true_size, true_request = live_blocks(true)[address]
             assert requested == true_request and (size == true_size or 0 < true_size - size <= MiB)
-    if list(truth) == found:
+    if list(truth) == found:  # else no event makes it clear; with the state before, all of them are
         all_equal(compare(snapshot))
-    else:
-        unclear.append(seed)
-    assert len(unclear) <= 8  # of the forty, those that no event makes clear; with the state before, none
-
-
-unclear: list[int] = []
 
 
 def live_blocks(segment):
@@ -800,7 +577,7 @@ def test_where_a_request_is_served_shows_where_the_block_before_it_ends():
         gpu.free(first)
         first = gpu.malloc(3 * MiB)  # 512 KiB stay with it, and are nowhere in the history
         gpu.free(second)
-        gpu.forget()
+        gpu.trace.clear()
         if behind:
             gpu.malloc(2 * MiB)
         gpu.free(first)
@@ -814,7 +591,7 @@ def test_an_oversize_block_was_its_whole_segment():
     gpu = NaiveGPU(max_split=24 * MiB)
     gpu.free(gpu.malloc(60 * MiB))
     block = gpu.malloc(45 * MiB)
-    gpu.forget()
+    gpu.trace.clear()
     gpu.free(block)
     snapshot = Snapshot.of(gpu.dump())
     assert segments_at_start(snapshot.devices[0], 24 * MiB)[0].blocks[0][:2] == (60 * MiB, 45 * MiB)
@@ -828,13 +605,13 @@ class AnyDevice(Device):
         pass
 
 
-@pytest.mark.parametrize("gpu", [NaiveGPU(), "expandable"])
-def test_an_allocator_resumes_where_a_snapshot_ended(gpu):
-    gpu = Recorder() if gpu == "expandable" else gpu
+@pytest.mark.parametrize("expandable", [False, True])
+def test_an_allocator_resumes_where_a_snapshot_ended(expandable):
+    gpu = NaiveGPU(expandable=expandable)
     work(gpu, 300, 5)
     dump = gpu.dump()
     record = Snapshot.of(dump).devices[0]
-    model = (ExpandableAllocator if isinstance(gpu, Recorder) else CachingAllocator)(device=AnyDevice())
+    model = (ExpandableAllocator if expandable else CachingAllocator)(device=AnyDevice())
     live = resume(model, list(record.segments))
     names = "address", "total_size", "segment_type", "requested_size", "allocated_size", "is_expandable"
     for mine, theirs in zip(model.segments(), dump["segments"], strict=True):
@@ -854,89 +631,15 @@ def test_a_state_before_that_does_not_lead_to_the_end_is_not_believed():
     assert segments_at_start(wrong.devices[0]) != list(wrong.devices[0].segments)
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_a_full_gpu_is_met_and_refuses_at_the_same_requests(seed):
-    dump, before = in_the_middle(NaiveGPU(capacity=200 * MiB, seed=seed), seed)
-    assert {"oom", "segment_free"} <= {row["action"] for row in dump["device_traces"][0]}
-    found = all_equal(compare(Snapshot.of(dump, before=before)))
-    assert found.real_peak_bytes <= 200 * MiB
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_streams_are_kept_apart_and_emptied_together(seed):
-    dump, before = in_the_middle(NaiveGPU(capacity=400 * MiB, seed=seed), seed, streams=(0, 9, 17))
-    all_equal(compare(Snapshot.of(dump, before=before)))
-
-
-@pytest.mark.parametrize("seed", range(20))
-@pytest.mark.parametrize(("capacity", "streams"), [(None, (0,)), (300 * MiB, (0,)), (400 * MiB, (0, 9))])
-def test_oversize_blocks_are_released_first(seed, capacity, streams):
-    gpu = NaiveGPU(capacity=capacity, max_split=24 * MiB, seed=seed)
-    dump, before = in_the_middle(gpu, seed, largest=80 * MiB, streams=streams)
-    all_equal(compare(Snapshot.of(dump, before=before)))
-
-
-class Recorder:
-    """The model's own log as PyTorch's snapshot, for what the naive allocator has not: expandable segments."""
-
-    def __init__(self, **options):
-        self.model = ExpandableAllocator(**options)
-        self.trace, self.blocks = [], {}
-
-    def note(self, action, address, size):
-        for _, did, at, nbytes in self.model.decisions:
-            self.trace.append({"action": did, "addr": at, "size": nbytes, "stream": 0})
-        self.model.decisions.clear()
-        if action:
-            key = "device_free" if action == "oom" else "addr"
-            self.trace.append({"action": action, key: address, "size": size, "stream": 0})
-
-    def malloc(self, nbytes, stream=0):
-        try:
-            block = self.model.malloc(nbytes)
-        except torch.OutOfMemoryError:
-            return self.note("oom", 0, nbytes)
-        self.note("alloc", block.address, nbytes)
-        self.blocks[block.address] = block
-        return block.address
-
-    def free(self, address):
-        block = self.blocks.pop(address)
-        self.note("free_completed", address, block.requested)
-        self.model.free(block)
-
-    def empty_cache(self):
-        self.model.empty_cache()
-        self.note(None, 0, 0)
-
-    def forget(self):
-        self.trace.clear()
-
-    def dump(self):
-        return whole_dump(self.model.segments(), self.trace, expandable_segments=True)
-
-
-@pytest.mark.parametrize("seed", range(20))
-@pytest.mark.parametrize("capacity", [None, 300 * MiB])
-@pytest.mark.parametrize("before", [0, 300])
-def test_expandable_segments_are_compared_page_by_page(seed, capacity, before):
-    gpu = Recorder(capacity_bytes=capacity)
-    live = work(gpu, before, seed, empty=0)
-    gpu.forget()
-    work(gpu, 500, seed + 1, live=live)
-    found = all_equal(compare(Snapshot.of(gpu.dump(), capacity_bytes=capacity)))
-    assert found.segments == sum(row["action"] in ("segment_map", "segment_unmap") for row in gpu.trace)
-
-
 @pytest.mark.parametrize("capacity", [None, 300 * MiB])
 def test_an_expandable_segment_begins_where_pages_unmapped_before_are_mapped_again(capacity):
-    gpu = Recorder(capacity_bytes=capacity)
+    gpu = NaiveGPU(capacity, expandable=True)
     lowest, _ = gpu.malloc(20 * MiB), gpu.malloc(30 * MiB)
     gpu.malloc(KiB)  # the small pool's segment lies above, or a great way below
     gpu.free(lowest)
     gpu.empty_cache()
     before = copy.deepcopy(gpu.dump())
-    gpu.forget()
+    gpu.trace.clear()
     assert gpu.malloc(15 * MiB) == lowest
     found = all_equal(compare(Snapshot.of(gpu.dump(), before=before, capacity_bytes=capacity)))
     assert found.segments == 1
@@ -953,7 +656,7 @@ TAMPERED = {
 def test_an_allocator_with_other_rules_is_found_out(name):
     knobs, words = TAMPERED[name]
     gpu = NaiveGPU(**knobs)
-    work(gpu, 900, 3)
+    work(gpu, 600, 3)
     found = compare(Snapshot.of(gpu.dump()))
     assert found.addresses_equal < found.requests
     assert found.segments_equal < found.segments and found.decisions_equal < found.decisions
@@ -962,9 +665,8 @@ def test_an_allocator_with_other_rules_is_found_out(name):
 
 GPUS = {
     "plain": partial(NaiveGPU, 250 * MiB),
-    "another rounding": partial(NaiveGPU, 250 * MiB, rounding=MiB),
     "oversize": partial(NaiveGPU, 250 * MiB, max_split=25 * MiB),
-    "expandable": lambda seed: Recorder(capacity_bytes=250 * MiB),
+    "expandable": partial(NaiveGPU, 250 * MiB, expandable=True),
 }
 MODELS = {
     "plain": CachingAllocator,
@@ -974,18 +676,18 @@ MODELS = {
 }
 
 
+@some("seed", range(6), keep=1)
 @pytest.mark.parametrize("gpu", GPUS)
 @pytest.mark.parametrize("model", MODELS)
-def test_every_recording_is_compared_with_a_model_of_other_rules_to_its_end(gpu, model):
-    for seed in range(6):
-        dump, before = in_the_middle(GPUS[gpu](seed=seed), seed)
-        snapshot = Snapshot.of(dump, before=before, capacity_bytes=250 * MiB)
-        if gpu == "expandable" and not model.startswith(gpu):
-            with pytest.raises(ValueError, match="expected a model with expandable segments.*found .*Allocator"):
-                compare(snapshot, MODELS[model])
-        else:
-            found = compare(snapshot, MODELS[model])
-            assert found.decisions_equal < found.decisions or gpu == model
+def test_every_recording_is_compared_with_a_model_of_other_rules_to_its_end(gpu, model, seed):
+    dump, before = in_the_middle(GPUS[gpu](seed=seed), seed)
+    snapshot = Snapshot.of(dump, before=before, capacity_bytes=250 * MiB)
+    if gpu == "expandable" and not model.startswith(gpu):
+        with pytest.raises(ValueError, match="expected a model with expandable segments.*found .*Allocator"):
+            compare(snapshot, MODELS[model])
+    else:
+        found = compare(snapshot, MODELS[model])
+        assert found.decisions_equal < found.decisions or gpu == model
 
 
 def test_an_address_that_the_model_still_holds_is_not_given_again():
@@ -1018,7 +720,7 @@ def test_part_of_a_segment_is_not_given_back_as_an_oversize_block():
     parts = [gpu.malloc(50 * MiB) for _ in range(3)]
     gpu.free(parts[0])
     gpu.malloc(10 * MiB)  # beside it are 40 MiB free, as with max_split_size there could not be
-    gpu.forget()
+    gpu.trace.clear()
     assert gpu.malloc(60 * MiB) is None
     found = compare(Snapshot.of(gpu.dump()), partial(MaxSplitAllocator, 25 * MiB))
     assert found.decisions == found.decisions_equal == 1
@@ -1115,26 +817,25 @@ def test_private_pools_and_blocks_that_wait_for_a_stream_are_noted():
     assert "a model each" in private[0] and "not retried there" in private[1] and "no_split" in private[2]
 
 
-def test_without_events_there_is_nothing_to_compare():
-    with pytest.raises(ValueError, match=r"expected the number of a GPU with recorded events, one of \[\]"):
-        compare(Snapshot((), {}))
+def stray(*events, segments=None):
     record = two_requests(second_segment=False).devices[0]
-    two = Snapshot((record, record), {})
-    with pytest.raises(ValueError, match=r"one of \[0, 1\]; found None"):
-        compare(two)
-    all_equal(compare(two, device=1))
+    record = record._replace(events=(*record.events, *events))
+    return Snapshot((record if segments is None else record._replace(segments=segments),), {})
 
 
-def test_events_that_do_not_lead_to_the_segments_are_refused():
-    record = two_requests(second_segment=False).devices[0]
-    with pytest.raises(ValueError, match="event 0: expected a segment that is still there"):
-        compare(Snapshot((record._replace(segments=()),), {}))
-    stray = (*record.events, Event("free_completed", 5, 512))
-    with pytest.raises(ValueError, match="expected every block in a segment"):
-        compare(Snapshot((record._replace(events=stray),), {}))
+STRAY = Event("free_completed", 5, 512)
+REFUSALS = {
+    "no events": (lambda: compare(Snapshot((), {})), ValueError, "of a GPU with recorded events, one of []"),
+    "two GPUs": (lambda: compare(Snapshot(stray().devices * 2, {})), ValueError, "one of [0, 1]; found None"),
+    "no segments at the end": (lambda: compare(stray(segments=())), ValueError, "event 0: expected a segment that"),
+    "a block outside": (lambda: compare(stray(STRAY)), ValueError, "expected every block in a segment"),
+}
 
 
-def test_a_model_for_every_setting_can_be_passed():
-    gpu = NaiveGPU()
-    work(gpu, 200)
-    all_equal(compare(Snapshot.of(gpu.dump()), partial(CachingAllocator, None)))
+@refusals(REFUSALS)
+def test_a_recording_that_leads_nowhere_is_refused(call, error, words):
+    refused(call, error, words)
+
+
+def test_the_gpu_and_what_makes_a_model_can_be_given():
+    all_equal(compare(Snapshot(stray().devices * 2, {}), partial(CachingAllocator, None), device=1))

@@ -5,6 +5,7 @@ import math
 import pytest
 
 from memlab.book.curves import curves, first_nonfinite_step, smoothed
+from tests.harness import refusals, refused
 
 
 def lines(picture):
@@ -33,13 +34,13 @@ def test_a_run_that_never_had_a_number_is_drawn_all_the_same():
     assert "breaks in step 1" in curves({"nothing": [math.nan] * 3}).alt
 
 
-@pytest.mark.parametrize("runs", [{}, {"empty": []}])
-def test_no_run_or_an_empty_one_is_refused(runs):
-    with pytest.raises(ValueError, match="expected at least one run with losses"):
-        curves(runs)
+REFUSALS = {
+    "no run": (lambda: curves({}), ValueError, "expected at least one run with losses"),
+    "no losses": (lambda: curves({"empty": []}), ValueError, "expected at least one run with losses"),
+    "no step": (lambda: curves({"one": [1.0]}, window=0), ValueError, "expected a window of at least 1 step, found 0"),
+}
 
 
-@pytest.mark.parametrize("window", [0, -1])
-def test_a_window_without_a_step_is_refused(window):
-    with pytest.raises(ValueError, match=f"expected a window of at least 1 step, found {window}"):
-        curves({"FP32": [2.0, 1.0]}, window=window)
+@refusals(REFUSALS)
+def test_what_is_no_curve_is_refused(call, error, words):
+    refused(call, error, words)

@@ -1,19 +1,21 @@
 """What chapter 13's formulas say a rank holds and sends, against the meter, on imagined ranks: to the byte."""
 
+from __future__ import annotations
+
 import functools
 
 import pytest
 import torch
+from torch import nn
 
 from memlab.book.steps import build, checkpoint_blocks
+from memlab.data_parallelism import DataParallel, ZeroOptimizer, clip_grad_norm_, fully_shard
 from memlab.data_parallelism.arithmetic import padded_elements, rank_bytes, traffic_bytes, unit_sizes
 from memlab.data_parallelism.budget import rank_step
-from memlab.data_parallelism.replicas import DataParallel
-from memlab.data_parallelism.sharding import fully_shard
-from memlab.data_parallelism.zero_optimizer import ZeroOptimizer
 from memlab.memory_arithmetic import Transformer, training_step
 from memlab.memory_timeline import Meter, imagine
 from memlab.ranks import Traffic, imagined_ranks
+from tests.sharding_helpers import Decoder, gathered_bytes, gpt, sharded
 
 RANKS, BATCH = 7, 8
 SHAPE = Transformer(layers=6, width=128, heads=4, vocabulary=256, context=64)
@@ -60,35 +62,111 @@ def buckets_of(stage):
     return [*units, root] if stage == 3 else [[size for unit in (*units, root) for size in unit]]
 
 
-@pytest.mark.parametrize("rank", [0, RANKS - 1])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_parameters_gradients_and_states_of_a_rank_are_the_formulas_to_the_byte(stage, rank):
-    assert metered(stage, rank)[0] == rank_bytes(buckets_of(stage), RANKS, stage, rank=rank, counter_bytes=4)
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_step_sends_what_the_formula_says_and_zero_beside_a_byte_a_tensor_to_agree_on_which_were_used(stage):
+def test_a_rank_holds_and_sends_what_the_formulas_say(stage):
+    for rank in (0, RANKS - 1):
+        assert metered(stage, rank)[0] == rank_bytes(buckets_of(stage), RANKS, stage, rank=rank, counter_bytes=4)
     whole = 4 * padded_elements(buckets_of(stage), RANKS)
     root = 4 * padded_elements([unit_sizes(SHAPE)[1]], RANKS)
-    expected = traffic_bytes(whole, whole, RANKS, stage, kept_bytes=root if stage == 3 else 0)
     sent = metered(stage)[2].by_name()
-    agreed = sent.pop("all_reduce", 0) if stage in (1, 2) else 0
-    assert sum(sent.values()) == expected
+    agreed = sent.pop("all_reduce", 0) if stage in (1, 2) else 0  # a byte a tensor: on which were used
+    assert sum(sent.values()) == traffic_bytes(whole, whole, RANKS, stage, kept_bytes=root if stage == 3 else 0)
     assert agreed <= 2 * SHAPE.parameter_tensors
 
 
-def test_a_ranks_peak_is_the_formulas_to_the_byte_at_stage_3_and_at_stage_1_up_to_padding():
+def test_a_ranks_peak_is_the_formulas_to_the_byte_at_stage_3_and_nearly_so_at_stages_1_and_2():
     step = training_step(SHAPE, BATCH, 64, implementation="fused")
     assert rank_step(step, RANKS, 3).nbytes == metered(3)[1].peak_bytes
     apart = rank_step(step, RANKS, 1).nbytes - metered(1)[1].peak_bytes  # the formula's buckets are the units
     assert 0 <= apart <= 4 * RANKS * (SHAPE.layers + 1)
-
-
-def test_so_it_is_with_every_block_checkpointed_when_backward_is_fullest_at_its_beginning():
+    assert rank_step(step, RANKS, 2).nbytes == pytest.approx(metered(2)[1].peak_bytes, rel=0.01)
+    # with every block checkpointed backward is fullest at its beginning
     step = training_step(SHAPE, BATCH, 64, implementation="fused", segments=SHAPE.layers)
     assert rank_step(step, RANKS, 3).nbytes == metered(3, segments=SHAPE.layers)[1].peak_bytes
 
 
-def test_a_ranks_peak_at_stage_2_is_the_formulas_within_a_percent():
-    step = training_step(SHAPE, BATCH, 64, implementation="fused")
-    assert rank_step(step, RANKS, 2).nbytes == pytest.approx(metered(2)[1].peak_bytes, rel=0.01)
+# ---- fully_shard
+
+
+@pytest.mark.parametrize("param_dtype", [None, torch.bfloat16])
+def test_rank_0_of_64_is_imagined_to_the_byte(param_dtype):
+    with imagine(CARD), imagined_ranks(64):
+        model = gpt(dtype=torch.float32, layers=4, width=256, heads=4, context=64, vocabulary=256)
+        numels = [sum(p.numel() for p in block.parameters()) for block in model.blocks]
+        numels.append(sum(p.numel() for p in model.parameters()) - sum(numels))
+        sharded(model, param_dtype=param_dtype)
+        optimizer = torch.optim.AdamW(model.parameters())
+        x, y = (torch.zeros(2, 64, dtype=torch.int64) for _ in "xy")
+        with Meter(model, optimizer, inputs=(x, y)) as meter:
+            for _ in range(2):
+                model(x, y).backward()
+                clip_grad_norm_(model, 1.0)
+                optimizer.step()
+                held = meter.timeline.bytes_by_category(len(meter.timeline.events) - 1)
+                optimizer.zero_grad()
+        assert gathered_bytes(model) == 0
+    padded = [-(-n // 64) * 64 for n in numels]
+    assert held["parameter"] == held["gradient"] == 4 * sum(padded) // 64
+    gathered = [s.nbytes for s in meter.timeline.storages.values() if s.shape == (padded[0],)]
+    assert set(gathered) == {(2 if param_dtype else 4) * padded[0]}
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+def test_a_root_that_returns_what_its_last_unit_does_gathers_nothing_a_third_time(prefetch):
+    with imagined_ranks(64):
+        model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)), nn.Linear(8, 2, bias=False))
+        for layer in (*model, model):
+            fully_shard(layer, prefetch=prefetch)
+        with Traffic() as traffic:
+            model(torch.ones(1, 8)).sum().backward()
+    whole = 4 * padded_elements([*[[64, 8]] * 4, [16]], 64)
+    assert traffic.sent_bytes == traffic_bytes(whole, whole, 64, stage=3)
+
+
+def second_step(passed_on: bool, learns: bool):
+    """The timeline of a second step, rank 0's of 64, and the bytes that it sent."""
+    model = sharded(Decoder(passed_on, learns))
+    x = torch.ones(1, 8, requires_grad=True)
+    model(x).sum().backward()
+    model.zero_grad()
+    with Meter(model) as meter, Traffic() as traffic:
+        model(x).sum().backward()
+    return meter.timeline, traffic.by_name()
+
+
+@pytest.mark.parametrize("passed_on", [False, True], ids=["shared", "passed on"])
+def test_an_input_that_all_units_learn_through_keeps_none_of_them_gathered(passed_on):
+    with imagined_ranks(64):
+        timeline, sent = second_step(passed_on, learns=True)
+        other, other_sent = second_step(passed_on, learns=False)
+    unit, root = 4 * padded_elements([[64, 8, 64, 8]], 64), 4 * padded_elements([[64, 8]], 64)
+    pieces = (8 * unit + root) // 64
+    for one in (timeline, other):
+        # Ψ/N + (1 + prefetch) · unit + the root's; gradients: of one unit as autograd makes them, and flat
+        assert one.peak_bytes <= 2 * pieces + 2 * unit + root + 2 * unit + 64 * 4 * 8
+    assert timeline.peak_bytes <= other.peak_bytes + 4 * 4 * 8
+    assert sent == other_sent
+
+
+@pytest.mark.parametrize("looked", [False, True], ids=["alone", "after a look without gradients"])
+def test_a_unit_that_is_used_several_times_has_its_gradients_reduced_once(looked):
+    model = nn.ModuleDict({"first": nn.Linear(8, 8), "again": nn.Linear(8, 8)})
+
+    def forward(x):
+        x = model["first"](x)
+        with torch.no_grad():
+            if looked:
+                model["again"](x)
+        for _ in range(4):
+            x = model["again"](x).tanh()
+        return x
+
+    model.forward = forward
+    with imagined_ranks(64):
+        fully_shard(model["again"])
+        fully_shard(model)
+        model(torch.ones(1, 8)).sum().backward()
+        with Traffic() as traffic:
+            model(torch.ones(1, 8)).sum().backward()
+    reduced = [record for record in traffic.records if record.name == "reduce_scatter"]
+    assert len(reduced) == 2  # of this unit and of the root

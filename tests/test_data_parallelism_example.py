@@ -2,57 +2,53 @@
 
 from __future__ import annotations
 
-import re
-import subprocess
-import sys
+import socket
 
 import pytest
+import torch
 
+from memlab.data_parallelism.__main__ import TECHNIQUES, main
 from memlab.ranks.example import Trained, place
-from tests.example_helpers import ROOT, assert_torchrun_says, figures, printed
+from tests.example_helpers import assert_torchrun_says, figures, peaks, printed
 
 MODULE = "memlab.data_parallelism"
 
 
+@pytest.mark.thorough
 def test_the_example_says_the_same_by_itself_and_under_torchrun():
     chosen = ("--technique", "zero3", "--steps", "2")
-    alone = printed(MODULE, *chosen, "--ranks", "2")
-    assert "zero3, 2 ranks on " in alone
-    assert_torchrun_says(alone, MODULE, *chosen)
+    assert_torchrun_says(printed(MODULE, *chosen, "--ranks", "2"), MODULE, *chosen)
 
 
-@pytest.fixture(scope="module")
-def said() -> dict[str, str]:
-    """What the example says of each technique, by itself and with imagined ranks."""
-    code = f"""
-from {MODULE}.__main__ import TECHNIQUES, main
-for technique in TECHNIQUES:
-    main(["--technique", technique, "--ranks", "3"])
-    main(["--technique", technique, "--imagined", "3"])
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    each = re.split(r"^(?=[a-z0-9-]+, 3 ranks on )", done.stdout, flags=re.MULTILINE)[1:]
-    names = [text.split(",")[0] for text in each]
-    assert names[::2] == names[1::2]
-    return {name + kind: text for name, kind, text in zip(names, 4 * ["", " imagined"], each, strict=True)}
-
-
-def test_every_technique_of_the_example_has_the_same_losses_and_a_smaller_peak_than_the_one_before(said):
-    names = [name for name in said if "imagined" not in name]
-    first, *others = ([float(loss) for loss in figures(said[name])[0]] for name in names)
+def test_techniques_have_equal_losses_and_smaller_and_smaller_peaks_and_imagined_ranks_send_what_real_ones_send(
+    capsys, monkeypatch
+):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    losses, most = [], []
+    for technique in TECHNIQUES:
+        assert main(["--technique", technique, "--ranks", "2"]) == 0
+        said = capsys.readouterr().out
+        assert said.startswith(f"{technique}, 2 ranks on the CPU\n")
+        losses.append([float(loss) for loss in figures(said)[0]])
+        most.append(peaks(said)[0])
+        assert main(["--technique", technique, "--imagined", "2"]) == 0
+        imagined = capsys.readouterr().out
+        assert imagined.startswith(f"{technique}, 2 ranks on imagined hardware\nloss    no values")
+        assert figures(imagined) == ([], figures(said)[1][:1])
+    first, *others = losses
     assert len(first) == 3 and others == [pytest.approx(first, abs=2e-6)] * 3  # printed to 1e-6, and sums may round
-    peaks = [float(re.search(r"rank 0  peak +(\S+) MiB", said[name])[1]) for name in names]
-    assert peaks == sorted(peaks, reverse=True) and len(set(peaks)) == 4
+    assert most == sorted(most, reverse=True) and len(set(most)) == 4
 
 
-def test_imagined_ranks_of_the_example_send_what_real_ones_send_and_have_no_losses(said):
-    for name in [name for name in said if "imagined" not in name]:
-        assert f"{name}, 3 ranks on imagined hardware\n" in said[f"{name} imagined"]
-        losses, sent = figures(said[f"{name} imagined"])
-        assert losses == [] and sent == figures(said[name])[1][:1]
+def test_a_launcher_says_how_many_ranks_there_are_and_one_of_them_prints(capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+        monkeypatch.setenv(name, value)
+    assert main(["--steps", "1"]) == 0
+    assert capsys.readouterr().out.startswith("data-parallel, 1 rank on the CPU\n")
 
 
 def test_the_example_says_where_its_ranks_computed():
@@ -61,8 +57,6 @@ def test_the_example_says_where_its_ranks_computed():
 
 
 def test_the_example_refuses_no_ranks_and_no_steps(capsys):
-    from memlab.data_parallelism.__main__ import main
-
     for wrong, words in (("--ranks", "one rank"), ("--imagined", "one rank"), ("--steps", "one step")):
         with pytest.raises(SystemExit):
             main([wrong, "0"])

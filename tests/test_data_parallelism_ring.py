@@ -1,5 +1,7 @@
 """All-reduce by hand: its schedule played through as data, its sums, its bytes on the wire and in memory."""
 
+from __future__ import annotations
+
 import pytest
 import torch
 from torch import distributed
@@ -12,24 +14,53 @@ from memlab.data_parallelism import (
     ring_reduce_scatter,
 )
 from memlab.memory_timeline import Meter, imagine
-from memlab.ranks import Traffic, imagined_ranks, run_ranks
+from memlab.ranks import Traffic, imagined_ranks, one_rank
+from tests.harness import refused
+from tests.ranks_helpers import Cases, checks
 
 KINDS = [
     ((240,), torch.float32),
     ((241,), torch.float32),
     ((7, 5), torch.float64),
     ((3,), torch.float64),  # fewer than four ranks have pieces of
-    ((1,), torch.float32),
     ((), torch.float32),
-    ((0,), torch.float32),
     ((2, 0, 3), torch.float32),
     ((50,), torch.bfloat16),
-    ((50,), torch.float16),
     ((13,), torch.int64),
-    ((13,), torch.int32),
     ((9,), torch.complex64),
 ]
-WORLDS = (1, 2, 3, 4)
+on_two_ranks, on_four_ranks = Cases(2), Cases(4)
+
+
+def case(fn):
+    return on_two_ranks(on_four_ranks(fn))
+
+
+# ---- the schedule, as data
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_each_rank_ends_with_every_ranks_part_of_its_own_piece_once_and_then_with_every_piece(ranks):
+    parts = [[[rank] for _ in range(ranks)] for rank in range(ranks)]  # whose parts are in each piece
+    owned = [{rank} for rank in range(ranks)]
+    for moves in (reduce_scatter_moves, all_gather_moves):
+        played = [moves(rank, ranks) for rank in range(ranks)]
+        assert all(len(mine) == ranks - 1 for mine in played)
+        for step in range(ranks - 1):
+            at_once = [played[rank][step] for rank in range(ranks)]
+            sent = [list(parts[rank][at_once[rank].send]) for rank in range(ranks)]
+            for rank, move in enumerate(at_once):
+                assert at_once[rank - 1].send == move.receive  # what the left neighbour sends
+                if moves is reduce_scatter_moves:
+                    parts[rank][move.receive] += sent[rank - 1]
+                else:
+                    assert move.send in owned[rank]
+                    owned[rank].add(move.receive)
+        assert all(sorted(parts[rank][rank]) == list(range(ranks)) for rank in range(ranks))
+    assert owned == [set(range(ranks))] * ranks
+
+
+# ---- the sums, and bytes
 
 
 def brought(rank: int, number: int) -> torch.Tensor:
@@ -39,231 +70,114 @@ def brought(rank: int, number: int) -> torch.Tensor:
     return (values * 100).to(dtype)
 
 
-def one_sum(rank, number):
-    tensor, library = brought(rank, number), brought(rank, number)
+@case
+def the_sum_is_right_and_bitwise_the_same_on_all_ranks_and_each_sends_two_pieces_for_each_other_one():
+    rank, ranks = distributed.get_rank(), distributed.get_world_size()
+    for number, (shape, dtype) in enumerate(KINDS):
+        tensor, library = brought(rank, number), brought(rank, number)
+        with Traffic() as traffic:
+            assert ring_all_reduce(tensor) is tensor
+        piece = -(-torch.Size(shape).numel() // ranks)
+        assert traffic.exact and traffic.sent_bytes == 2 * (ranks - 1) * piece * dtype.itemsize
+        every = [None] * ranks
+        distributed.all_gather_object(every, tensor)
+        assert all(torch.equal(other, tensor) for other in every) and tensor.dtype == dtype
+        wide = torch.complex128 if dtype.is_complex else torch.float64
+        parts = [brought(other, number).to(wide) for other in range(ranks)]
+        if dtype.is_floating_point or dtype.is_complex:
+            # one rounding for each addition
+            bound = (ranks - 1) * torch.finfo(dtype).eps * sum(part.abs() for part in parts)
+            assert ((tensor.to(wide) - sum(parts)).abs() <= bound).all()
+        else:
+            assert torch.equal(tensor, sum(parts).to(dtype))
+        distributed.all_reduce(library)
+        assert ranks != 2 or torch.equal(tensor, library)
+
+
+@case
+def reduce_scatter_leaves_a_ranks_own_piece_in_place_and_all_gather_brings_the_rest():
+    rank, ranks = distributed.get_rank(), distributed.get_world_size()
+    flat = torch.arange(3 * ranks, dtype=torch.float64) + 100 * rank
+    whole = sum(torch.arange(3 * ranks, dtype=torch.float64) + 100 * other for other in range(ranks))
     with Traffic() as traffic:
-        same = ring_all_reduce(tensor) is tensor
-    distributed.all_reduce(library)
-    return {"sum": tensor, "library": library, "sent": traffic.sent_bytes, "exact": traffic.exact, "same": same}
+        piece = ring_reduce_scatter(flat)
+    assert traffic.sent_bytes == (ranks - 1) * 3 * 8
+    assert torch.equal(piece, whole[3 * rank : 3 * rank + 3]) and piece.data_ptr() == flat[3 * rank :].data_ptr()
+    assert torch.equal(ring_all_gather(flat), whole)
 
 
-def peaks(rank):
-    """Bytes at the peak beyond those that were there, by what was called."""
-    ranks, found = distributed.get_world_size(), {}
-    whole, odd = torch.ones(12 * ranks), torch.ones(12 * ranks + 1)
-    scratch = torch.empty(12)
-    for name, call, tensor in (
-        ("reduce_scatter", ring_reduce_scatter, whole),
-        ("all_gather", ring_all_gather, whole),
-        ("all_reduce", ring_all_reduce, whole),
-        ("all_reduce, odd", ring_all_reduce, odd),
-        ("all_reduce, scratch", lambda t: ring_all_reduce(t, scratch=scratch), whole),
+@case
+def memory_for_one_piece_is_all_it_takes_and_a_padded_copy_where_ranks_do_not_divide():
+    ranks = distributed.get_world_size()
+    whole, odd, scratch = torch.ones(12 * ranks), torch.ones(12 * ranks + 1), torch.empty(12)
+    piece = 12 * 4 if ranks > 1 else 0
+    for call, tensor, nbytes in (
+        (ring_reduce_scatter, whole, piece),
+        (ring_all_gather, whole, 0),
+        (ring_all_reduce, whole, piece),
+        (ring_all_reduce, odd, 0 if ranks == 1 else (13 * ranks + 13) * 4),
+        (lambda t: ring_all_reduce(t, scratch=scratch), whole, 0),
     ):
         with Meter(inputs=(tensor, scratch)) as meter:
             call(tensor)
-        found[name] = meter.timeline.peak_bytes - tensor.nbytes - scratch.nbytes
-    return found
-
-
-def halves(rank):
-    ranks = distributed.get_world_size()
-    flat = torch.arange(3 * ranks, dtype=torch.float64) + 100 * rank
-    with Traffic() as traffic:
-        piece = ring_reduce_scatter(flat)
-    own = piece.clone()
-    inside = piece.data_ptr() == flat[3 * rank :].data_ptr()
-    gathered = ring_all_gather(flat).clone()
-    return {"own": own, "inside": inside, "gathered": gathered, "sent": traffic.sent_bytes}
-
-
-def odd_callers(rank):
-    """Views, leaves, groups and what is refused."""
-    ranks, found = distributed.get_world_size(), {}
-    table = torch.full((3, 4), 1.0 + rank)
-    ring_all_reduce(table.t()[1:3])
-    found["columns"] = table
-    leaf = torch.ones(5, requires_grad=True)
-    found["leaf"] = ring_all_reduce(leaf).detach()
-    errors = []
-    for flat in (torch.ones(3 * ranks + 1), torch.ones(ranks, ranks), torch.ones(2 * ranks)[::2]):
-        try:
-            ring_reduce_scatter(flat)
-        except ValueError as error:
-            errors.append(str(error))
-    found["errors"] = errors
-    unfit = []
-    for scratch in (torch.empty(2, dtype=torch.int32), torch.empty(1), torch.empty(3), torch.empty(2, 1)):
-        try:
-            ring_all_reduce(torch.ones(2 * ranks - 1), scratch=scratch)
-        except ValueError as error:
-            unfit.append(str(error))
-    found["unfit"] = unfit
-    if ranks == 4:
-        group = distributed.new_group([3, 1])
-        mine = torch.tensor([10.0**rank] * 3)
-        try:
-            found["group"] = ring_all_reduce(mine, group)
-        except ValueError as error:
-            found["group"] = str(error)
-    return found
-
-
-def all_facts(rank):
-    torch.set_num_threads(1)
-    return {
-        "sums": [one_sum(rank, number) for number in range(len(KINDS))],
-        "peaks": peaks(rank),
-        "halves": halves(rank),
-        "odd": odd_callers(rank),
-    }
-
-
-@pytest.fixture(scope="module")
-def facts():
-    return {world: run_ranks(all_facts, world) for world in WORLDS}
-
-
-# ---- the schedule, as data
-
-
-@pytest.mark.parametrize("ranks", range(1, 9))
-def test_what_a_rank_sends_is_what_its_right_neighbour_receives(ranks):
-    for moves in (reduce_scatter_moves, all_gather_moves):
-        played = [moves(rank, ranks) for rank in range(ranks)]
-        assert all(len(mine) == ranks - 1 for mine in played)
-        for rank in range(ranks):
-            right = played[(rank + 1) % ranks]
-            assert [move.send for move in played[rank]] == [move.receive for move in right]
-
-
-@pytest.mark.parametrize("ranks", range(1, 9))
-def test_after_the_first_half_each_rank_has_every_ranks_part_of_its_own_piece_once(ranks):
-    held = [[[rank] for _ in range(ranks)] for rank in range(ranks)]  # whose parts are in each piece
-    for step in range(ranks - 1):
-        moves = [reduce_scatter_moves(rank, ranks)[step] for rank in range(ranks)]
-        sent = [list(held[rank][moves[rank].send]) for rank in range(ranks)]
-        for rank in range(ranks):
-            held[rank][moves[rank].receive] += sent[rank - 1]
-    for rank in range(ranks):
-        assert sorted(held[rank][rank]) == list(range(ranks))
-
-
-@pytest.mark.parametrize("ranks", range(1, 9))
-def test_after_the_second_half_each_rank_has_every_piece_from_its_owner(ranks):
-    held = [{rank} for rank in range(ranks)]
-    for step in range(ranks - 1):
-        moves = [all_gather_moves(rank, ranks)[step] for rank in range(ranks)]
-        assert all(moves[rank].send in held[rank] for rank in range(ranks))
-        for rank in range(ranks):
-            held[rank].add(moves[rank].receive)
-    assert held == [set(range(ranks))] * ranks
-
-
-# ---- the sums
-
-
-@pytest.mark.parametrize("number", range(len(KINDS)), ids=[f"{shape} {dtype}" for shape, dtype in KINDS])
-@pytest.mark.parametrize("world", WORLDS)
-def test_the_sum_is_right_and_bitwise_the_same_on_all_ranks(facts, world, number):
-    found = [rank["sums"][number] for rank in facts[world]]
-    parts = [brought(rank, number) for rank in range(world)]
-    dtype = parts[0].dtype
-    wide = torch.complex128 if dtype.is_complex else torch.float64
-    exact, scale = sum(p.to(wide) for p in parts), sum(p.to(wide).abs() for p in parts)
-    for each in found:
-        assert each["same"]
-        assert torch.equal(each["sum"], found[0]["sum"]) and each["sum"].dtype == dtype
-    if dtype.is_floating_point or dtype.is_complex:
-        bound = (world - 1) * torch.finfo(dtype).eps * scale  # one rounding for each addition
-        assert ((found[0]["sum"].to(wide) - exact).abs() <= bound).all()
-    else:
-        assert torch.equal(found[0]["sum"], exact.to(dtype))
-
-
-@pytest.mark.parametrize("number", range(len(KINDS)))
-def test_between_two_ranks_it_is_the_librarys_own_sum_bitwise(facts, number):
-    for rank in facts[2]:
-        assert torch.equal(rank["sums"][number]["sum"], rank["sums"][number]["library"])
-
-
-@pytest.mark.parametrize("world", WORLDS)
-def test_reduce_scatter_leaves_a_ranks_own_piece_in_place_and_all_gather_brings_the_rest(facts, world):
-    whole = sum(torch.arange(3 * world, dtype=torch.float64) + 100 * rank for rank in range(world))
-    for rank, found in enumerate(each["halves"] for each in facts[world]):
-        assert found["inside"]
-        assert torch.equal(found["own"], whole[3 * rank : 3 * rank + 3])
-        assert torch.equal(found["gathered"], whole)
-
-
-# ---- bytes
-
-
-@pytest.mark.parametrize("number", range(len(KINDS)))
-@pytest.mark.parametrize("world", WORLDS)
-def test_each_rank_sends_two_pieces_for_each_other_rank_and_no_byte_more(facts, world, number):
-    shape, dtype = KINDS[number]
-    piece_bytes = -(-torch.Size(shape).numel() // world) * dtype.itemsize
-    for rank in facts[world]:
-        assert rank["sums"][number]["exact"]
-        assert rank["sums"][number]["sent"] == 2 * (world - 1) * piece_bytes
-
-
-@pytest.mark.parametrize("world", WORLDS)
-def test_a_half_sends_half(facts, world):
-    assert all(rank["halves"]["sent"] == (world - 1) * 3 * 8 for rank in facts[world])
-
-
-@pytest.mark.parametrize("world", WORLDS)
-def test_memory_for_one_piece_is_all_it_takes_and_a_padded_copy_where_ranks_do_not_divide(facts, world):
-    piece = 12 * 4 if world > 1 else 0
-    odd = 0 if world == 1 else (13 * world + 13) * 4
-    for rank in facts[world]:
-        assert rank["peaks"] == {
-            "reduce_scatter": piece,
-            "all_gather": 0,
-            "all_reduce": piece,
-            "all_reduce, odd": odd,
-            "all_reduce, scratch": 0,
-        }
+        assert meter.timeline.peak_bytes - tensor.nbytes - scratch.nbytes == nbytes
 
 
 # ---- who may call, and with what
 
 
-@pytest.mark.parametrize("world", WORLDS)
-def test_a_view_of_columns_and_a_leaf_are_summed_in_place(facts, world):
-    total = world * (world + 1) / 2
-    for rank, found in enumerate(each["odd"] for each in facts[world]):
-        expected = torch.full((3, 4), 1.0 + rank)
-        expected[:, 1:3] = total
-        assert torch.equal(found["columns"], expected)
-        assert torch.equal(found["leaf"], torch.full((5,), float(world)))
+@case
+def a_view_of_columns_and_a_leaf_are_summed_in_place():
+    rank, ranks = distributed.get_rank(), distributed.get_world_size()
+    table = torch.full((3, 4), 1.0 + rank)
+    ring_all_reduce(table.t()[1:3])
+    expected = torch.full((3, 4), 1.0 + rank)
+    expected[:, 1:3] = ranks * (ranks + 1) / 2
+    assert torch.equal(table, expected)
+    leaf = torch.ones(5, requires_grad=True)
+    assert torch.equal(ring_all_reduce(leaf).detach(), torch.full((5,), float(ranks)))
 
 
-def test_a_group_of_some_ranks_sums_among_them_and_refuses_the_others(facts):
-    found = [rank["odd"]["group"] for rank in facts[4]]
-    assert torch.equal(found[1], torch.tensor([1010.0] * 3)) and torch.equal(found[3], found[1])
-    assert found[0].startswith("expected a group that this rank is of, found one that rank 0 is not of")
+@case
+def a_group_of_some_ranks_sums_among_them_and_refuses_the_others():
+    if distributed.get_world_size() < 4:
+        return
+    group, mine = distributed.new_group([3, 1]), torch.tensor([10.0 ** distributed.get_rank()] * 3)
+    if distributed.get_rank() in (1, 3):
+        assert ring_all_reduce(mine, group).tolist() == [1010.0] * 3
+    else:
+        refused(lambda: ring_all_reduce(mine, group), ValueError, "expected a group that this rank is of")
 
 
-@pytest.mark.parametrize("world", WORLDS[1:])
-def test_what_does_not_divide_or_is_not_flat_is_refused_with_what_to_do(facts, world):
-    for rank in facts[world]:
-        assert len(rank["odd"]["errors"]) == 3
-        assert all(f"divisible by {world} ranks" in error for error in rank["odd"]["errors"])
-        assert "not contiguous" in rank["odd"]["errors"][2]
-
-
-@pytest.mark.parametrize("world", WORLDS[1:])
-def test_scratch_of_another_shape_or_dtype_than_a_piece_is_refused(facts, world):
-    for rank in facts[world]:
-        dtype, *shapes = rank["odd"]["unfit"]
-        assert "expected scratch for a piece, (2,) of torch.float32, found (2,) of torch.int32" in dtype
-        for shape, said in zip(("(1,)", "(3,)", "(2, 1)"), shapes, strict=True):
-            assert f"found {shape} of torch.float32; leave it out" in said
+@case
+def what_does_not_divide_or_is_not_flat_and_scratch_of_another_shape_or_dtype_are_refused():
+    ranks = distributed.get_world_size()
+    if ranks == 1:
+        return
+    for flat, words in (
+        (torch.ones(3 * ranks + 1), f"divisible by {ranks} ranks"),
+        (torch.ones(ranks, ranks), f"divisible by {ranks} ranks"),
+        (torch.ones(2 * ranks)[::2], f"divisible by {ranks} ranks…not contiguous"),
+    ):
+        refused(lambda flat=flat: ring_reduce_scatter(flat), ValueError, words)
+    for scratch, words in (
+        (torch.empty(2, dtype=torch.int32), "for a piece, (2,) of torch.float32, found (2,) of torch.int32"),
+        (torch.empty(1), "found (1,) of torch.float32; leave it out"),
+        (torch.empty(2, 1), "found (2, 1) of torch.float32; leave it out"),
+    ):
+        call = lambda scratch=scratch: ring_all_reduce(torch.ones(2 * ranks - 1), scratch=scratch)  # noqa: E731
+        refused(call, ValueError, words)
 
 
 def test_on_imagined_hardware_and_ranks_bytes_are_the_same_formula():
     with imagine("H100-80GB"), imagined_ranks(64), Traffic() as traffic:
         ring_all_reduce(torch.ones(1000))
     assert traffic.sent_bytes == 2 * 63 * 16 * 4
+
+
+@pytest.mark.parametrize("name", on_two_ranks)
+def test_on_ranks(name):
+    with one_rank("cpu"):
+        assert checks(0, {name: on_two_ranks[name]}) == {name: [None]}
+    on_two_ranks.assert_holds(name)
+    on_four_ranks.assert_holds(name)

@@ -1,11 +1,13 @@
-"""fully_shard: whole states where ranks use different parts of a model, of a part of one, and over several groups."""
+"""fully_shard: what there is only as a whole, norms and states: clipped, saved, loaded, refused."""
 
 from __future__ import annotations
+
+import copy
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 from memlab.data_parallelism import (
     clip_grad_norm_,
@@ -15,7 +17,208 @@ from memlab.data_parallelism import (
     load_full_optimizer_state,
     load_full_state_dict,
 )
-from memlab.ranks import mesh, run_ranks
+from memlab.ranks import mesh, one_rank, run_ranks
+from tests.harness import refused
+from tests.ranks_helpers import Cases, raised
+from tests.sharding_helpers import (
+    apart,
+    assert_same_gradients,
+    backward,
+    both,
+    gpt,
+    mine,
+    rows,
+    sharded,
+    stack,
+    texts,
+)
+
+on_two_ranks = Cases(2)
+
+
+# ---- ten steps, and those that go on from a saved state
+
+
+def trained(steps, state=None, optimizer_state=None):
+    """What a model is after these steps on the ranks that there are, its norms, and its optimizer's state."""
+    rank = distributed.get_rank()
+    model = sharded(gpt(seed=rank))  # other values on every rank
+    if state is not None:
+        load_full_state_dict(model, state if rank == 0 else {})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    if optimizer_state is not None:
+        load_full_optimizer_state(model, optimizer, optimizer_state if rank == 0 else {})
+    norms = []
+    for step in steps:
+        model(*mine(texts(step))).backward()
+        norms.append(clip_grad_norm_(model, 0.5))
+        optimizer.step()
+        optimizer.zero_grad()
+    return full_state_dict(model), torch.stack(norms), full_optimizer_state(model, optimizer)
+
+
+def trained_alone(steps, state=None, optimizer_state=None):
+    model = gpt()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    if state is not None:
+        model.load_state_dict(state)
+        optimizer.load_state_dict(optimizer_state)
+    norms = []
+    for step in steps:
+        model(*texts(step)).backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.state_dict(), torch.stack(norms), optimizer.state_dict()
+
+
+def ten_steps(rank):
+    """From the beginning, half of them, and from there."""
+    half = trained(range(5))
+    return trained(range(10)), half, trained(range(5, 10), half[0], half[2])
+
+
+def going_on(rank, half):
+    return trained(range(5, 10), half[0], half[2])
+
+
+@pytest.fixture(scope="module")
+def two():
+    return run_ranks(ten_steps, 2)
+
+
+@pytest.fixture(scope="module")
+def three(two):
+    return run_ranks(going_on, 3, two[0][1])
+
+
+def close(found, expected):
+    assert apart(found[0], expected[0]) < 1e-12
+    assert torch.allclose(found[1], expected[1][-len(found[1]) :], rtol=1e-12)
+    assert found[2]["param_groups"] == expected[2]["param_groups"]
+    assert list(found[2]["state"]) == list(expected[2]["state"])
+    for i, state in expected[2]["state"].items():
+        assert found[2]["state"][i]["step"] == state["step"]
+        assert apart(found[2]["state"][i], state) <= 1e-11
+
+
+def test_ten_steps_are_those_of_the_single_process_and_rank_0_has_the_whole(two):
+    close(two[0][0], trained_alone(range(10)))
+    (state, norms, optimizer_state), _, _ = two[1]
+    assert state == optimizer_state == {} and torch.equal(norms, two[0][0][1])
+    with one_rank("cpu"):
+        close(trained(range(10)), trained_alone(range(10)))
+
+
+def test_training_goes_on_bit_for_bit_from_a_saved_state_and_on_other_numbers_of_ranks(two, three):
+    through, half, resumed = two[0]
+    assert all(torch.equal(resumed[0][key], value) for key, value in through[0].items())
+    for i, state in through[2]["state"].items():
+        assert all(torch.equal(resumed[2]["state"][i][name], value) for name, value in state.items())
+    close(three[0], through)
+    close(trained_alone(range(5, 10), half[0], half[2]), through)
+
+
+@on_two_ranks
+def norms_and_clipped_gradients_are_torchs():
+    plain, model = both(stack)
+    for norm in (2.0, 1.0, "inf"):
+        backward(plain, rows())
+        backward(model, mine(rows()))
+        expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e-3, norm)
+        assert abs(clip_grad_norm_(model.parameters(), 1e-3, norm) - expected) / expected < 1e-12, norm
+        assert_same_gradients(plain, model, 1e-12)
+    assert clip_grad_norm_(model, 1.0) == 0 == clip_grad_norm_([], 1.0)
+    backward(model, (mine(rows())[0] * (float("inf") if distributed.get_rank() else 1.0),))
+    refused(lambda: clip_grad_norm_(model, 1.0, error_if_nonfinite=True), RuntimeError, "expected a finite norm")
+    model.zero_grad()
+    refused(lambda: clip_grad_norm_(plain, 1.0), ValueError, "in no unit")
+
+
+@on_two_ranks
+def norms_of_complex_numbers_are_torchs():
+    def made(*dtypes):
+        return nn.ParameterList(
+            [torch.arange(1, 4) * torch.ones((), dtype=dtype) * (1 + 1j if dtype.is_complex else 1) for dtype in dtypes]
+        )
+
+    for dtypes in ([torch.complex64], [torch.complex64, torch.float32]):
+        for norm in (2.0, 1.0, "inf"):
+            plain, model = made(*dtypes), fully_shard(made(*dtypes))
+            for each in (plain, model):
+                for p in each.parameters():
+                    p.grad = p.detach().clone()
+            expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0, norm)
+            found = clip_grad_norm_(model, 1.0, norm)
+            assert found.dtype is expected.dtype is torch.float32
+            assert abs(found - expected) <= 1e-6 * expected
+            assert_same_gradients(plain, model, 1e-6)
+
+
+@on_two_ranks
+def tied_parameters_share_memory_and_dtypes_stay_in_a_whole_state():
+    model = gpt(dtype=torch.float32)
+    model.head.weight = model.token_embedding.weight
+    model.frozen = nn.Parameter(torch.arange(5, dtype=torch.int16), requires_grad=False)
+    state = full_state_dict(sharded(model, param_dtype=torch.bfloat16))
+    if distributed.get_rank() == 0:
+        assert state["head.weight"].data_ptr() == state["token_embedding.weight"].data_ptr()
+        assert {value.dtype for value in state.values()} == {torch.float32, torch.int16}
+        assert state["frozen"].tolist() == [0, 1, 2, 3, 4]
+    load_full_state_dict(model, {key: value + 1 for key, value in state.items()})
+    assert model.frozen.dtype is torch.int16
+    again = full_state_dict(model)
+    assert all(torch.equal(again[key], value + 1) for key, value in state.items())
+
+
+class Scaled(nn.Module):
+    """A layer, a factor that is one number, and a count that travels as extra state. x: (n, 4) → a loss, ()."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.factor, self.seen = nn.Linear(4, 4), nn.Parameter(torch.tensor(0.5)), 0
+
+    def forward(self, x):
+        return (self.layer(x) * self.factor).square().mean()
+
+    def get_extra_state(self):
+        return {"seen": self.seen}
+
+    def set_extra_state(self, state):
+        self.seen = state["seen"]
+
+
+@on_two_ranks
+def a_unit_of_one_number_goes_on_and_the_saved_state_stays_as_it_was():
+    def made():
+        torch.manual_seed(0)
+        model = Scaled()
+        fully_shard(model.layer)
+        fully_shard(model)  # of the factor alone
+        return model, torch.optim.NAdam(model.parameters(), lr=0.1)
+
+    def steps(model, optimizer):
+        for _ in range(2):
+            model(torch.ones(2, 4)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    first, optimizer = made()
+    first.seen = 7 * (1 - distributed.get_rank())
+    steps(first, optimizer)
+    with torch.inference_mode():
+        saved, states = full_state_dict(first), full_optimizer_state(first, optimizer)
+    before = copy.deepcopy(states)
+    steps(first, optimizer)
+    for _ in range(2):  # twice from one state: what the first did to it, the second would see
+        second, other = made()
+        load_full_state_dict(second, saved)
+        load_full_optimizer_state(second, other, states)
+        steps(second, other)
+        assert second.seen == 7
+        assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+    for number, state in states.get("state", {}).items():
+        assert all(torch.equal(before["state"][number][name], value) for name, value in state.items())
 
 
 class Expert(nn.Module):
@@ -29,14 +232,11 @@ class Expert(nn.Module):
         return x * (1 if chosen is None else self.factors[chosen])
 
 
-def experts(rank: int, apart: bool):
-    """A model whose second factor is used where it lies, on the last rank only, and Adam; 2 steps, saved, 2 steps more.
+@on_two_ranks
+def a_state_of_a_parameter_that_rank_0_has_nothing_of_and_did_not_use_is_saved_and_loaded():
+    rank = distributed.get_rank()
 
-    apart: the factors are a unit of their own. Returns the weights after 4 steps, those after 2 steps of the model
-    into which all was loaded, and the optimizer's state by number.
-    """
-
-    def made():
+    def made(apart):
         torch.manual_seed(0)
         model = nn.ModuleDict({"linear": nn.Linear(4, 4), "expert": Expert()})
         model.forward = lambda x: model["expert"](model["linear"](x), 1 if rank else None).square().sum()
@@ -50,43 +250,44 @@ def experts(rank: int, apart: bool):
             optimizer.step()
             optimizer.zero_grad()
 
-    through, optimizer = made()
-    train(through, optimizer)
-    weights, states = full_state_dict(through), full_optimizer_state(through, optimizer)
-    train(through, optimizer)
-    resumed, other = made()
-    load_full_state_dict(resumed, weights)
-    load_full_optimizer_state(resumed, other, states)
-    again = full_optimizer_state(resumed, other)
-    train(resumed, other)
-    last = full_optimizer_state(resumed, other)
-    return full_state_dict(through), full_state_dict(resumed), states, again, last
+    for factors_apart in (False, True):
+        through, optimizer = made(factors_apart)
+        train(through, optimizer)
+        weights, states = full_state_dict(through), full_optimizer_state(through, optimizer)
+        train(through, optimizer)
+        resumed, other = made(factors_apart)
+        load_full_state_dict(resumed, weights)
+        load_full_optimizer_state(resumed, other, states)
+        again = full_optimizer_state(resumed, other)
+        train(resumed, other)
+        found, expected, last = full_state_dict(resumed), full_state_dict(through), full_optimizer_state(resumed, other)
+        if rank == 0:
+            number = list(expected).index("expert.factors.1")
+            assert states["state"][number]["step"] == 2 and states["state"][number]["exp_avg"].shape == (1,)
+            assert last["state"][number]["step"] == 4
+        assert all(torch.equal(found[key], value) for key, value in expected.items())
+        for i, state in states.get("state", {}).items():
+            assert all(torch.equal(again["state"][i][name], value) for name, value in state.items())
 
 
-@pytest.mark.parametrize("apart", [False, True], ids=["one unit", "a unit of its own"])
-def test_an_optimizer_state_of_a_parameter_that_rank_0_has_nothing_of_and_did_not_use_is_saved_and_loaded(apart):
-    through, resumed, states, again, last = run_ranks(experts, 2, apart)[0]
-    assert all(torch.equal(resumed[key], value) for key, value in through.items())
-    number = list(through).index("expert.factors.1")
-    assert states["state"][number]["step"] == 2 and states["state"][number]["exp_avg"].shape == (1,)
-    assert last["state"][number]["step"] == 4
-    for i, state in states["state"].items():
-        assert all(torch.equal(again["state"][i][name], value) for name, value in state.items())
-
-
-def a_factored_optimizer(rank: int) -> str:
-    model = fully_shard(nn.Linear(4, 4, bias=False))
-    optimizer = torch.optim.SGD(model.parameters())
-    if rank == 1:
-        optimizer.state[model.weight]["row"] = torch.ones(3)
-    with pytest.raises(ValueError) as error:
-        full_optimizer_state(model, optimizer)
-    return str(error.value)
-
-
-def test_a_state_that_is_not_elementwise_on_one_rank_is_refused_on_all():
-    found = run_ranks(a_factored_optimizer, 2, timeout=20)
-    assert found[0] == found[1] and "'row' of shape (3,) for a part of 8" in found[0]
+@on_two_ranks
+def buffers_are_rank_0s_and_are_loaded():
+    rank = distributed.get_rank()
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    model[1].running_mean.fill_(rank)
+    model.register_buffer("strided", (torch.arange(16.0) + 100 * rank)[::2])
+    model.register_buffer("expanded", torch.tensor([rank]).expand(2, 3), persistent=False)
+    fully_shard(model)
+    assert not model[1].running_mean.any() and model.expanded.tolist() == [[0] * 3] * 2
+    assert model.strided.tolist() == [*range(0, 16, 2)]
+    assert model.strided._base[1::2].tolist() == [n + 100 * rank for n in range(1, 16, 2)]
+    state = full_state_dict(model)
+    if rank == 0:
+        state["strided"] += 1
+        plain = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).state_dict()
+        assert sorted(state) == sorted([*plain, "strided"])
+    load_full_state_dict(model, state)
+    assert model.strided.tolist() == [*range(1, 17, 2)]
 
 
 # ---- a part of a model
@@ -97,26 +298,25 @@ def body_and_head():
     return nn.ModuleDict({"body": nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), "head": nn.Linear(4, 2)})
 
 
-def parts_of_a_model(rank: int) -> bool:
-    plain, model = body_and_head(), body_and_head()
+@on_two_ranks
+def a_part_of_a_sharded_model_gives_and_takes_whole_parameters_also_of_the_unit_around_it():
+    plain, model, rank = body_and_head(), body_and_head(), distributed.get_rank()
     fully_shard(model["body"][0])
     fully_shard(model)
     for name in ("body", "body.1", "head"):
-        found = full_state_dict(model.get_submodule(name))
-        expected = plain.get_submodule(name).state_dict()
+        found, expected = full_state_dict(model.get_submodule(name)), plain.get_submodule(name).state_dict()
         assert rank or [*found] == [*expected]
-        assert rank or all(found[key].shape == expected[key].shape for key in found), name
+        assert all(found[key].shape == expected[key].shape for key in found), name
     state = full_state_dict(model["body"])
     load_full_state_dict(model["body"], {key: value + 1 for key, value in state.items()})
     before, after = body_and_head().state_dict(), full_state_dict(model)
     for key, value in after.items():
         assert torch.equal(value, before[key] + 1 if key.startswith("body") else before[key]), key
-    with pytest.raises(ValueError, match="found a plain Linear"):
-        full_state_dict(plain["head"])
-    return True
+    refused(lambda: full_state_dict(plain["head"]), ValueError, "found a plain Linear")
 
 
-def optimizer_of_all_and_a_part(rank: int) -> dict:
+@on_two_ranks
+def an_optimizers_states_are_whole_also_of_parameters_beside_the_module():
     model = body_and_head()
     for each in (model["body"], model["head"]):
         fully_shard(each)
@@ -125,76 +325,91 @@ def optimizer_of_all_and_a_part(rank: int) -> dict:
     optimizer.step()
     state = full_optimizer_state(model["body"], optimizer)
     load_full_optimizer_state(model["body"], optimizer, state)
-    return {i: values["exp_avg"].shape for i, values in state.get("state", {}).items()}
+    shapes = {i: values["exp_avg"].shape for i, values in state.get("state", {}).items()}
+    expected = {i: p.shape for i, p in enumerate(body_and_head().parameters())}
+    assert shapes == ({} if distributed.get_rank() else expected)
 
 
-def test_a_part_of_a_sharded_model_gives_and_takes_whole_parameters_also_of_the_unit_around_it():
-    assert run_ranks(parts_of_a_model, 2, timeout=20) == [True, True]
+# ---- what is refused, on every rank
 
 
-def test_an_optimizers_states_are_whole_also_of_parameters_beside_the_module():
-    found = run_ranks(optimizer_of_all_and_a_part, 2, timeout=20)[0]
-    assert found == {i: p.shape for i, p in enumerate(body_and_head().parameters())}
+@on_two_ranks
+def states_that_do_not_fit_are_refused_and_nothing_is_loaded():
+    model, state = sharded(stack()), stack(seed=1).state_dict()
+    before = full_state_dict(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    other = torch.optim.AdamW([{"params": [*stack().parameters()][:3]}, {"params": [*stack().parameters()][3:]}])
+    without = {key: value for key, value in state.items() if key != "last.bias"}
+    for given, error, words in (
+        (without, KeyError, "found no last.bias"),
+        (state | {"more": torch.ones(1)}, KeyError, "found also more"),
+        (state | {"last.bias": torch.ones(7)}, ValueError, "of shape"),
+        (state | {"last.bias": np.ones(8)}, ValueError, "expected last.bias as a tensor"),
+        (state | {"last.bias": None}, ValueError, "expected last.bias as a tensor"),
+        (state | {"last.bias": torch.ones(8).to_sparse()}, ValueError, "expected last.bias dense"),
+        (state | {"last.bias": torch.ones(8, device="meta")}, ValueError, "expected last.bias dense"),
+    ):
+        given = given if distributed.get_rank() == 0 else {}
+        refused(lambda given=given: load_full_state_dict(model, given), error, words)
+    packed = optimizer.state_dict()
+    for given, words in (
+        (other.state_dict(), "parameter groups"),
+        ({}, "expected state and param_groups"),
+        (packed | {"state": {99: {"exp_avg": torch.ones(9)}}}, "number 99, which is not"),
+        (packed | {"state": {0: {"exp_avg": torch.ones(9)}}}, "of shape (12, 8), found (9,)"),
+        (packed | {"state": {0: {"exp_avg": np.ones((12, 8))}}}, "found exp_avg of number 0 as ndarray"),
+    ):
+        given = given if distributed.get_rank() == 0 else {}
+        refused(lambda given=given: load_full_optimizer_state(model, optimizer, given), ValueError, words)
+    after = full_state_dict(model)
+    assert all(torch.equal(after[key], value) for key, value in before.items())
+    load_full_state_dict(model, state if distributed.get_rank() == 0 else {})
+    assert all(torch.equal(state[key], value) for key, value in full_state_dict(model).items())
+    local = model.state_dict()
+    assert all(value.dim() == 1 for value in local.values())
+    model.load_state_dict(local)
+    refused(lambda: full_state_dict(stack()), ValueError, "found a plain Stack")
 
 
-# ---- what no rank may do alone
+@on_two_ranks
+def a_state_that_is_not_elementwise_on_one_rank_is_refused_on_all():
+    model = fully_shard(nn.Linear(4, 4, bias=False))
+    optimizer = torch.optim.SGD(model.parameters())
+    if distributed.get_rank() == 1:
+        optimizer.state[model.weight]["row"] = torch.ones(3)
+    refused(lambda: full_optimizer_state(model, optimizer), ValueError, "'row' of shape (3,) for a part of 8")
 
 
-def over_two_groups(rank: int) -> bool:
+@on_two_ranks
+def a_hook_that_puts_other_tensors_in_the_parameters_place_is_refused_and_one_that_adds_is_not():
+    model = fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    values = full_state_dict(model)
+    hook = model.register_state_dict_post_hook(
+        lambda module, state, prefix, metadata: state.update({name: v.bfloat16() for name, v in state.items()})
+    )
+    for call in (lambda: full_state_dict(model), lambda: load_full_state_dict(model, values)):
+        refused(call, ValueError, "another tensor as 0.weight: a state-dict hook replaced it")
+    hook.remove()
+    model.register_state_dict_post_hook(lambda module, state, prefix, metadata: state.update(more=torch.ones(2)))
+    found = full_state_dict(model)
+    assert list(found) == ([] if distributed.get_rank() else ["0.weight", "0.bias", "1.weight", "1.bias", "more"])
+
+
+def over_two_groups(rank: int) -> list[str]:
     groups = mesh(data=2, expert=2)
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     fully_shard(model[0], group=groups.get_group("expert"))
     fully_shard(model)
     model(torch.ones(1, 2)).sum().backward()
-    for call in (lambda: clip_grad_norm_(model, 1.0), lambda: full_state_dict(model)):
-        with pytest.raises(ValueError, match="over one group of ranks, found 2"):
-            call()
-    return bool(clip_grad_norm_(model[0], 1.0).isfinite())
+    assert clip_grad_norm_(model[0], 1.0).isfinite()
+    return [raised(clip_grad_norm_, model, 1.0), raised(full_state_dict, model)]
 
 
 def test_units_of_several_groups_have_no_norm_and_no_state_in_common():
-    assert run_ranks(over_two_groups, 4, timeout=20) == [True] * 4
+    for errors in run_ranks(over_two_groups, 4):
+        assert all("ValueError" in error and "over one group of ranks, found 2" in error for error in errors)
 
 
-def states_of_arrays(rank: int) -> bool:
-    model = fully_shard(nn.Linear(4, 2))
-    before = full_state_dict(model)
-    for value in (np.ones((2, 4)), None, torch.ones(2, 4).to_sparse(), torch.ones(2, 4, device="meta")):
-        with pytest.raises(ValueError, match=r"expected weight (as a tensor|dense)"):
-            load_full_state_dict(model, {"weight": value, "bias": torch.ones(2)} if rank == 0 else {})
-    optimizer = torch.optim.Adam(model.parameters())
-    packed = optimizer.state_dict() | {"state": {0: {"exp_avg": np.ones((2, 4))}}}
-    with pytest.raises(ValueError, match="found exp_avg of number 0 as ndarray"):
-        load_full_optimizer_state(model, optimizer, packed if rank == 0 else {})
-    after = full_state_dict(model)
-    return all(torch.equal(after[key], value) for key, value in before.items())
-
-
-def test_values_that_are_no_tensors_are_refused_on_every_rank():
-    assert run_ranks(states_of_arrays, 2, timeout=20) == [True, True]
-
-
-def in_16_bits(module, state_dict, prefix, metadata):
-    state_dict.update({name: value.bfloat16() for name, value in state_dict.items()})
-
-
-def hooked(rank: int):
-    """What saving and loading say of a model whose hook converts its state dict, and of one whose hook adds to it."""
-    model = fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
-    values = full_state_dict(model)
-    hook = model.register_state_dict_post_hook(in_16_bits)
-    said = []
-    for call in (lambda: full_state_dict(model), lambda: load_full_state_dict(model, values)):
-        with pytest.raises(ValueError, match="another tensor as 0.weight: a state-dict hook replaced it") as error:
-            call()
-        said.append(type(error.value))
-    hook.remove()
-    model.register_state_dict_post_hook(lambda module, state, prefix, metadata: state.update(more=torch.ones(2)))
-    return said, {name: tuple(value.shape) for name, value in full_state_dict(model).items()}
-
-
-def test_a_hook_that_puts_other_tensors_in_the_parameters_place_is_refused_and_one_that_adds_is_not():
-    for rank, (said, shapes) in enumerate(run_ranks(hooked, 2)):
-        assert said == [ValueError, ValueError]
-        layers = {"0.weight": (4, 4), "0.bias": (4,), "1.weight": (4, 4), "1.bias": (4,)}
-        assert shapes == ({} if rank else layers | {"more": (2,)})
+@pytest.mark.parametrize("name", on_two_ranks)
+def test_on_two_ranks(name):
+    on_two_ranks.assert_holds(name)

@@ -1,26 +1,28 @@
 """ZeRO 1 and 2: the same step as one process's, by parts; each rank holds what is promised, to the byte."""
 
+from __future__ import annotations
+
 import contextlib
 import gc
 import pickle
 import weakref
+from functools import partial
 
 import pytest
 import torch
 from torch import distributed, nn, optim
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from memlab.book.workloads import GPT
-from memlab.data_parallelism import FlatLayout, ZeroOptimizer
+from memlab.data_parallelism import DataParallel, FlatLayout, ZeroOptimizer
 from memlab.data_parallelism.buckets import bucketed
 from memlab.memory_timeline import Meter, imagine
 from memlab.mixed_precision import LossScaler, MasterWeights
 from memlab.offloading import OffloadedOptimizer
-from memlab.ranks import run_ranks
+from memlab.ranks import Traffic, imagined_ranks, run_ranks
 from memlab.units import parse_bytes
-from tests.ranks_helpers import FailsInBackward
+from tests.harness import refusals, refused
+from tests.ranks_helpers import Cases, FailsInBackward, raised
+from tests.sharding_helpers import gpt
 
 FP64 = torch.float64
 SHAPES = [(30, 4), (5,), (0,), (2, 3, 4), (), (7, 1), (1,)]
@@ -28,18 +30,16 @@ SMALL, BUCKET = "256 B", "16 KiB"
 OPTIMIZERS = {
     "SGD": (optim.SGD, {"lr": 0.1}),
     "SGD, Nesterov": (optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
-    "Adam": (optim.Adam, {}),
     "AdamW, for-loop": (optim.AdamW, {"foreach": False}),
     "AdamW, foreach, AMSGrad": (optim.AdamW, {"foreach": True, "amsgrad": True}),
     "Adagrad": (optim.Adagrad, {"initial_accumulator_value": 0.1}),
-    "RAdam": (optim.RAdam, {}),
     "NAdam": (optim.NAdam, {}),
     "RMSprop": (optim.RMSprop, {"momentum": 0.5, "centered": True}),
     "Adamax": (optim.Adamax, {}),
-    "Adadelta": (optim.Adadelta, {}),
     "Rprop": (optim.Rprop, {}),
     "ASGD": (optim.ASGD, {}),
 }
+on_two_ranks, on_three_ranks = Cases(2), Cases(3)
 
 
 def in_masters(parts, **options):
@@ -55,13 +55,11 @@ def parameters(dtype=torch.float32, shapes=SHAPES, seed=0) -> list[nn.Parameter]
     return [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in shapes]
 
 
-def set_gradients(params, seed, but=()) -> None:
-    """Whole multiples of 12, of which 2, 3 or 4 ranks' average is exact."""
+def set_gradients(params, seed) -> None:
+    """Whole multiples of 12, of which 2 or 3 ranks' average is exact."""
     generator = torch.Generator().manual_seed(seed)
-    for number, p in enumerate(params):
-        gradient = 12 * torch.randint(-9, 9, p.shape, generator=generator).to(p.dtype)
-        if number not in but:
-            p.grad = gradient
+    for p in params:
+        p.grad = 12 * torch.randint(-9, 9, p.shape, generator=generator).to(p.dtype)
 
 
 def in_groups(params) -> list[dict]:
@@ -97,54 +95,17 @@ def same(a, b) -> bool:
     return a == b
 
 
-class Sent(TorchDispatchMode):
-    """The collectives that a rank takes part in: their names, and the bytes of the whole that each is about."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "c10d":
-            tensors = torch.utils._pytree.tree_leaves(args)
-            nbytes = max(x.nbytes for x in tensors if isinstance(x, torch.Tensor))
-            self.calls.append((func._opname, nbytes))
-        return func(*args, **(kwargs or {}))
-
-    def nbytes(self, name: str) -> int:
-        return sum(nbytes for called, nbytes in self.calls if called == name)
-
-
-SCATTER, GATHER = "_reduce_scatter_base_", "_allgather_base_"
-
-
-@contextlib.contextmanager
-def fake_ranks(world: int, rank: int = 0):
-    distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
-    try:
-        yield
-    finally:
-        distributed.destroy_process_group()
-
-
 # ---- the same as one process
 
-GPT_SIZES = {"layers": 2, "width": 32, "heads": 2, "context": 16, "vocabulary": 64}
 
-
-def ten_steps(rank, world, stage, micro_batches):
-    """How far a GPT is from one process's with the whole batch, in weights, states and norms."""
-    torch.manual_seed(100 + rank)
-    model = GPT(**GPT_SIZES).to(FP64)
-    torch.manual_seed(100)
-    alone = GPT(**GPT_SIZES).to(FP64)
+def _ten_steps(stage, micro_batches):
+    rank, world = distributed.get_rank(), distributed.get_world_size()
+    model, alone = gpt(100 + rank, width=32, vocabulary=64), gpt(100, width=32, vocabulary=64)
     optimizer = ZeroOptimizer(in_groups(list(model.parameters())), optim.AdamW, stage, bucket_bytes=BUCKET)
     reference = optim.AdamW(in_groups(list(alone.parameters())))
     schedulers = [optim.lr_scheduler.CosineAnnealingLR(each, 10) for each in (optimizer, reference)]
-    norms = []
     for step in range(10):
-        generator = torch.Generator().manual_seed(step)
-        x, y = torch.randint(64, (2, 8, 16), generator=generator)
+        x, y = torch.randint(64, (2, 12, 8), generator=torch.Generator().manual_seed(step))
         alone(x, y).backward()
         theirs = nn.utils.clip_grad_norm_(alone.parameters(), 1.0)
         shares = [each.chunk(world)[rank].chunk(micro_batches) for each in (x, y)]
@@ -152,19 +113,20 @@ def ten_steps(rank, world, stage, micro_batches):
             keep = stage == 2 and step % 2 and number < micro_batches - 1  # every other step keeps gradients whole
             with optimizer.no_sync() if keep else contextlib.nullcontext():
                 (model(share, targets) / micro_batches).backward()
-        norms.append(abs(optimizer.clip_grad_norm_(1.0) / theirs - 1).item())
+        assert abs(optimizer.clip_grad_norm_(1.0) / theirs - 1) <= 1e-12
         for each, scheduler in zip((optimizer, reference), schedulers, strict=True):
             each.step()
             each.zero_grad()
             scheduler.step()
     ours, theirs = optimizer.state_dict(), reference.state_dict()
     pairs = [(ours["state"][n][name], v) for n, s in theirs["state"].items() for name, v in s.items()]
-    return (
-        apart(model.parameters(), alone.parameters()),
-        apart(*zip(*pairs, strict=True)),
-        max(norms),
-        ours["param_groups"] == theirs["param_groups"],
-    )
+    assert apart(model.parameters(), alone.parameters()) <= 1e-12 and apart(*zip(*pairs, strict=True)) <= 1e-12
+    assert ours["param_groups"] == theirs["param_groups"]
+
+
+for _stage in (1, 2):
+    on_two_ranks[f"ten_steps_at_stage_{_stage}_of_two_micro_batches"] = partial(_ten_steps, _stage, 2)
+    on_three_ranks[f"ten_steps_at_stage_{_stage}"] = partial(_ten_steps, _stage, 1)
 
 
 # ---- bit by bit
@@ -181,11 +143,11 @@ def whole_gradients(optimizer) -> dict[int, torch.Tensor]:
     return {n: torch.cat([rank[n] for rank in ranks]).view(shapes[n]) for n in own if own[n] is not None}
 
 
-def bit_by_bit(rank, stage, make, options, dtype=torch.float32, used_by=lambda number, rank, step: True):
+def bit_by_bit(stage, make, options, dtype=torch.float32, used_by=None) -> bool:
     """Whether weights and states equal an optimizer's that is fed the very gradients the collectives returned."""
+    rank = distributed.get_rank()
     params, copies = parameters(dtype, seed=rank), parameters(dtype)
-    unused = options.get("find_unused", False)
-    options = {name: value for name, value in options.items() if name != "find_unused"}
+    unused = used_by is not None
     optimizer = ZeroOptimizer(
         in_groups(params), make, stage, bucket_bytes=SMALL, find_unused_parameters=unused, **options
     )
@@ -197,7 +159,7 @@ def bit_by_bit(rank, stage, make, options, dtype=torch.float32, used_by=lambda n
         loss = torch.zeros((), dtype=dtype)
         for number, p in enumerate(order):
             weights = torch.randn(p.shape, generator=generator).to(dtype)
-            if used_by(number, rank, step):
+            if not unused or used_by(number, rank, step):
                 loss = loss + (p * weights).sum()
         loss.backward()
         optimizer.reduce_gradients()
@@ -206,49 +168,33 @@ def bit_by_bit(rank, stage, make, options, dtype=torch.float32, used_by=lambda n
         optimizer.step()
         reference.step()
         reference.zero_grad()
-    weights = all(map(torch.equal, params, copies))
-    return weights and same(optimizer.state_dict(), reference.state_dict())
+    return all(map(torch.equal, params, copies)) and same(optimizer.state_dict(), reference.state_dict())
 
 
-def fused(rank):
-    """How far fused AdamW is from the same on the whole; and whether it equals the same on copies of the parts."""
-    params, copies = parameters(seed=rank), parameters()
-    optimizer = ZeroOptimizer(params, optim.AdamW, bucket_bytes=SMALL, fused=True)
-    reference = optim.AdamW(copies, fused=True)
-    parts = optimizer.param_groups[0]["params"]
-    twins = [part.detach().clone() for part in parts]
-    on_twins = optim.AdamW(twins, fused=True)
-    for seed in range(3):
-        set_gradients(params, seed)
-        set_gradients(copies, seed)
-        optimizer.reduce_gradients()
-        for part, twin in zip(parts, twins, strict=True):
-            twin.grad = part.grad.clone()
-        for each in (optimizer, reference, on_twins):
-            each.step()
-    ours, theirs = optimizer.state_dict()["state"], reference.state_dict()["state"]
-    moments = [(ours[n][name], theirs[n][name]) for n in theirs for name in theirs[n]]
-    return apart(params, copies), apart(*zip(*moments, strict=True)), all(map(torch.equal, parts, twins))
+@on_three_ranks
+def every_elementwise_optimizer_steps_as_on_the_whole_fed_the_very_gradients_the_collectives_returned():
+    for number, (name, what) in enumerate(OPTIMIZERS.items()):
+        assert bit_by_bit(1 + number % 2, *what), name
+    for make in (in_masters, on_host):
+        for stage in (1, 2):
+            assert bit_by_bit(stage, make, {}, torch.bfloat16), (make.__name__, stage)
 
 
-def odd_uses(rank):
-    """Parameters that some ranks use, in some steps; one that none ever uses; and more ranks than elements."""
-
+@on_three_ranks
+def a_parameter_that_no_rank_uses_is_not_stepped_and_one_that_a_single_rank_uses_is():
     def used_by(number, rank, step):
-        return number != 1 and (number != 0 or rank == step % 5) and not (number == 3 and step < 2)
+        return number != 1 and (number != 0 or rank == step % 3) and not (number == 3 and step < 2)
 
-    return [
-        bit_by_bit(rank, stage, optim.AdamW, {"weight_decay": 0.1, "find_unused": True}, used_by=used_by)
-        for stage in (1, 2)
-    ]
+    for stage in (1, 2):
+        assert bit_by_bit(stage, optim.AdamW, {"weight_decay": 0.1}, used_by=used_by)
 
 
 # ---- saving, loading
 
 
-def saved(rank, state, values, seeds, to):
+def saved(state, values, seeds, to):
     """Some steps, from a state; then the weights, and the whole states."""
-    params = parameters(seed=rank)
+    params = parameters(seed=distributed.get_rank())
     with torch.no_grad():
         for p, value in zip(params, values or params, strict=True):
             p.copy_(value)
@@ -263,7 +209,7 @@ def saved(rank, state, values, seeds, to):
     return [p.detach() for p in params], optimizer.state_dict(to)
 
 
-def alone(state, values, seeds):
+def saved_alone(state, values, seeds):
     params = parameters()
     with torch.no_grad():
         for p, value in zip(params, values or params, strict=True):
@@ -277,224 +223,293 @@ def alone(state, values, seeds):
     return [p.detach() for p in params], optimizer.state_dict()
 
 
+def test_a_state_dict_is_that_of_the_optimizer_itself_and_goes_on_with_another_number_of_ranks_bit_by_bit():
+    half, expected = saved_alone(None, None, range(3)), saved_alone(None, None, range(6))
+    first, second, third = run_ranks(lambda rank: saved(None, None, range(3), 1), 3)
+    assert same(second, half) and first[1] == third[1] == {}
+    for found in run_ranks(lambda rank: saved(*second[::-1], range(3, 6), None), 2):
+        assert same(found, expected)
+    assert same(saved_alone(*second[::-1], range(3, 6)), expected)
+
+
+def test_hooks_of_saving_and_loading_are_called_as_torch_calls_them():
+    def history(make):
+        said = []
+        optimizer = make(nn.Linear(2, 2).parameters())
+        optimizer.register_state_dict_pre_hook(lambda one: said.append("saving"))
+        optimizer.register_state_dict_post_hook(lambda one, saved: saved | {"epoch": 3})
+        optimizer.register_load_state_dict_pre_hook(lambda one, saved: said.append(saved.pop("epoch")))
+        optimizer.register_load_state_dict_pre_hook(lambda one, saved: {**saved, "state": {}})
+        optimizer.register_load_state_dict_post_hook(lambda one: said.append("loaded"))
+        saved = optimizer.state_dict()
+        optimizer.load_state_dict(saved)
+        return [*said, saved]
+
+    with imagined_ranks(2):
+        ours = history(lambda params: ZeroOptimizer(params, optim.SGD, lr=0.1))
+    assert ours == history(lambda params: optim.SGD(params, lr=0.1))
+
+
 # ---- bytes
 
 
-def metered(rank, world, stage, make, dtype):
-    """Bytes by category after construction, backward, reduction and step, and the largest beside the parameters.
+@on_three_ranks
+def a_rank_holds_what_the_formula_says_to_the_byte():
+    rank, x = distributed.get_rank(), torch.randint(64, (2, 8))
+    for stage, make, dtype, state_bytes in ((1, optim.AdamW, torch.float32, 8), (2, in_masters, torch.bfloat16, 12)):
+        peaks = []
+        for _ in range(4):  # the least: gloo's thread may still hold what ranks told each other
+            model = gpt(rank, dtype, width=32, vocabulary=64)
+            groups = in_groups(list(model.parameters()))
+            with Meter(model) as building:
+                optimizer = ZeroOptimizer(groups, make, stage, bucket_bytes=BUCKET)
+            peaks.append(building.timeline.peak_bytes)
+        whole_model, tensors = sum(p.nbytes for p in model.parameters()), len(list(model.parameters()))
+        cut = layouts(groups, 3, BUCKET)
+        with Meter(model, optimizer, inputs=x) as meter:
+            model(x, x).backward()
+            marks = [len(meter.timeline)]
+            optimizer.reduce_gradients()
+            marks.append(len(meter.timeline))
+            optimizer.step()
+            marks.append(len(meter.timeline))
+        timeline = meter.timeline
+        backward, reduced, stepped = (timeline.bytes_by_category(mark) for mark in marks)
+        reducing = max(timeline.totals[marks[0] : marks[1] + 1]) - timeline.totals[marks[0]]
+        whole = sum(layout.padded * itemsize for layout, itemsize in cut)
+        pieces = sum(layout.piece * itemsize for layout, itemsize in cut)
+        largest = max(layout.padded * itemsize for layout, itemsize in cut)
+        assert any(layout.padding for layout, _ in cut) and len(cut) > 3
+        elements = sum(end - begin for layout, _ in cut for begin, end in layout.parts(rank))
+        assert building.timeline.totals[-1] == whole
+        assert min(peaks) <= whole_model + largest + 8 * len(cut)
+        assert backward["gradient"] == (whole_model if stage == 1 else pieces)
+        assert reduced["gradient"] == pieces and stepped["gradient"] == 0
+        assert stepped["optimizer_state"] == state_bytes * elements + 4 * tensors  # and one step counter each
+        assert backward["parameter"] == reduced["parameter"] == stepped["parameter"] == whole
+        assert reducing <= (pieces + 2 * largest if stage == 1 else tensors)
 
-    Of several constructions the least peak: gloo's thread may still hold what ranks told each other in one.
-    """
-    torch.manual_seed(rank)
-    x = torch.randint(64, (2, 16))
-    peaks = []
-    for _ in range(4):
-        model = GPT(**GPT_SIZES).to(dtype)
-        with Meter(model) as building:
-            optimizer = ZeroOptimizer(in_groups(list(model.parameters())), make, stage, bucket_bytes=BUCKET)
-        peaks.append(building.timeline.peak_bytes)
-    with Meter(model, optimizer, inputs=x) as meter:
-        model(x, x).backward()
-        marks = [len(meter.timeline)]
-        optimizer.reduce_gradients()
-        marks.append(len(meter.timeline))
-        optimizer.step()
-        marks.append(len(meter.timeline))
-    timeline = meter.timeline
-    held = [timeline.bytes_by_category(mark) for mark in marks]
-    reducing = max(timeline.totals[marks[0] : marks[1] + 1]) - timeline.totals[marks[0]]
-    return building.timeline.totals[-1], min(peaks), held, reducing
+
+def second_step(stage, micro_batches, world=64):
+    """What rank 0 of many sends in a step on imagined hardware; its timeline, and the bytes of parameters."""
+    with imagined_ranks(world), imagine("H100-80GB"):
+        model = gpt(dtype=torch.float32, width=32, vocabulary=64)
+        optimizer = ZeroOptimizer(model.parameters(), optim.AdamW, stage, bucket_bytes=BUCKET)
+        x = torch.randint(64, (2, 8))
+        for _ in range(2):  # in the first, ranks agree on turns
+            with Meter(model, optimizer, inputs=x) as meter, Traffic() as traffic:
+                for _ in range(micro_batches):
+                    model(x, x).backward()
+                optimizer.clip_grad_norm_(1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+        state = optimizer.state_dict()
+        assert state["state"][0]["exp_avg"].shape == (64, 32) and state["state"][0]["exp_avg"].device.type == "cpu"
+        optimizer.load_state_dict(state)
+        whole = sum(layout.padded * 4 for layout, _ in layouts([{"params": list(model.parameters())}], world, BUCKET))
+    return traffic, meter.timeline, whole
 
 
-KINDS = {"AdamW": (optim.AdamW, torch.float32, 8), "MasterWeights": (in_masters, torch.bfloat16, 12)}
+@pytest.mark.parametrize(("stage", "micro_batches"), [(1, 3), (2, 1), (2, 3)])
+def test_of_64_ranks_one_sends_its_share_of_weights_and_of_gradients_at_stage_2_those_of_each_backward(
+    stage, micro_batches
+):
+    traffic, timeline, whole = second_step(stage, micro_batches)
+    share = whole // 64 * 63
+    reduced = share * (micro_batches if stage == 2 else 1)
+    assert traffic.by_name() == {"reduce_scatter": reduced, "all_reduce": 16, "all_gather": share}  # and of the norm
+    if stage == 1:
+        return
+    # Of stage 2 the whole of the gradients never exists.
+    filling = {number for number, each in timeline.storages.items() if str(each.line).startswith("Filling")}
+    alive, most = 0, 0
+    for event in timeline.events:
+        alive += event.delta if event.storage in filling else 0
+        most = max(most, alive)
+    largest = parse_bytes(BUCKET)
+    assert alive == 0 and whole / 12 < most <= 3 * largest < whole / 2
+    assert max(timeline.curves["gradient"]) == whole / 64
 
 
 # ---- what hooks, losses and ranks may do
 
 
-def odd_backwards(rank):
-    """Facts of stage 2, by name, of two ranks."""
-    facts = {}
-    params = parameters(FP64, [(8, 4), (8, 4), (3,)], seed=rank)
-    optimizer = ZeroOptimizer(params, optim.SGD, 2, bucket_bytes=SMALL, lr=0.1)
-    x = torch.full((4,), 1.0 + rank, dtype=FP64)
+class Three:
+    """Three parameters of two ranks at stage 2, whose averaged gradients are 1.5 times 1, 2 and 3."""
 
-    def loss(order):
-        total = 0.0
-        for number in order if rank else reversed(order):
-            total = total + (params[number] * (1 + number)).sum() * x[0]
-        return total
+    def __init__(self):
+        self.rank = distributed.get_rank()
+        self.params = parameters(FP64, [(8, 4), (8, 4), (3,)], seed=self.rank)
+        self.optimizer = ZeroOptimizer(self.params, optim.SGD, 2, bucket_bytes=SMALL, lr=0.1)
 
-    def parts():
-        return [None if p.grad is None else p.grad.clone() for p in optimizer.param_groups[0]["params"]]
+    def backward(self, *numbers) -> None:
+        order = numbers if self.rank else reversed(numbers)
+        sum((self.params[n] * (1 + n)).sum() * (1.0 + self.rank) for n in order).backward()
 
-    with Sent() as sent:
-        loss([0, 1, 2]).backward()
-        loss([0, 1, 2]).backward()
-    facts["calls"] = sent.calls
-    facts["added up"] = all((grad == 2 * 1.5 * (1 + n)).all() for n, grad in enumerate(parts()))
-    facts["freed"] = all(p.grad is None for p in params)
-    optimizer.zero_grad(set_to_none=False)
-    facts["zeroed"] = all((grad == 0).all() for grad in parts())
-    optimizer.zero_grad()
-    facts["dropped"] = parts()
+    def parts(self) -> list:
+        return [None if p.grad is None else p.grad.clone() for p in self.optimizer.param_groups[0]["params"]]
 
-    try:
-        (FailsInBackward.apply(params[0]).sum() + params[2].sum()).backward()
-    except ArithmeticError:
-        facts["step after"] = raised(optimizer.step) + raised(optimizer.reduce_gradients)
-    optimizer.zero_grad()
-    loss([0, 1, 2]).backward()
-    facts["right again"] = all((grad == 1.5 * (1 + n)).all() for n, grad in enumerate(parts()))
-    optimizer.zero_grad()
-
-    with optimizer.no_sync(), Sent() as kept:
-        loss([0, 2]).backward()
-    facts["kept"] = kept.calls, params[0].grad is not None
-    loss([1]).backward()  # takes what was kept, too
-    facts["with the kept"] = all((grad == 1.5 * (1 + n)).all() for n, grad in enumerate(parts()))
-    with optimizer.no_sync():
-        loss([0]).backward()
-    facts["left over"] = raised(optimizer.step)
-    optimizer.reduce_gradients()
-    facts["reduced"] = bool((parts()[0] == 3.0).all())
-    optimizer.zero_grad()
-
-    if rank == 0:
-        loss([0, 1, 2]).backward()
-    optimizer.reduce_gradients()  # rank 1 has no data, and did not run backward
-    facts["without data"] = all((grad == 0.5 * (1 + n)).all() for n, grad in enumerate(parts()))
-    optimizer.zero_grad()
-    empty = torch.ones(0 if rank else 4, dtype=FP64)
-    (empty[:, None, None] * params[0]).sum().backward()
-    facts["empty batch"] = bool((parts()[0] == 2.0).all()), [bool((grad == 0).all()) for grad in parts()[1:]]
-    optimizer.zero_grad()
-
-    params[1].requires_grad_(False)
-    loss([0, 2]).backward()
-    facts["frozen"] = parts()[1], bool((parts()[2] == 4.5).all())
-    optimizer.step()
-    params[1].requires_grad_(True)
-    before = params[1].clone()
-    loss([1]).backward()
-    optimizer.step()
-    facts["thawed"] = bool((before - params[1] - 0.3).abs().max() < 1e-12)
-
-    for each in (0, 1):  # reentrant: a backward inside backward, whose hooks are of another graph task
-        inner = checkpoint(lambda y, p=params[each]: (p * y).sum(), x[:1].clone().requires_grad_(), use_reentrant=True)
-        (inner + params[2].sum()).backward()
-    facts["reentrant"] = all((grad == value).all() for grad, value in zip(parts(), (1.5, 1.5, 2.0), strict=True))
-    optimizer.zero_grad()
-
-    facts["tied"] = tied(rank)
-    return facts
+    def assert_gradients(self, *values) -> None:
+        """Also clears them."""
+        for grad, value in zip(self.parts(), values, strict=True):
+            assert (grad is None) if value is None else (grad == value).all()
+        self.optimizer.zero_grad()
 
 
-def frozen_late(rank, stage):
-    """How far from torch: frozen between backward and step, by one bucket or all; thawed for a backward in between."""
-    made = [parameters(FP64, [(8, 4), (8, 4), (3,)]) for _ in range(2)]
-    ours, whole = made
-    options = {"lr": 0.1, "weight_decay": 0.1}
-    optimizer = ZeroOptimizer(ours, optim.AdamW, stage, bucket_bytes=SMALL, **options)
-    reference, found = optim.AdamW(whole, **options), []
-    for before, frozen in (([0, 1, 2], [1]), ([0, 2], [0, 2]), ([0, 1, 2], [0, 1, 2]), ([1], [])):
-        for params in made:
-            for number, p in enumerate(params):
-                p.requires_grad_(number in before)
-        sum((1 + rank) * ours[n].square().sum() for n in before if rank == 0 or n != 1 or len(before) == 1).backward()
-        for each in range(2):
-            used = [n for n in before if each == 0 or n != 1 or len(before) == 1]
-            (sum((1 + each) * whole[n].square().sum() for n in used) / 2).backward()
-        for params in made:
-            for number in frozen:
-                params[number].requires_grad_(False)
-        optimizer.step()
-        reference.step()
-        reference.zero_grad()
-        found.append(apart(ours, whole))
-    never = [nn.Parameter(torch.ones(3), requires_grad=False), nn.Parameter(torch.ones(3))]
-    optimizer = ZeroOptimizer(never, optim.SGD, stage, lr=0.1)
-    never[0].grad = torch.ones(3)
-    return found, raised(optimizer.step)
+@on_two_ranks
+def every_backward_is_reduced_in_the_same_order_on_every_rank_and_added_up():
+    three = Three()
+    with Traffic() as traffic:
+        three.backward(0, 1, 2)
+        three.backward(0, 1, 2)
+    calls, every = [(record.name, record.tensor_bytes) for record in traffic.records], [None, None]
+    distributed.all_gather_object(every, calls)
+    assert every[0] == every[1]
+    scattered = [nbytes for name, nbytes in calls if name == "reduce_scatter"]
+    assert len(scattered) == 2 * 3 and sum(scattered) == 2 * (2 * 8 * 4 + 4) * 8
+    assert all(p.grad is None for p in three.params)
+    assert all((grad == 3.0 * (1 + n)).all() for n, grad in enumerate(three.parts()))
+    three.optimizer.zero_grad(set_to_none=False)
+    three.assert_gradients(0, 0, 0)
+    assert three.parts() == [None] * 3
 
 
-def taken_by_a_hook(rank):
-    """What stage 2 makes of a gradient that the reader's own hook has set to None, on one rank and on both."""
+@on_two_ranks
+def after_a_backward_that_raised_zero_grad_makes_a_fresh_start():
+    three = Three()
+    with contextlib.suppress(ArithmeticError):
+        (FailsInBackward.apply(three.params[0]).sum() + three.params[2].sum()).backward()
+    for call in (three.optimizer.step, three.optimizer.reduce_gradients):
+        refused(call, RuntimeError, "one that raised in the middle; call zero_grad()")
+    three.optimizer.zero_grad()
+    three.backward(0, 1, 2)
+    three.assert_gradients(1.5, 3.0, 4.5)
+
+
+@on_two_ranks
+def no_sync_keeps_gradients_whole_until_the_backward_after_it():
+    three = Three()
+    with three.optimizer.no_sync(), Traffic() as quiet:
+        three.backward(0, 2)
+    assert quiet.records == [] and three.params[0].grad is not None
+    three.backward(1)  # takes what was kept, too
+    three.assert_gradients(1.5, 3.0, 4.5)
+    three.backward(1)
+    with three.optimizer.no_sync():
+        three.backward(0)
+    refused(three.optimizer.step, RuntimeError, "call reduce_gradients() when the last backward is through")
+    three.optimizer.reduce_gradients()
+    three.assert_gradients(1.5, 3.0, 0.0)
+
+
+@on_two_ranks
+def a_rank_without_data_counts_as_zeros():
+    three = Three()
+    if three.rank == 0:
+        three.backward(0, 1, 2)
+    three.optimizer.reduce_gradients()  # rank 1 did not run backward
+    three.assert_gradients(0.5, 1.0, 1.5)
+    empty = torch.ones(0 if three.rank else 4, dtype=FP64)
+    (empty[:, None, None] * three.params[0]).sum().backward()
+    three.assert_gradients(2.0, 0.0, 0.0)
+
+
+@on_two_ranks
+def frozen_thawed_and_checkpointed_parameters_have_the_gradients_they_should():
+    three = Three()
+    three.params[1].requires_grad_(False)
+    three.backward(0, 2)
+    three.assert_gradients(1.5, None, 4.5)
+    three.backward(0, 2)
+    three.optimizer.step()
+    three.params[1].requires_grad_(True)
+    before = three.params[1].clone()
+    three.backward(1)
+    three.optimizer.step()
+    assert (before - three.params[1] - 0.3).abs().max() < 1e-12
+    x = torch.full((1,), 1.0 + three.rank, dtype=FP64).requires_grad_()
+    for p in three.params[:2]:  # reentrant: a backward inside backward, whose hooks are of another graph task
+        inner = checkpoint(lambda y, p=p: (p * y).sum(), x, use_reentrant=True)
+        (inner + three.params[2].sum()).backward()
+    three.assert_gradients(1.5, 1.5, 2.0)
+
+
+@on_two_ranks
+def a_parameter_frozen_between_backward_and_step_is_stepped_on_all_ranks_as_by_torch():
+    """Frozen by one bucket or all; thawed for a backward in between. Of the second parameter rank 1 has no gradient."""
+    rank = distributed.get_rank()
+    for stage in (1, 2):
+        ours, whole = made = [parameters(FP64, [(8, 4), (8, 4), (3,)]) for _ in range(2)]
+        options = {"lr": 0.1, "weight_decay": 0.1}
+        optimizer = ZeroOptimizer(ours, optim.AdamW, stage, bucket_bytes=SMALL, **options)
+        reference = optim.AdamW(whole, **options)
+        for before, frozen in (([0, 1, 2], [1]), ([0, 2], [0, 2]), ([0, 1, 2], [0, 1, 2]), ([1], [])):
+            for params in made:
+                for number, p in enumerate(params):
+                    p.requires_grad_(number in before)
+            used = [[n for n in before if each == 0 or n != 1 or len(before) == 1] for each in range(2)]
+            sum((1 + rank) * ours[n].square().sum() for n in used[rank]).backward()
+            for each in range(2):
+                (sum((1 + each) * whole[n].square().sum() for n in used[each]) / 2).backward()
+            for params in made:
+                for number in frozen:
+                    params[number].requires_grad_(False)
+            optimizer.step()
+            reference.step()
+            reference.zero_grad()
+            assert apart(ours, whole) <= 1e-12
+        never = [nn.Parameter(torch.ones(3), requires_grad=False), nn.Parameter(torch.ones(3))]
+        optimizer = ZeroOptimizer(never, optim.SGD, stage, lr=0.1)
+        never[0].grad = torch.ones(3)
+        refused(optimizer.step, RuntimeError, "freeze it again after step(), or set its grad to None")
+
+
+@on_two_ranks
+def a_gradient_that_a_hook_took_away_counts_as_one_that_never_came():
     params = parameters(FP64, [(4,), (3,), (5,)])
-    for number, p in enumerate(params[:2]):
-        if number <= rank:
+    for number, p in enumerate(params[:2]):  # the second on rank 1 only
+        if number <= distributed.get_rank():
             p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
     optimizer = ZeroOptimizer(params, optim.SGD, 2, bucket_bytes=8, find_unused_parameters=True, lr=0.1)
     sum(p.sum() for p in params).backward()
-    return [None if part.grad is None else set(part.grad.tolist()) for part in optimizer.param_groups[0]["params"]]
+    first, second, third = (part.grad for part in optimizer.param_groups[0]["params"])
+    assert first is None and set(second.tolist()) == {0.5} and set(third.tolist()) == {1.0}
 
 
-def tied(rank):
-    torch.manual_seed(rank)
-    first, last, other = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
-    last.weight = first.weight
-    model = nn.Sequential(first, other, last).double()
-    optimizer = ZeroOptimizer(model.parameters(), optim.SGD, 2, lr=0.1)
-    whole = [p.detach().clone().requires_grad_() for p in model.parameters()]
-    x = torch.randn(2, 3, 4, dtype=FP64, generator=torch.Generator().manual_seed(0))
-    model(x[rank]).square().mean().backward()
-    optimizer.step()
-    a, b, c, d, e = whole
-    y = x @ a.T + b
-    y = y @ c.T + d
-    (y @ a.T + e).square().mean().backward()
-    return apart(model.parameters(), [p - 0.1 * p.grad for p in whole]) < 1e-14 and last.weight is first.weight
-
-
-def raised(fn, *args, **kwargs) -> str:
-    """The message of what a call raises, after the error's name."""
-    try:
-        fn(*args, **kwargs)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
-
-
-def nonfinite(rank):
-    """With a scaler that agrees, all skip; without, all have nan."""
-    facts = {}
+@on_two_ranks
+def an_inf_on_one_rank_makes_all_skip_with_a_scaler_that_agrees_and_nan_for_all_without():
+    rank = distributed.get_rank()
 
     def agree(found):
         distributed.all_reduce(found, distributed.ReduceOp.MAX)
         return found
 
-    for dtype, make in ((torch.float32, optim.SGD), (torch.float16, in_masters)):
-        for stage in (1, 2):
-            params = parameters(dtype, [(4, 4), (7,)])
-            optimizer = ZeroOptimizer(params, make, stage, lr=0.5)
-            scaler = LossScaler(8.0, agree=agree)
-            history = []
-            for bad in (False, True, False):
-                before = [p.detach().clone() for p in params]
-                loss = sum((p * p.new_tensor(float("inf") if bad and rank == 1 else 1.0)).sum() for p in params)
-                scaler.scale(loss).backward()
-                scaler.unscale_(optimizer)
-                norm = optimizer.clip_grad_norm_(100.0)
-                scaler.step(optimizer)
-                scaler.update()
-                optimizer.zero_grad()
-                history.append((norm.item(), all(map(torch.equal, before, params)), scaler.get_scale()))
-            facts[dtype, stage] = history
+    params = parameters(torch.float16, [(4, 4), (7,)])
+    optimizer = ZeroOptimizer(params, in_masters, 2, lr=0.5)
+    scaler, history = LossScaler(8.0, agree=agree), []
+    for factor in (1.0, float("inf") if rank == 1 else 1.0, 1.0):
+        before = [p.detach().clone() for p in params]
+        scaler.scale(sum((p * factor).sum() for p in params)).backward()
+        scaler.unscale_(optimizer)
+        assert len(history) == 1 or optimizer.clip_grad_norm_(100.0).item() == pytest.approx(23**0.5, rel=1e-6)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        history.append((all(map(torch.equal, before, params)), scaler.get_scale()))
+    assert history == [(False, 8.0), (True, 4.0), (False, 4.0)]
     params = parameters(FP64, [(4, 4), (7,)])
     optimizer = ZeroOptimizer(params, optim.SGD, lr=0.5)
     (params[0].sum() * (float("nan") if rank == 1 else 1.0) + params[1].sum()).backward()
-    norm = optimizer.clip_grad_norm_(1.0)
-    facts["refused"] = raised(optimizer.clip_grad_norm_, 1.0, error_if_nonfinite=True)
+    assert optimizer.clip_grad_norm_(1.0).isnan()
+    refused(lambda: optimizer.clip_grad_norm_(1.0, error_if_nonfinite=True), RuntimeError, "found nan; skip the step")
     optimizer.step()
-    facts["nan"] = norm.isnan().item() and all(p.isnan().all() for p in params)
-    return facts
+    assert all(p.isnan().all() for p in params)
 
 
-def norms(rank):
-    """Of every kind, next to torch's of the average."""
-    params = parameters(FP64, seed=rank)
+@on_two_ranks
+def the_norm_and_the_clipped_gradients_are_torchs_of_the_average():
+    params = parameters(FP64, seed=distributed.get_rank())
     optimizer = ZeroOptimizer(params, optim.SGD, bucket_bytes=SMALL, lr=0.5)
-    found = {}
     for kind in (1.0, 2.0, 3.5, float("inf")):
         copies = parameters(FP64)
         for seed in (2, 3):
@@ -502,45 +517,17 @@ def norms(rank):
             for p, copy in zip(params, copies, strict=True):
                 gradient = torch.randn(p.shape, generator=generator, dtype=FP64)
                 copy.grad = gradient / 2 if copy.grad is None else copy.grad + gradient / 2
-                if rank == seed - 2:
+                if distributed.get_rank() == seed - 2:
                     p.grad = gradient
         theirs = nn.utils.clip_grad_norm_([p for p in copies if p.numel()], 0.1, kind)  # torch refuses empty ones
-        ours = optimizer.clip_grad_norm_(0.1, kind)
+        assert abs(optimizer.clip_grad_norm_(0.1, kind) / theirs - 1) <= 1e-12
         clipped = whole_gradients(optimizer)
-        found[kind] = (
-            abs(ours / theirs - 1).item(),
-            apart([clipped[n] for n in range(len(copies))], [p.grad for p in copies]),
-        )
+        assert apart([clipped[n] for n in range(len(copies))], [p.grad for p in copies]) <= 1e-12
         optimizer.zero_grad()
-    return found
 
 
-def beside_torchs_own(rank):
-    """DDP and ZeroRedundancyOptimizer on one model, ours on another, and ours on one that DDP wraps by mistake."""
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-    from torch.nn.parallel import DistributedDataParallel
-
-    models = []
-    for _ in range(3):
-        torch.manual_seed(1)
-        models.append(GPT(**GPT_SIZES).double())
-    plain, wrapped, theirs = models[0], DistributedDataParallel(models[1]), DistributedDataParallel(models[2])
-    optimizers = [
-        ZeroOptimizer(plain.parameters(), optim.AdamW, 2, bucket_bytes=BUCKET),
-        ZeroOptimizer(wrapped.parameters(), optim.AdamW, 1, bucket_bytes=BUCKET),
-        ZeroRedundancyOptimizer(theirs.parameters(), optim.AdamW),
-    ]
-    for step in range(5):
-        x, y = torch.randint(64, (2, 8, 16), generator=torch.Generator().manual_seed(step)).chunk(2, dim=1)[rank]
-        for model, optimizer in zip((plain, wrapped, theirs), optimizers, strict=True):
-            model(x, y).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    return [apart(model.parameters(), models[2].parameters()) for model in models[:2]]
-
-
-def masters_notice(rank):
-    """A weight written to between steps reaches its master; the gather after a step counts as no such write."""
+@on_two_ranks
+def a_weight_written_to_between_steps_reaches_its_master_and_a_graph_from_before_a_step_is_refused():
     params = parameters(torch.bfloat16)
     optimizer = ZeroOptimizer(params, in_masters, lr=1e-3)
     set_gradients(params, 0)
@@ -549,18 +536,20 @@ def masters_notice(rank):
     counted = [part._version for part in parts]
     set_gradients(params, 1)
     optimizer.reduce_gradients()
-    quiet = counted == [part._version for part in parts]
+    assert counted == [part._version for part in parts]  # the gather after a step counts as no such write
     with torch.no_grad():
         params[0].fill_(3.0)
     optimizer.step()
     graph = (params[0] * params[0]).sum()
     set_gradients(params, 1)
     optimizer.step()
-    return quiet, bool(((params[0] - 3.0).abs() < 0.1).all()), raised(graph.backward)
+    assert ((params[0] - 3.0).abs() < 0.1).all()
+    refused(graph.backward, RuntimeError, "modified by an inplace operation")
 
 
-def more_parameters(rank):
-    """A group that comes later; its parameters are rank 0's, and are stepped."""
+@on_two_ranks
+def a_group_may_come_later_and_a_closure_is_called():
+    rank = distributed.get_rank()
     params, late = parameters(FP64, seed=rank), parameters(FP64, [(5, 3)], seed=5 + rank)
     optimizer = ZeroOptimizer(params, optim.SGD, 2, bucket_bytes=SMALL, lr=0.5)
     optimizer.add_param_group({"params": late, "lr": 0.25})
@@ -572,315 +561,98 @@ def more_parameters(rank):
         loss.backward()
         return loss
 
-    returned = optimizer.step(closure)
-    again = raised(optimizer.add_param_group, {"params": late})
-    return torch.equal(late[0], expected), returned is loss, again, len(optimizer.state_dict()["param_groups"])
+    assert optimizer.step(closure) is loss and torch.equal(late[0], expected)
+    refused(lambda: optimizer.add_param_group({"params": late}), ValueError, "found numbers 7 and 8 given twice")
+    assert len(optimizer.state_dict()["param_groups"]) == 2
 
 
-# ---- launches: as few as can be
-
-
-def as_two(rank, state, values):
-    return {
-        "ten steps": {(stage, k): ten_steps(rank, 2, stage, k) for stage in (1, 2) for k in (1, 2)},
-        "resumed": saved(rank, state, values, range(3, 6), None),
-        "odd": odd_backwards(rank),
-        "frozen late": [frozen_late(rank, stage) for stage in (1, 2)],
-        "taken": taken_by_a_hook(rank),
-        "nonfinite": nonfinite(rank),
-        "norms": norms(rank),
-        "torch": beside_torchs_own(rank),
-        "masters": masters_notice(rank),
-        "more": more_parameters(rank),
-    }
-
-
-def as_three(rank, state, values):
-    facts = {
-        "bits": {
-            (name, stage): bit_by_bit(rank, stage, *what) for name, what in OPTIMIZERS.items() for stage in (1, 2)
-        },
-        "metered": {
-            (stage, name): metered(rank, 3, stage, make, dtype)
-            for stage in (1, 2)
-            for name, (make, dtype, _) in KINDS.items()
-        },
-        "resumed": saved(rank, state, values, range(3, 6), None),
-        "fused": fused(rank),
-    }
-    for make in (in_masters, on_host):
-        for stage in (1, 2):
-            facts["bits"][make.__name__, stage] = bit_by_bit(rank, stage, make, {}, torch.bfloat16)
-    return facts
-
-
-def as_four(rank):
-    return {
-        "ten steps": {(stage, 1): ten_steps(rank, 4, stage, 1) for stage in (1, 2)},
-        "saved": saved(rank, None, None, range(3), 1),
-    }
-
-
-@pytest.fixture(scope="module")
-def two():
-    values, state = alone(None, None, range(3))
-    return run_ranks(as_two, 2, state, values)
-
-
-@pytest.fixture(scope="module")
-def four():
-    return run_ranks(as_four, 4)
-
-
-@pytest.fixture(scope="module")
-def three(four):
-    values, state = four[1]["saved"]
-    return run_ranks(as_three, 3, state, values)
-
-
-@pytest.mark.parametrize("world", ["two", "four"])
-def test_ten_steps_in_fp64_equal_the_single_process(world, request):
-    for facts in request.getfixturevalue(world):
-        for weights, states, norm, same_groups in facts["ten steps"].values():
-            assert weights <= 1e-12 and states <= 1e-12 and norm <= 1e-12 and same_groups
-
-
-def test_every_elementwise_optimizer_steps_bit_by_bit_as_on_the_whole_fed_the_very_gradients_the_collective_returned(
-    three,
-):
-    for facts in three:
-        assert len(facts["bits"]) == 2 * len(OPTIMIZERS) + 4
-        assert all(facts["bits"].values()), [name for name, right in facts["bits"].items() if not right]
-
-
-def test_fused_on_a_cpu_rounds_by_an_elements_place_in_its_tensor_so_parts_differ_from_the_whole_by_rounding_only(
-    three,
-):
-    for facts in three:
-        weights, moments, same_on_copies_of_the_parts = facts["fused"]
-        assert weights <= 1e-6 and moments <= 1e-6 and same_on_copies_of_the_parts
-
-
-def test_a_parameter_that_no_rank_uses_is_not_stepped_and_one_that_a_single_rank_uses_is():
-    assert run_ranks(odd_uses, 5) == [[True, True]] * 5
-
-
-def test_a_state_dict_is_that_of_the_optimizer_itself_and_goes_on_with_another_number_of_ranks_bit_by_bit(
-    two, three, four
-):
-    half, expected = alone(None, None, range(3)), alone(None, None, range(6))
-    assert same(four[1]["saved"], half) and all(four[rank]["saved"][1] == {} for rank in (0, 2, 3))
-    for facts in (*two, *three):
-        assert same(facts["resumed"], expected)
-    weights, state = four[1]["saved"]
-    assert same(alone(state, weights, range(3, 6)), expected)
-
-
-@pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_rank_holds_what_the_formula_says_to_the_byte(three, stage, kind):
-    make, dtype, state_bytes = KINDS[kind]
-    groups = in_groups(list(GPT(**GPT_SIZES).to(dtype).parameters()))
-    params = [p for group in groups for p in group["params"]]
-    cut = layouts(groups, 3, BUCKET)
-    whole = sum(layout.padded * itemsize for layout, itemsize in cut)
-    pieces = sum(layout.piece * itemsize for layout, itemsize in cut)
-    largest = max(layout.padded * itemsize for layout, itemsize in cut)
-    assert any(layout.padding for layout, _ in cut) and len(cut) > 3
-    for rank, facts in enumerate(three):
-        built, building, (backward, reduced, stepped), reducing = facts["metered"][stage, kind]
-        elements = sum(end - begin for layout, _ in cut for begin, end in layout.parts(rank))
-        assert built == whole
-        assert building <= sum(p.nbytes for p in params) + largest + 8 * len(cut)
-        assert backward["gradient"] == (sum(p.nbytes for p in params) if stage == 1 else pieces)
-        assert reduced["gradient"] == pieces and stepped["gradient"] == 0
-        assert stepped["optimizer_state"] == state_bytes * elements + 4 * len(params)  # and one step counter each
-        for held in (backward, reduced, stepped):
-            assert held["parameter"] == whole
-        assert reducing <= pieces + 2 * largest if stage == 1 else reducing <= len(params)
-
-
-def test_at_stage_2_every_backward_is_reduced_in_the_same_order_on_every_rank_and_added_up(two):
-    assert two[0]["odd"]["calls"] == two[1]["odd"]["calls"]
-    scattered = [nbytes for name, nbytes in two[0]["odd"]["calls"] if name == SCATTER]
-    assert len(scattered) == 2 * 3 and sum(scattered) == 2 * (2 * 8 * 4 + 4) * 8
-    for facts in two:
-        odd = facts["odd"]
-        assert odd["added up"] and odd["freed"] and odd["zeroed"] and odd["dropped"] == [None] * 3
-
-
-def test_after_a_backward_that_raised_zero_grad_makes_a_fresh_start(two):
-    for facts in two:
-        assert facts["odd"]["step after"].count("one that raised in the middle; call zero_grad()") == 2
-        assert facts["odd"]["right again"]
-
-
-def test_no_sync_keeps_gradients_whole_until_the_backward_after_it(two):
-    for facts in two:
-        assert facts["odd"]["kept"] == ([], True) and facts["odd"]["with the kept"] and facts["odd"]["reduced"]
-        assert "call reduce_gradients() when the last backward is through" in facts["odd"]["left over"]
-
-
-def test_a_rank_without_data_counts_as_zeros(two):
-    for facts in two:
-        assert facts["odd"]["without data"] and facts["odd"]["empty batch"] == (True, [True, True])
-
-
-def test_frozen_thawed_tied_and_checkpointed_parameters_have_the_gradients_they_should(two):
-    for facts in two:
-        assert facts["odd"]["frozen"] == (None, True)
-        assert facts["odd"]["thawed"] and facts["odd"]["reentrant"] and facts["odd"]["tied"]
-
-
-def test_a_parameter_frozen_between_backward_and_step_is_stepped_on_all_ranks_as_by_torch(two):
-    for facts in two:
-        for apart_by, refusal in facts["frozen late"]:
-            assert max(apart_by) <= 1e-12
-            assert "freeze it again after step(), or set its grad to None" in refusal
-
-
-def test_a_gradient_that_a_hook_took_away_counts_as_one_that_never_came(two):
-    assert [facts["taken"] for facts in two] == [[None, {0.5}, {1.0}]] * 2
-
-
-def test_an_inf_on_one_rank_makes_all_skip_with_a_scaler_that_agrees_and_nan_for_all_without(two):
-    for facts in two:
-        *histories, refused, nan = facts["nonfinite"].values()
-        assert len(histories) == 4 and nan and "found nan; skip the step" in refused
-        for history in histories:
-            (norm, kept, scale), (_, kept_too, scale_too), (_, kept_last, _) = history
-            assert (kept, kept_too, kept_last) == (False, True, False) and (scale, scale_too) == (8.0, 4.0)
-            assert norm == pytest.approx(23**0.5, rel=1e-6)
-    assert repr(two[0]["nonfinite"]) == repr(two[1]["nonfinite"])
-
-
-def test_the_norm_and_the_clipped_gradients_are_torchs_of_the_average(two):
-    for facts in two:
-        assert all(norm <= 1e-12 and clipped <= 1e-12 for norm, clipped in facts["norms"].values())
-
-
-def test_it_equals_zero_redundancy_optimizer_and_averaging_twice_changes_nothing(two):
-    for facts in two:
-        assert max(facts["torch"]) <= 1e-12
-
-
-def test_a_weight_written_to_between_steps_reaches_its_master_and_a_graph_from_before_a_step_is_refused(two):
-    for facts in two:
-        quiet, reached, message = facts["masters"]
-        assert quiet and reached and "modified by an inplace operation" in message
-
-
-def test_a_group_may_come_later_and_a_closure_is_called(two):
-    for facts in two:
-        equal, returned, again, groups = facts["more"]
-        assert equal and returned and groups == 2 and "found numbers 7 and 8 given twice" in again
-
-
-# ---- imagined ranks, errors, and what is left behind
-
-
-def traffic_of_a_step(stage, micro_batches, world=64):
-    """What rank 0 of many calls in a step on imagined hardware; its timeline, and the bytes of parameters."""
-    with fake_ranks(world), imagine("H100-80GB"):
-        model = GPT(**GPT_SIZES)
-        optimizer = ZeroOptimizer(model.parameters(), optim.AdamW, stage, bucket_bytes=BUCKET)
-        x = torch.randint(64, (2, 16))
-        for _ in range(2):  # in the first, ranks agree on turns
-            with Sent() as sent, Meter(model, optimizer, inputs=x) as meter:
-                for _ in range(micro_batches):
-                    model(x, x).backward()
-                optimizer.clip_grad_norm_(1.0)
-                optimizer.step()
-                optimizer.zero_grad()
-        state = optimizer.state_dict()
-        assert state["state"][0]["exp_avg"].shape == (64, 32) and state["state"][0]["exp_avg"].device.type == "cpu"
-        optimizer.load_state_dict(state)
-        groups = [{"params": list(model.parameters())}]
-        whole = sum(layout.padded * 4 for layout, _ in layouts(groups, world, BUCKET))
-    return sent, meter.timeline, whole
-
-
-@pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize("micro_batches", [1, 3])
-def test_of_64_imagined_ranks_one_sends_its_share_of_gradients_and_weights_and_stage_2_gradients_of_each_backward(
-    stage, micro_batches
-):
-    sent, timeline, whole = traffic_of_a_step(stage, micro_batches)
-    assert sent.nbytes(GATHER) == whole
-    assert sent.nbytes(SCATTER) == whole * (micro_batches if stage == 2 else 1)
-    assert [call for call in sent.calls if call[0] not in (GATHER, SCATTER)] == [("allreduce_", 8)]  # the norm's
-
-
-def with_frozen_bases(rank, stage):
+@on_two_ranks
+def frozen_weights_may_be_of_dtypes_that_no_collective_knows():
+    rank = distributed.get_rank()
     frozen = [torch.full((3,), rank + 1).to(dtype) for dtype in (torch.int16, torch.uint16, torch.float8_e4m3fn)]
-    params = [*(nn.Parameter(base, requires_grad=False) for base in frozen), nn.Parameter(torch.ones(3))]
-    optimizer = ZeroOptimizer(params, torch.optim.SGD, stage=stage, lr=0.5)
-    (params[-1].sum() * (rank + 1)).backward()
+    for stage in (1, 2):
+        params = [*(nn.Parameter(base.clone(), requires_grad=False) for base in frozen), nn.Parameter(torch.ones(3))]
+        optimizer = ZeroOptimizer(params, torch.optim.SGD, stage=stage, lr=0.5)
+        (params[-1].sum() * (rank + 1)).backward()
+        optimizer.step()
+        assert [p.float().tolist() for p in params] == [[1.0] * 3] * 3 + [[0.25] * 3]
+
+
+# ---- made again, and beside others
+
+
+def one_weight() -> nn.Linear:
+    """A layer of two weights, 0; its gradient is 1 on rank 0, 2 on rank 1, where `stepped` puts rows in."""
+    model = nn.Linear(2, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    return model
+
+
+def stepped(model: nn.Linear, optimizer) -> list:
+    model(torch.full((1, 2), distributed.get_rank() + 1.0)).sum().backward()
     optimizer.step()
-    return [p.float().tolist() for p in params]
+    return model.weight.tolist()
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-def test_frozen_weights_may_be_of_dtypes_that_no_collective_knows(stage):
-    assert run_ranks(with_frozen_bases, 2, stage) == [[[1.0] * 3] * 3 + [[0.25] * 3]] * 2
+@on_two_ranks
+def a_later_optimizer_has_the_gradients_of_an_older_ones_parameters():
+    for first, second in ((1, 1), (1, 2), (2, 1), (2, 2)):
+        model = one_weight()
+        old = optim.lr_scheduler.StepLR(ZeroOptimizer(model.parameters(), optim.SGD, first, lr=1.0), 1)  # holds it
+        assert stepped(model, ZeroOptimizer(model.parameters(), optim.SGD, second, lr=1.0)) == [[-1.5, -1.5]]
+        assert old.last_epoch == 0
 
 
-def test_stage_2_never_has_the_whole_of_the_gradients():
-    _, timeline, whole = traffic_of_a_step(2, 1)
-    filling = {number for number, each in timeline.storages.items() if str(each.line).startswith("Filling")}
-    alive, most = 0, 0
-    for event in timeline.events:
-        alive += event.delta if event.storage in filling else 0
-        most = max(most, alive)
-    largest = parse_bytes(BUCKET)
-    assert alive == 0 and whole / 12 < most <= 3 * largest < whole / 2
-    assert max(timeline.curves["gradient"]) == whole / 64
+@on_two_ranks
+def an_optimizer_that_could_not_be_made_takes_no_gradients():
+    model, held = one_weight(), None
+    try:
+        ZeroOptimizer(model.parameters(), optim.SGD, 2, lr=-1.0)
+    except ValueError as error:  # which holds the optimizer, as sys.last_exc does
+        held = error
+    assert "learning rate" in str(held) and not model.weight._post_accumulate_grad_hooks
+    assert stepped(model, ZeroOptimizer(model.parameters(), optim.SGD, 2, lr=1.0)) == [[-1.5, -1.5]]
 
 
-def test_errors_say_what_to_do():
-    params = parameters(FP64)
-    assert "run_ranks(fn, 4)" in raised(ZeroOptimizer, params, optim.SGD)
-    with fake_ranks(4):
-        assert "use fully_shard(module)" in raised(ZeroOptimizer, params, optim.SGD, 3)
-        assert "write [tensor]" in raised(ZeroOptimizer, params[0], optim.SGD)
-        assert "found none" in raised(ZeroOptimizer, [], optim.SGD)
-        assert "numbers 0 and 7 given twice" in raised(ZeroOptimizer, [*params, params[0]], optim.SGD)
-        shared = nn.Parameter(params[0].data)
-        assert "numbers 0 and 7 in the same memory" in raised(ZeroOptimizer, [*params, shared], optim.SGD)
-        assert "dense leaf tensors, found int" in raised(ZeroOptimizer, [*params, 3], optim.SGD)
-        with_meta = [*params, nn.Parameter(torch.empty(2, device="meta"))]
-        assert "all parameters on one device, found cpu, meta" in raised(ZeroOptimizer, with_meta, optim.SGD)
-        assert "looks at a parameter's rows and columns" in raised(ZeroOptimizer, parameters(), optim.Adafactor)
-        assert "at once and would be wrong on parts; use AdamW" in raised(ZeroOptimizer, parameters(), optim.LBFGS)
-        assert "expected an optimizer's class" in raised(ZeroOptimizer, parameters(), lambda parts: parts)
+@on_two_ranks
+def of_a_wrapper_and_stage_2_on_one_model_the_older_is_closed():
+    model = one_weight()
+    zero = ZeroOptimizer(model.parameters(), optim.SGD, 2, lr=1.0)
+    replica = DataParallel(model)
+    assert stepped(replica.module, optim.SGD(model.parameters(), lr=1.0)) == [[-1.5, -1.5]]
+    refused(zero.step, RuntimeError, "found one that was closed")
+    model = one_weight()
+    replica = DataParallel(model)
+    assert stepped(model, ZeroOptimizer(model.parameters(), optim.SGD, 2, lr=1.0)) == [[-1.5, -1.5]]
+    refused(lambda: replica(torch.ones(1, 2)), RuntimeError, "found a closed one")
 
-        model = nn.Embedding(5, 3, sparse=True)
-        optimizer = ZeroOptimizer(model.parameters(), optim.SGD, lr=0.1)
-        model(torch.tensor([1])).sum().backward()
-        assert "found one of layout torch.sparse_coo" in raised(optimizer.step)
-        optimizer.zero_grad()
 
-        model = nn.Linear(3, 3)
-        optimizer = ZeroOptimizer(model.parameters(), optim.AdamW, 2)
-        assert "norm_type above 0" in raised(optimizer.clip_grad_norm_, 1.0, 0.0)
-        assert "save a ZeroOptimizer" in raised(pickle.dumps, optimizer)
-        assert "found ['a']" in raised(optimizer.load_state_dict, {"a": 1})
-        other = optim.AdamW(parameters())
-        assert "2 parameters, found one of 7" in raised(optimizer.load_state_dict, other.state_dict())
-        other = optim.AdamW(parameters(shapes=[(3, 4), (3,)]))
-        set_gradients(other.param_groups[0]["params"], 0)
-        other.step()
-        assert "found (3, 4); load the state dict into the model" in raised(
-            optimizer.load_state_dict, other.state_dict()
+@on_two_ranks
+def where_one_ranks_backward_raises_zero_grad_lets_the_others_end_and_all_may_drop_the_step():
+    for who, find_unused in ((1, False), (0, True)):
+        model = nn.Sequential(nn.Linear(1, 2, bias=False), nn.Linear(2, 1, bias=False))
+        for p in model.parameters():
+            nn.init.ones_(p)
+        optimizer = ZeroOptimizer(
+            model.parameters(), optim.SGD, 2, bucket_bytes=8, find_unused_parameters=find_unused, lr=1.0
         )
-        model.double()
-        assert "call model.to(...), .half() and the like before" in raised(optimizer.step)
-        optimizer.close()
-        assert "found one that was closed" in raised(optimizer.step)
+        for step in range(3):
+            hidden = model[0](torch.full((1, 1), 10.0**step))
+            hidden = FailsInBackward.apply(hidden) if step == 1 and distributed.get_rank() == who else hidden
+            failed = torch.zeros(())
+            try:
+                model[1](hidden).sum().backward()
+            except ArithmeticError:
+                optimizer.zero_grad()
+                failed.fill_(1)
+            distributed.all_reduce(failed, distributed.ReduceOp.MAX)
+            parts = [p.grad.item() for p in optimizer.param_groups[0]["params"] if p.grad is not None]
+            assert failed if step == 1 else parts == [10.0**step] * 2
+            optimizer.zero_grad()
 
 
 def test_an_optimizer_that_dies_or_is_closed_leaves_no_hook_and_no_part():
-    with fake_ranks(4):
+    with imagined_ranks(4):
         model = nn.Linear(3, 3)
         for end in ("close", "die"):
             optimizer = ZeroOptimizer(model.parameters(), optim.AdamW, 2)
@@ -899,5 +671,118 @@ def test_an_optimizer_that_dies_or_is_closed_leaves_no_hook_and_no_part():
             finally:
                 gc.enable()
             assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
-        assert "learning rate" in raised(ZeroOptimizer, model.parameters(), optim.AdamW, 2, lr=-1.0)
-        assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+
+
+# ---- what is refused
+
+
+@on_two_ranks
+def parameters_and_settings_unlike_rank_0s_are_refused_on_all_ranks():
+    rank = distributed.get_rank()
+    linear = nn.Linear(2, 2)
+    groups = [{"params": [p]} for p in linear.parameters()] if rank else [{"params": list(linear.parameters())}]
+    for params, options, words in (
+        (nn.Linear(2, 2 + rank).parameters(), {}, "0 on rank 1: (3, 2) of torch.float32, trained, in group 0, on rank"),
+        (linear.parameters(), {"stage": 1 + rank}, "found stage on rank 1: 2, on rank 0: 1"),
+        (linear.parameters(), {"bucket_bytes": 8 + rank}, "found bucket_bytes on rank 1: 9, on rank 0: 8"),
+        (groups, {}, "found parameter 1 on rank 1: (2,) of torch.float32, trained, in group 1"),
+    ):
+        call = partial(ZeroOptimizer, params, optim.SGD, lr=0.1, **options)
+        refused(call, ValueError, words)
+
+
+def zero(params=None, make=optim.SGD, stage=1):
+    return ZeroOptimizer(parameters(FP64) if params is None else params, make, stage, lr=0.1)
+
+
+def _state_of(shapes):
+    other = optim.AdamW(parameters(shapes=shapes))
+    set_gradients(other.param_groups[0]["params"], 0)
+    other.step()
+    return other.state_dict()
+
+
+def _of_one_memory(one, other):
+    base = torch.arange(12.0)
+    return lambda: zero([nn.Parameter(torch.ones(2)), nn.Parameter(one(base)), nn.Parameter(other(base))])
+
+
+def _moved():
+    model = nn.Linear(3, 3)
+    optimizer = zero(model.parameters())
+    model.double()
+    optimizer.step()
+
+
+def _sparse():
+    model = nn.Embedding(5, 3, sparse=True)
+    optimizer = zero(model.parameters())
+    model(torch.tensor([1])).sum().backward()
+    optimizer.step()
+
+
+LINEAR = [(3, 3), (3,)]
+REFUSALS = {
+    "stage 3": (lambda: zero(stage=3), ValueError, "use fully_shard(module)"),
+    "a tensor": (lambda: zero(torch.ones(2)), TypeError, "write [tensor]"),
+    "nothing": (lambda: zero([]), ValueError, "found none"),
+    "a set": (lambda: zero(set(parameters())), TypeError, "parameters in order, found a set"),
+    "a set in a group": (lambda: zero([{"params": set(parameters())}]), TypeError, "in order, found a set"),
+    "twice": (lambda: zero([*(params := parameters()), params[0]]), ValueError, "numbers 0 and 7 given twice"),
+    "an empty one twice": (lambda: zero([nn.Parameter(torch.empty(0))] * 2), ValueError, "0 and 1 given twice"),
+    "overlapping": (_of_one_memory(lambda b: b[:6], lambda b: b[3:]), ValueError, "numbers 1 and 2 in the same memory"),
+    "strided": (_of_one_memory(lambda b: b[1:4], lambda b: b[::3]), ValueError, "numbers 1 and 2 in the same memory"),
+    "a number": (lambda: zero([*parameters(), 3]), TypeError, "dense leaf tensors, found int"),
+    "two devices": (
+        lambda: zero([*parameters(), nn.Parameter(torch.empty(2, device="meta"))]),
+        ValueError,
+        "all parameters on one device, found cpu, meta",
+    ),
+    "no memory": (lambda: zero(nn.LazyLinear(3).parameters()), ValueError, "with memory, found none at number 0"),
+    "Adafactor": (lambda: zero(make=optim.Adafactor), ValueError, "looks at a parameter's rows and columns"),
+    "LBFGS": (lambda: zero(make=optim.LBFGS), ValueError, "at once and would be wrong on parts; use AdamW"),
+    "no optimizer": (lambda: zero(make=lambda parts, lr: parts), TypeError, "expected an optimizer's class"),
+    "sparse gradients": (_sparse, TypeError, "found one of layout torch.sparse_coo"),
+    "a norm of 0": (lambda: zero().clip_grad_norm_(1.0, 0.0), ValueError, "norm_type above 0"),
+    "pickle": (lambda: pickle.dumps(zero()), TypeError, "save a ZeroOptimizer"),
+    "another dict": (lambda: zero().load_state_dict({"a": 1}), ValueError, "found ['a']"),
+    "a state of more": (
+        lambda: zero(parameters(shapes=LINEAR)).load_state_dict(_state_of(SHAPES)),
+        ValueError,
+        "2 parameters, found one of 7",
+    ),
+    "a state of other shapes": (
+        lambda: zero(parameters(shapes=LINEAR)).load_state_dict(_state_of([(3, 4), (3,)])),
+        ValueError,
+        "found (3, 4); load the state dict into the model",
+    ),
+    "a model that was moved": (_moved, RuntimeError, "call model.to(...), .half() and the like before"),
+}
+
+
+@refusals(REFUSALS)
+def test_what_cannot_be_is_refused(call, error, words):
+    with imagined_ranks(4):
+        refused(call, error, words)
+
+
+def test_without_a_process_group_it_is_said_what_to_do():
+    assert "run_ranks(fn, 4)" in raised(zero)
+
+
+def test_parameters_in_each_others_gaps_are_taken():
+    columns = [nn.Parameter(half) for half in torch.arange(12.0).view(3, 4).chunk(2, dim=1)]
+    values = [p.tolist() for p in columns]
+    with imagined_ranks(2):
+        zero(columns)
+    assert [p.tolist() for p in columns] == values
+
+
+@pytest.mark.parametrize("name", on_two_ranks)
+def test_on_two_ranks(name):
+    on_two_ranks.assert_holds(name)
+
+
+@pytest.mark.parametrize("name", on_three_ranks)
+def test_on_three_ranks(name):
+    on_three_ranks.assert_holds(name)

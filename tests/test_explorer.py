@@ -11,6 +11,7 @@ from memlab.book.style import COLOURS
 from memlab.book.workloads import GPT, text_batch
 from memlab.memory_timeline import Event, Line, Meter, Storage, Timeline
 from memlab.units import format_bytes
+from tests.harness import refusals, refused
 
 pytest.importorskip("anywidget")
 
@@ -57,17 +58,16 @@ def test_the_columns_replay_to_what_the_timeline_says_is_alive_at_every_event(st
         found = {(held, kinds[i], reasons[i]) for i, held in enumerate(replayed(sent, event)) if held}
         assert found == {(s.nbytes, s.category, s.reason) for s in step.alive(event)}
     assert sent["peak"] == step.peak_event and "32×16 float32" not in shapes and "scalar float32" in shapes
+    assert len(set(sent["texts"])) == len(sent["texts"]) < len(words(sent, "line") + reasons)
     assert words(sent, "op") == [event.op for event in step.events]
     assert words(sent, "phase") == [event.phase for event in step.events]
 
 
-def test_a_text_is_sent_once_however_many_storages_share_it(step):
-    sent = columns("step", step)
-    assert len(set(sent["texts"])) == len(sent["texts"]) < len(words(sent, "line") + words(sent, "reason"))
-
-
-def test_sizes_beyond_32_bits_are_exact():
+def test_sizes_beyond_32_bits_are_exact_and_an_empty_timeline_is_empty():
     line = Line("f", "x = y")
+    with Meter() as meter:
+        pass
+    assert columns("empty", meter.timeline)["delta"] == b""
     huge = Storage(7, 2**40 + 1, "activation", (2**40 + 1,), "uint8", "cpu", "add", "forward", line, "", "", "saved")
     sent = columns("huge", Timeline([huge], [Event(7, 2**40 + 1, "add", "forward", line)]))
     assert replayed(sent, 1) == [2**40 + 1]
@@ -86,21 +86,16 @@ def test_a_pin_set_from_python_is_checked_and_read_back(step):
         explorer.shown = "c"
 
 
-def test_it_shows_a_picture_that_stands_in_for_the_widget_and_says_the_same_in_text(step):
-    data, metadata = explore(step)._repr_mimebundle_()
-    assert "application/vnd.jupyter.widget-view+json" in data and data["image/png"]
-    assert format_bytes(step.peak_bytes) in metadata["image/png"]["alt"]
-    assert metadata["image/png"]["alt"] in data["text/plain"] and "storages" in data["text/plain"]
-
-
-def test_it_is_shown_with_a_caption_and_a_table(step, monkeypatch):
+def test_it_is_shown_with_a_picture_that_stands_in_for_the_widget_a_caption_and_a_table(step, monkeypatch):
     displayed = []
-    monkeypatch.setattr("IPython.display.display", lambda data, **how: displayed.append(data))
+    monkeypatch.setattr("IPython.display.display", lambda data, metadata=None, **_: displayed.append((data, metadata)))
     explorer = explore(step)
     explorer._ipython_display_()
-    view, words, table = displayed
-    assert "application/vnd.jupyter.widget-view+json" in view and table is explorer.table
-    assert words == {"text/markdown": f"*{explorer.picture.alt}*", "text/plain": explorer.picture.alt}
+    (view, metadata), (words, _), (table, _) = displayed
+    assert "application/vnd.jupyter.widget-view+json" in view and view["image/png"] and table is explorer.table
+    alt = metadata["image/png"]["alt"]
+    assert format_bytes(step.peak_bytes) in alt and alt in view["text/plain"] and "storages" in view["text/plain"]
+    assert alt == explorer.picture.alt and words == {"text/markdown": f"*{alt}*", "text/plain": alt}
 
 
 def test_several_timelines_are_compared_on_one_axis(step):
@@ -122,20 +117,13 @@ def test_without_anywidget_the_picture_and_the_table_are_left(step, monkeypatch)
         still.event = 1
 
 
-def test_an_empty_timeline_can_be_explored():
-    with Meter() as meter:
-        pass
-    assert explore(meter.timeline).widget.timelines[0]["delta"] == b""
+REFUSALS = {
+    "no timeline": (lambda: explore({}), ValueError, "expected a timeline"),
+    "a class": (lambda: explore(Meter), TypeError, "found type for 'step'"),
+    "a number among several": (lambda: explore({"a": 1}), TypeError, "found int for 'a'"),
+}
 
 
-@pytest.mark.parametrize(
-    ("wrong", "error", "message"),
-    [
-        ({}, ValueError, "expected a timeline"),
-        (Meter, TypeError, "found type for 'step'"),
-        ({"a": 1}, TypeError, "found int for 'a'"),
-    ],
-)
-def test_what_is_no_timeline_is_refused(wrong, error, message):
-    with pytest.raises(error, match=message):
-        explore(wrong)
+@refusals(REFUSALS)
+def test_what_is_no_timeline_is_refused(call, error, words):
+    refused(call, error, words)

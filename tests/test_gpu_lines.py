@@ -50,7 +50,7 @@ STAND_INS = {
 }
 """Each page that has such a line, and the test in which a stand-in runs it."""
 NONE = {
-    "caching_allocator/pluggable.py": "it waits for the GPU before it counts; test_it_takes_gives_back_counts runs the C++",
+    "caching_allocator/pluggable.py": "it waits before it counts; tests run its C++",
     "mixed_precision/flat_group.py": "asks whether a CUDA graph is recorded",
     "mixed_precision/fused_adam.py": "asks whether a CUDA graph is recorded",
     "ranks/failures.py": "a pattern in a message",

@@ -12,6 +12,7 @@ from memlab.book.steps import metered_step
 from memlab.gradient_accumulation import accumulate
 from memlab.memory_arithmetic import Transformer, training_step
 from memlab.memory_timeline import Meter, Timeline, imagine
+from tests.harness import refusals, refused
 from tests.memory_timeline_helpers import allocations, blocks, event_tree, one_thread, peak  # noqa: F401
 from tests.test_memory_arithmetic import (  # noqa: F401
     BY_HAND,
@@ -24,8 +25,10 @@ from tests.test_memory_arithmetic import (  # noqa: F401
     rises_in_backward,
     watched_ledgers,
 )
+from tests.tiers import some
 
 MANY_BIASES = {"layers": 30, "width": 8, "heads": 1, "vocabulary": 400, "context": 8, "precision": "autocast"}
+DEEP_LLAMA = {**LLAMA, **SHORT, "layers": 4, "optimizer": "sgd"}
 MORE = {
     "GPT, autocast, many blocks: the loss's forward decides": Case(**SHORT, **MANY_BIASES, optimizer="sgd"),
     "GPT, three blocks, FP32": Case(layers=3, implementation="foreach"),
@@ -38,28 +41,19 @@ MORE = {
         layers=3, precision="autocast", implementation="fused", hardware="gpu"
     ),
     "GPT on a GPU, few tokens, SGD: new gradients decide": Case(**SHORT, optimizer="sgd", hardware="gpu"),
-    "Llama on a GPU, autocast, few tokens, SGD, four blocks": Case(
-        **LLAMA, **SHORT, layers=4, precision="autocast", optimizer="sgd", hardware="gpu"
-    ),
-    "Llama on a GPU, BF16, few tokens, SGD, four blocks": Case(
-        **LLAMA, **SHORT, layers=4, precision="bf16", optimizer="sgd", hardware="gpu"
-    ),
-    "Llama, few tokens, SGD, four blocks": Case(**LLAMA, **SHORT, layers=4, optimizer="sgd"),
+    "Llama on a GPU, autocast, few tokens, SGD, four blocks": Case(**DEEP_LLAMA, precision="autocast", hardware="gpu"),
+    "Llama on a GPU, BF16, few tokens, SGD, four blocks": Case(**DEEP_LLAMA, precision="bf16", hardware="gpu"),
+    "Llama, few tokens, SGD, four blocks": Case(**DEEP_LLAMA),
 }
 CASES = CASES | MORE
 UNTIED = {name: case for name, case in CASES.items() if not case.tied}  # what the book's own models are
-PLAIN = {name: UNTIED[name] for name in (*list(UNTIED)[:70:14], *list(MORE)[1:])}
-
-BY_WAY = {  # the name of one case for every way in which the ops run
-    (c.family, c.precision, c.hardware, c.attention, c.dropout, c.tied, c.batch > 1 and c.heads > 1): name
-    for name, c in CASES.items()
-}
-WAYS = list(BY_WAY.values())
-
-each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-each_way = pytest.mark.parametrize("case", [CASES[name] for name in WAYS], ids=WAYS)
-each_untied_case = pytest.mark.parametrize("case", UNTIED.values(), ids=UNTIED)
-each_plain_case = pytest.mark.parametrize("case", PLAIN.values(), ids=PLAIN)
+PLAIN = list(MORE)[1:]
+WAYS = list(  # the name of one case for every way in which the ops run
+    {
+        (c.family, c.precision, c.hardware, c.attention, c.dropout, c.tied, c.batch > 1 and c.heads > 1): name
+        for name, c in CASES.items()
+    }.values()
+)
 
 
 def hardware(case: Case):
@@ -115,41 +109,32 @@ def loss_of(run: Run, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 # ---- against the meter
 
-
-@each_untied_case
-def test_the_peak_of_two_micro_batches_is_the_metered_one_in_every_category(case):
-    assert metered(case).peak_bytes == predicted(case).peak_bytes
-    assert categories_at_the_peak(metered(case)) == predicted(case).peak.by_category()
+SEVERAL = [(name, 2) for name in UNTIED] + [(name, k) for name in PLAIN for k in (3, 4)]
 
 
-@each_plain_case
-@pytest.mark.parametrize("micro_batches", [3, 4])
-def test_so_is_that_of_more_micro_batches(case, micro_batches):
-    timeline, step = metered(case, micro_batches), predicted(case, micro_batches)
+@some("name, micro_batches", SEVERAL, keep=21)
+def test_the_peak_of_several_micro_batches_is_the_metered_one_in_every_category(name, micro_batches):
+    timeline, step = metered(CASES[name], micro_batches), predicted(CASES[name], micro_batches)
     assert timeline.peak_bytes == step.peak_bytes
     assert categories_at_the_peak(timeline) == step.peak.by_category()
 
 
-@each_way
-def test_the_peak_is_that_of_one_micro_batch_with_gradients_already_allocated(case):
+@some("name", WAYS, keep=8)
+def test_a_later_micro_batch_is_one_with_gradients_already_allocated_at_every_moment(name):
     """What is the running sum of losses there is an input to the reference: 4 bytes."""
+    case = CASES[name]
     timeline = with_gradients_already_allocated(case)
     assert timeline.peak_bytes == predicted(case).peak_bytes
     found = categories_at_the_peak(timeline)
     found |= {"input": found["input"] - 4, "activation": found.get("activation", 0) + 4}
     assert found == predicted(case).peak.by_category()
-
-
-@each_way
-def test_every_moment_of_a_later_micro_batch_is_predicted_to_the_byte(case):
-    timeline = with_gradients_already_allocated(case)
-    for name, (start, stop) in stretches(timeline, case.model).items():
+    for moment, (start, stop) in stretches(timeline, case.model).items():
         made = [i for i in range(max(start, 1), stop + 1) if timeline.events[i - 1].delta > 0]
         fullest = max(timeline.bytes_at(i) for i in made or [start - 1])  # SGD's step makes nothing
-        assert fullest == predicted(case).moment(name).nbytes, name
+        assert fullest == predicted(case).moment(moment).nbytes, moment
 
 
-@pytest.mark.parametrize("name", WAYS)
+@some("name", WAYS, keep=5)
 def test_every_rise_of_a_later_backward_is_an_instant_of_the_arithmetic(name, monkeypatch):
     case = replace(CASES[name], layers=1)
     looked = watched_ledgers(monkeypatch)
@@ -169,7 +154,7 @@ ALONE = [
 ]
 
 
-@pytest.mark.parametrize("name", ALONE)
+@some("name", ALONE, keep=4)
 def test_the_peak_is_the_one_in_the_allocators_own_log_with_nobody_watching(name):
     """Attention by hand has 8 bytes more a block: scores · d^-½ saves the number, as a tensor that no op returned."""
     case = CASES[name]
@@ -191,39 +176,19 @@ def test_the_peak_is_the_one_in_the_allocators_own_log_with_nobody_watching(name
 # ---- how many micro-batches
 
 
-@each_case
-def test_from_two_on_the_number_of_micro_batches_costs_inputs_and_nothing_else(case):
+@some("name", CASES, keep=12)
+def test_from_two_on_the_number_of_micro_batches_costs_inputs_and_nothing_else(name):
+    case = CASES[name]
     a_micro_batch = 2 * 8 * case.batch * case.tokens
-    for k in (2, 3, 8, 1000):
+    for k in (3, 1000):
         for moment, later in zip(predicted(case).moments, predicted(case, k).moments, strict=True):
             assert later.nbytes - moment.nbytes == (k - 2) * a_micro_batch
             assert later.of("input").nbytes == k * a_micro_batch
 
 
-@pytest.mark.parametrize("case", list(PLAIN.values())[-3:], ids=list(PLAIN)[-3:])
-def test_the_meter_finds_it_so_as_well(case):
-    a_micro_batch = 2 * 8 * case.batch * case.tokens
-    assert len({metered(case, k).peak_bytes - k * a_micro_batch for k in (2, 3, 8)}) == 1
-
-
-@each_plain_case
-def test_a_later_micro_batch_is_fuller_than_the_first_whenever_a_tensor_is_made(case):
-    timeline = metered(case, 3)
-    spans = [span for span in timeline.phases if span.phase == "backward"]
-    starts = [0, *(span.stop for span in spans)]
-    first, second, third = (
-        [timeline.bytes_at(i) for i in range(start + 1, span.stop + 1) if timeline.events[i - 1].delta > 0]
-        for start, span in zip(starts, spans, strict=False)
-    )
-    converted = [later[-len(first) :] for later in (second, third)]  # a share's copy in FP32 comes before, in BF16
-    assert converted[0] == converted[1]
-    assert len(first) == len(converted[0]) > 50
-    assert all(later - earlier >= 4 for earlier, later in zip(first, converted[0], strict=True))
-    assert max(converted[0]) - max(first) >= 4
-
-
-@each_plain_case
-def test_one_micro_batch_is_a_step_as_ever(case):
+@some("name", PLAIN, keep=3)
+def test_one_micro_batch_is_a_step_as_ever(name):
+    case = CASES[name]
     assert predicted(case, 1) == case.predicted()
     assert metered(case, 1).peak_bytes == case.predicted().peak_bytes
 
@@ -233,10 +198,8 @@ def test_one_micro_batch_is_a_step_as_ever(case):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "mixed", "autocast"])
 def test_at_the_loss_a_second_micro_batch_costs_all_gradients_and_the_running_sum(precision):
-    model = Transformer(4, 64, 4, 500, 64)
-    one, two = (
-        training_step(model, 2, 64, precision=precision, implementation="fused", micro_batches=k) for k in (1, 2)
-    )
+    options = {"precision": precision, "implementation": "fused"}
+    one, two = (training_step(Transformer(4, 64, 4, 500, 64), 2, 64, **options, micro_batches=k) for k in (1, 2))
     a_micro_batch = 2 * 8 * 2 * 64
     # under a GPU's autocast nll_loss's backward is the fullest op, when the gradient of the loss's share is there, too
     sums = 8 if precision == "autocast" else 4
@@ -255,19 +218,18 @@ def test_where_tokens_are_few_and_the_vocabulary_large_accumulating_is_fuller_th
     assert costs > 4 * 5000 * 32
 
 
-# ---- errors
+def in_micro_batches(micro_batches, step=training_step):
+    return lambda: step(Transformer(1, 8, 1, 5, 4), 1, 4, micro_batches=micro_batches)
 
 
-@pytest.mark.parametrize(
-    ("micro_batches", "error", "message"),
-    [
-        (0, ValueError, "expected micro_batches of at least 1, found 0"),
-        (-2, ValueError, "expected micro_batches of at least 1, found -2"),
-        (True, TypeError, "expected micro_batches as an int, found True"),
-        (2.5, TypeError, "expected micro_batches as an int, found 2.5"),
-    ],
-)
-@pytest.mark.parametrize("step", [training_step, metered_step])
-def test_what_is_no_number_of_micro_batches_is_refused(step, micro_batches, error, message):
-    with pytest.raises(error, match=message):
-        step(Transformer(1, 8, 1, 5, 4), 1, 4, micro_batches=micro_batches)
+REFUSALS = {
+    "none": (in_micro_batches(0), ValueError, "expected micro_batches of at least 1, found 0"),
+    "a bool": (in_micro_batches(True), TypeError, "expected micro_batches as an int, found True"),
+    "half of one": (in_micro_batches(2.5), TypeError, "expected micro_batches as an int, found 2.5"),
+    "none, metered": (in_micro_batches(0, metered_step), ValueError, "expected micro_batches of at least 1, found 0"),
+}
+
+
+@refusals(REFUSALS)
+def test_what_is_no_number_of_micro_batches_is_refused(call, error, words):
+    refused(call, error, words)

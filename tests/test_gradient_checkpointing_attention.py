@@ -1,8 +1,6 @@
 """Attention that makes its weights again in backward: plain attention's gradients, without its square of bytes."""
 
-import gc
 import math
-import weakref
 
 import pytest
 import torch
@@ -11,10 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memlab.book.workloads import GPT, Attention, Block, GPTConfig
 from memlab.gradient_checkpointing.attention import backward_live_bytes, checkpointed_attention
 from memlab.gradient_checkpointing.hooks import checkpoint
 from memlab.memory_hierarchy.attention import WIDE, tiled_attention
@@ -75,7 +71,7 @@ def assert_equal_bits(found: list[Tensor], expected: list[Tensor]) -> None:
 # ---- values
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=30, derandomize=True)
 @given(
     st.integers(1, 3),
     st.sampled_from([(1, 1), (3, 3), (4, 2), (6, 1)]),
@@ -97,22 +93,8 @@ def test_out_and_gradients_are_plain_attentions_in_fp64_whatever_the_tiles(
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12 * max(1, b.abs().max().item()))
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2)])
-@pytest.mark.parametrize(("queries", "keys"), [(300, 300), (259, 301), (301, 259)])
-def test_by_norm_the_error_in_fp64_is_at_most_1e_12(causal, heads, kv_heads, queries, keys):
-    x = qkv(2, heads, queries, keys, 32, kv_heads=kv_heads, value_dim=24)
-    found = out_and_gradients(checkpointed_attention, *x, causal=causal)
-    expected = out_and_gradients(plain_attention, *x, causal=causal)
-    for name, a, b in zip(("out", "dq", "dk", "dv"), found, expected, strict=True):
-        assert error(a, b) <= 1e-12, name
-    theirs = lambda *x: F.scaled_dot_product_attention(*x, is_causal=causal, enable_gqa=True)  # noqa: E731
-    for name, a, b in zip(("out", "dq", "dk", "dv"), found, out_and_gradients(theirs, *x), strict=True):
-        assert error(a, b) <= 1e-12, name
-
-
-@pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-6), (torch.bfloat16, 8e-3), (torch.float16, 1e-3)])
+@pytest.mark.parametrize("causal", [False, True])
 def test_narrow_dtypes_are_as_near_to_fp64_as_their_rounding(dtype, bound, causal):
     """From the same rounded inputs. BF16 rounds by up to 2**-8 of a value, FP16 by 2**-11; sums are held in FP32."""
     x = qkv(1, 2, 90, 90, 16, dtype=dtype)
@@ -168,28 +150,26 @@ def test_inputs_may_be_views_as_a_gpt_makes_them(causal):
     assert error(found, expected) <= 1e-12 and torch.equal(packed, before)
 
 
-def test_a_gradient_of_out_may_be_one_number_expanded():
-    x = qkv(1, 2, 9, 9, 4)
-    found = torch.autograd.grad(checkpointed_attention(*x, tile_queries=4).sum(), x)
-    expected = torch.autograd.grad(plain_attention(*x).sum(), x)
-    for a, b in zip(found, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
-
-
-def test_one_tensor_in_several_places_gets_the_sum_of_its_gradients():
+def test_one_tensor_in_several_places_gets_the_sum_of_its_gradients_of_one_number_expanded():
     x = qkv(1, 2, 9, 9, 4)[0]
-    (found,) = torch.autograd.grad(checkpointed_attention(x, x, x).square().sum(), x)
-    (expected,) = torch.autograd.grad(plain_attention(x, x, x).square().sum(), x)
+    (found,) = torch.autograd.grad(checkpointed_attention(x, x, x).sum(), x)
+    (expected,) = torch.autograd.grad(plain_attention(x, x, x).sum(), x)
     assert error(found, expected) <= 1e-12
 
 
 # ---- queries without keys, infinities
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("sizes", [{"batch": 0}, {"queries": 0}, {"keys": 0}, {"queries": 9, "keys": 20}], ids=str)
+def test_without_examples_queries_or_keys_and_with_keys_behind_the_last_query_it_is_plain_attention(sizes, causal):
+    x = qkv(**sizes)
+    found = out_and_gradients(checkpointed_attention, *x, causal=causal, tile_keys=6)
+    for a, b in zip(found, out_and_gradients(plain_attention, *x, causal=causal), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
 def test_a_query_that_sees_no_key_has_no_gradient_and_gives_none():
-    q, k, v = qkv(keys=0)
-    _, dq, dk, dv = out_and_gradients(checkpointed_attention, q, k, v)
-    assert not dq.any() and dk.shape == k.shape and dv.shape == v.shape
     q, k, v = (x.detach() for x in qkv())
     q = q.abs().index_fill_(2, torch.arange(0, 37, 2), 0.5)
     hidden = [q.requires_grad_(), torch.full_like(k, -math.inf).requires_grad_(), v.requires_grad_()]
@@ -240,43 +220,7 @@ def test_a_nan_is_not_hidden():
         assert columns[0, 1].isnan().any(-1).all() and not columns[0, 0].isnan().any()
 
 
-def test_no_tokens_and_no_examples_give_empty_gradients():
-    for causal in (False, True):
-        q, k, v = qkv(queries=0)
-        out, dq, dk, dv = out_and_gradients(checkpointed_attention, q, k, v, causal=causal)
-        assert out.shape == dq.shape == q.shape and not dk.any() and not dv.any()
-        x = [a[:0] for a in qkv()]
-        assert [a.shape for a in out_and_gradients(checkpointed_attention, *x, causal=causal)[1:]] == [
-            a.shape for a in x
-        ]
-
-
-def test_keys_behind_the_last_query_get_zeros_when_causal():
-    _, _, dk, dv = out_and_gradients(checkpointed_attention, *qkv(queries=9, keys=20), causal=True, tile_keys=6)
-    assert not dk[:, :, 9:].any() and not dv[:, :, 9:].any() and dk[:, :, :8].any() and dv[:, :, :9].all()
-
-
 # ---- bits
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_every_run_gives_the_same_bits(dtype):
-    x = qkv(2, 4, 70, 70, 8, kv_heads=2, dtype=dtype)
-    first = out_and_gradients(checkpointed_attention, *x, causal=True, tile_queries=32, tile_keys=16)
-    for _ in range(3):
-        again = out_and_gradients(checkpointed_attention, *x, causal=True, tile_queries=32, tile_keys=16)
-        assert_equal_bits(again, first)
-
-
-def test_an_example_has_the_same_bits_wherever_in_the_batch_it_stands():
-    x = qkv(4, 2, 300, 300, 16, dtype=torch.float32)
-    dout = gradient_of_out(x[0], x[2])
-    out = checkpointed_attention(*x, causal=True)
-    found = [out, *torch.autograd.grad(out, x, dout)]
-    order = torch.tensor([2, 0, 3, 1])
-    moved = [a.detach()[order].requires_grad_() for a in x]
-    out = checkpointed_attention(*moved, causal=True)
-    assert_equal_bits([out.detach(), *torch.autograd.grad(out, moved, dout[order])], [a.detach()[order] for a in found])
 
 
 # ---- what is needed
@@ -296,9 +240,7 @@ class Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(
-    ("wanted", "products"), [("q", 3), ("k", 3), ("v", 2), ("qk", 4), ("qv", 4), ("kv", 4), ("qkv", 5)]
-)
+@pytest.mark.parametrize(("wanted", "products"), [("q", 3), ("k", 3), ("v", 2), ("qv", 4), ("qkv", 5)])
 def test_frozen_inputs_get_none_and_the_products_only_they_need_are_not_made(wanted, products):
     x = dict(zip("qkv", (a.detach() for a in qkv()), strict=True))
     full = dict(zip("qkv", out_and_gradients(checkpointed_attention, *qkv())[1:], strict=True))
@@ -315,8 +257,6 @@ def test_frozen_inputs_get_none_and_the_products_only_they_need_are_not_made(wan
 def test_where_no_gradient_is_wanted_nothing_is_recorded():
     q, k, v = qkv()
     with torch.no_grad():
-        assert not checkpointed_attention(q, k, v).requires_grad
-    with torch.inference_mode():
         assert not checkpointed_attention(q, k, v).requires_grad
     frozen = [x.detach() for x in (q, k, v)]
     with Meter(inputs=frozen) as meter:
@@ -345,32 +285,16 @@ def saved_by(run) -> list[Tensor]:
     return saved
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("causal", [False, True])
-def test_it_saves_q_k_v_out_and_one_number_a_query(dtype, causal):
-    batch, heads, tokens, width = 2, 3, 37, 8
-    saved = saved_by(
-        lambda: checkpointed_attention(*qkv(batch, heads, tokens, tokens, width, dtype=dtype), causal=causal)
-    )
-    assert sum(x.numel() for x in saved) == 4 * batch * heads * tokens * width + batch * heads * tokens
-    assert [x.dtype for x in saved] == [dtype] * 4 + [WIDE[dtype]]
-
-
-def test_grouped_queries_save_their_few_keys_and_values_only():
-    x = qkv(2, 6, 20, 30, 8, kv_heads=2, value_dim=5)
-    saved = saved_by(lambda: checkpointed_attention(*x))
-    assert sum(x.numel() for x in saved) == 2 * (6 * 20 * (8 + 5 + 1) + 2 * 30 * (8 + 5))
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_the_meter_finds_out_and_lse_after_the_forward_and_nothing_else(dtype):
-    x = qkv(2, 3, 40, 50, 8, value_dim=4, dtype=dtype)
-    with Meter(inputs=x) as meter:
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_it_saves_q_k_v_out_and_one_number_a_query_and_the_meter_finds_nothing_else(dtype):
+    x = qkv(2, 6, 20, 30, 8, kv_heads=2, value_dim=5, dtype=dtype)
+    saved = []
+    with saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x), Meter(inputs=x) as meter:
         out = checkpointed_attention(*x, causal=True, tile_queries=16, tile_keys=16)
-    assert out.requires_grad
-    assert meter.timeline.totals[-1] - meter.timeline.totals[0] == 2 * 3 * 40 * (
-        4 * dtype.itemsize + WIDE[dtype].itemsize
-    )
+    assert sum(x.numel() for x in saved) == 2 * (6 * 20 * (8 + 5 + 1) + 2 * 30 * (8 + 5))
+    assert [x.dtype for x in saved] == [dtype] * 4 + [WIDE[dtype]]
+    lse = 2 * 6 * 20 * WIDE[dtype].itemsize
+    assert meter.timeline.totals[-1] - meter.timeline.totals[0] == out.nbytes + lse
 
 
 def backward_metered(q: Tensor, k: Tensor, v: Tensor, **options) -> int:
@@ -384,7 +308,7 @@ def backward_metered(q: Tensor, k: Tensor, v: Tensor, **options) -> int:
     return meter.timeline.peak_bytes - meter.timeline.bytes_at(0) - saved
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=15, derandomize=True)
 @given(
     st.integers(1, 2),
     st.sampled_from([(1, 1), (3, 3), (4, 2)]),
@@ -402,76 +326,7 @@ def test_the_closed_form_is_backwards_metered_peak_to_the_byte(batch, heads, que
     assert found == backward_live_bytes(q.shape, k.shape, v.shape, dtype, **options)
 
 
-def test_beyond_one_tile_only_the_gradients_grow():
-    sizes = [backward_metered(*qkv(1, 2, tokens, tokens, 16, dtype=torch.float32)) for tokens in (256, 512, 1024)]
-    assert [b - a for a, b in zip(sizes, sizes[1:], strict=False)] == [3 * 2 * 16 * 4 * n for n in (256, 512)]
-
-
-def test_nothing_of_the_forward_lives_on_after_backward():
-    x = qkv()
-    out = checkpointed_attention(*x)
-    graph, node = weakref.ref(out.grad_fn), weakref.ref(out)
-    gc.disable()
-    try:
-        out.sum().backward()
-        del out
-        assert graph() is None and node() is None
-    finally:
-        gc.enable()
-
-
 # ---- among others
-
-
-class CheckpointedAttention(Attention):
-    """The book's attention with its mixing exchanged."""
-
-    def forward(self, x: Tensor, mask: None = None) -> Tensor:
-        batch, tokens, width = x.shape
-        heads = self.config.heads
-        q, k, v = self.qkv(x).view(batch, tokens, 3, heads, width // heads).permute(2, 0, 3, 1, 4)
-        mixed = checkpointed_attention(q, k, v, causal=True, tile_queries=16, tile_keys=16)
-        return self.out(mixed.transpose(1, 2).reshape(batch, tokens, width))
-
-
-def gpt(attention: str, dtype: torch.dtype) -> GPT:
-    torch.manual_seed(0)
-    model = GPT(layers=2, width=32, heads=4, context=50, vocabulary=60, attention="by hand").to(dtype)
-    if attention == "checkpointed":
-        for block in model.blocks:
-            block.attention.__class__ = CheckpointedAttention
-    return model
-
-
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-12), (torch.float32, 2e-5)])
-def test_a_gpt_trains_with_it_as_with_attention_by_hand(dtype, bound):
-    x, y = torch.randint(60, (2, 2, 50), generator=torch.Generator().manual_seed(3))
-    by_hand, checkpointed = gpt("by hand", dtype), gpt("checkpointed", dtype)
-    for model in (by_hand, checkpointed):
-        model(x, y).backward()
-    for (name, a), b in zip(checkpointed.named_parameters(), by_hand.parameters(), strict=True):
-        a, b = a.grad, b.grad
-        if name.endswith(
-            "qkv.bias"
-        ):  # the keys' part is 0 but for rounding: a softmax doesn't see what all scores share
-            a, b = a.view(3, -1)[[0, 2]], b.view(3, -1)[[0, 2]]
-        assert error(a, b) <= bound, name
-
-
-def test_a_block_of_a_gpt_holds_with_it_what_it_holds_with_the_fused_kernel():
-    held = {}
-    for attention in ("fused", "by hand", "checkpointed"):
-        config = GPTConfig(width=32, heads=4, context=50, attention="fused" if attention == "fused" else "by hand")
-        block = Block(config)
-        if attention == "checkpointed":
-            block.attention.__class__ = CheckpointedAttention
-        x = torch.randn(2, 50, 32, requires_grad=True)
-        with Meter(block, inputs=(x,)) as meter:
-            out = block(x)
-        held[attention] = meter.timeline.totals[-1] - meter.timeline.totals[0]
-        del out
-    assert held["checkpointed"] == held["fused"]
-    assert held["by hand"] > held["fused"] + 2 * 4 * 50 * 50 * 4
 
 
 def test_out_lies_in_memory_as_q_does():
@@ -482,18 +337,16 @@ def test_out_lies_in_memory_as_q_does():
     assert out.shape == (2, 3, 20, 8) and out.transpose(1, 2).is_contiguous()
 
 
-def test_under_checkpoint_the_gradients_have_the_same_bits():
+def test_under_checkpoint_and_in_every_run_the_gradients_have_the_same_bits():
     x = qkv(1, 2, 50, 50, 8, dtype=torch.float32)
     options = {"causal": True, "tile_queries": 16, "tile_keys": 16}
     expected = out_and_gradients(checkpointed_attention, *x, **options)
     found = out_and_gradients(lambda *x: checkpoint(checkpointed_attention, *x, **options), *x)
     assert_equal_bits(found, expected)
-    theirs = torch.utils.checkpoint.checkpoint
-    found = out_and_gradients(lambda *x: theirs(checkpointed_attention, *x, use_reentrant=False, **options), *x)
-    assert_equal_bits(found, expected)
+    assert_equal_bits(out_and_gradients(checkpointed_attention, *x, **options), expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_under_autocast_inputs_are_cast_as_for_torchs_own(dtype):
     x = qkv(1, 2, 20, 20, 8, dtype=dtype)
     dout = gradient_of_out(x[0], x[2])
@@ -526,6 +379,7 @@ def test_on_the_meta_device_there_are_shapes():
     assert [a.shape for a in torch.autograd.grad(out.sum(), x)] == [a.shape for a in x]
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("causal", [False, True])
 def test_on_a_gpu_it_equals_plain_attention_too_and_repeats_bit_for_bit(causal):
@@ -545,40 +399,3 @@ def test_a_second_differentiation_says_what_to_use():
     assert dq.requires_grad
     with pytest.raises(RuntimeError, match=r"differentiated once, found a second time.*SDPBackend.MATH"):
         dq.sum().backward()
-    with sdpa_kernel(SDPBackend.MATH):
-        (dq,) = torch.autograd.grad(F.scaled_dot_product_attention(*x).sum(), x[0], create_graph=True)
-        dq.sum().backward()
-    assert x[1].grad is not None
-
-
-def test_an_input_that_was_changed_in_between_is_noticed():
-    x = qkv()
-    out = checkpointed_attention(*x)
-    with torch.no_grad():
-        x[1].mul_(2)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        out.sum().backward()
-
-
-@pytest.mark.parametrize(
-    ("change", "options", "kind", "message"),
-    [
-        (lambda q, k, v: (q[0], k, v), {}, ValueError, r"expected q, k and v of shape \(batch, heads, tokens"),
-        (lambda q, k, v: (q, k[..., :3], v), {}, ValueError, "the same head_dim"),
-        (lambda q, k, v: (q, k[:, :, :3], v), {}, ValueError, "a value for every key"),
-        (lambda q, k, v: (q, k[:, :2], v[:, :2]), {}, ValueError, "2 key-value heads cannot serve 3 heads"),
-        (lambda q, k, v: (q, k.float(), v), {}, TypeError, "of one dtype"),
-        (lambda q, k, v: (q.long(), k.long(), v.long()), {}, TypeError, "of one dtype, .* found torch.int64"),
-        (lambda q, k, v: (q, k, v), {"tile_queries": 0}, ValueError, "tile_queries"),
-        (lambda q, k, v: (q, k, v), {"tile_keys": 2.0}, TypeError, "tile_keys"),
-        (
-            lambda q, k, v: (q, k, v),
-            {"scale": torch.ones(())},
-            TypeError,
-            "found a tensor, which would get no gradient",
-        ),
-    ],
-)
-def test_bad_input_is_refused_as_by_tiled_attention(change, options, kind, message):
-    with pytest.raises(kind, match=message):
-        checkpointed_attention(*change(*qkv()), **options)

@@ -12,6 +12,7 @@ import pytest
 from memlab.book import interactive
 from memlab.book.interactive import Interactive
 from memlab.book.style import Picture, canvas
+from tests.harness import refusals, refused
 
 pytest.importorskip("ipywidgets")
 
@@ -62,11 +63,15 @@ def test_a_number_gets_a_slider_a_truth_a_checkbox_and_a_text_buttons():
 
 
 def test_moving_a_control_shows_another_picture_with_its_own_alt_text():
-    made = Interactive(line, height={"low": 2, "high": 1000})
+    made = Interactive(line, height={"low": 2, "high": 1000}, kind=["solid", '"><b>bold'])
+    grid = [{"height": h, "kind": k} for h in (2, 1000) for k in ("solid", '"><b>bold')]
+    assert list(made.grid()) == grid
     before = image(made)
     move(made, 1)
     assert image(made) != before and 'alt="A solid line rises to 1000."' in image(made)
     assert re.search(r'<img width="270" height="180" .* src="data:image/png;base64,iVBOR', image(made))
+    move(made, 1, control=1)
+    assert 'alt="A &quot;&gt;&lt;b&gt;bold line rises to 1000."' in image(made)
 
 
 def test_a_picture_is_drawn_once_and_remembered():
@@ -76,22 +81,29 @@ def test_a_picture_is_drawn_once_and_remembered():
     assert drawn == [(2, False, "solid"), (1, False, "solid")]
 
 
-def test_the_next_picture_is_drawn_ahead_while_the_reader_looks():
-    made = Interactive(line, height=[1, 2, 3, 4])
+AHEAD = 10 * interactive.AHEAD_AFTER
+
+
+def test_the_next_picture_is_drawn_ahead_while_the_reader_looks_and_further_back_for_one_who_goes_back():
+    made = Interactive(line, height=[1, 2, 3, 4], dashed=[False, True])
 
     async def slide_and_look():
         move(made, 2)
         assert len(drawn) == 2
-        await asyncio.sleep(10 * interactive.AHEAD_AFTER)
+        await asyncio.sleep(AHEAD)
         assert drawn[2:] == [(4, False, "solid")]
         move(made, 3)  # the end: nothing is ahead
-        await asyncio.sleep(10 * interactive.AHEAD_AFTER)
+        await asyncio.sleep(AHEAD)
         move(made, 1)
         move(made, 2)  # back before the first one's time has come
-        await asyncio.sleep(10 * interactive.AHEAD_AFTER)
+        await asyncio.sleep(AHEAD)
+        assert len(drawn) == 3
+        move(made, True, control=1)
+        move(made, 1)  # from 3 to 2
+        await asyncio.sleep(AHEAD)
 
     asyncio.run(slide_and_look())
-    assert len(drawn) == 3
+    assert drawn[-2:] == [(2, True, "solid"), (1, True, "solid")]
 
 
 def test_a_slider_that_another_thread_hears_is_drawn_in_the_cells_thread_once_no_cell_runs(monkeypatch):
@@ -120,19 +132,6 @@ def test_a_slider_that_another_thread_hears_is_drawn_in_the_cells_thread_once_no
     asyncio.run(slide())
 
 
-def test_what_is_ahead_of_a_reader_who_goes_back_is_further_back():
-    made = Interactive(line, height=[1, 2, 3, 4], dashed=[False, True])
-
-    async def slide_and_look():
-        move(made, 2)
-        move(made, True, control=1)
-        move(made, 1)  # from 3 to 2
-        await asyncio.sleep(10 * interactive.AHEAD_AFTER)
-
-    asyncio.run(slide_and_look())
-    assert drawn[-2:] == [(2, True, "solid"), (1, True, "solid")]
-
-
 def test_a_slow_or_failing_picture_is_not_drawn_ahead(monkeypatch):
     def picky(n=1):
         if n == 3:
@@ -142,12 +141,12 @@ def test_a_slow_or_failing_picture_is_not_drawn_ahead(monkeypatch):
     async def slide_and_look():
         made = Interactive(picky, n=[1, 2, 3])
         move(made, 1)
-        await asyncio.sleep(10 * interactive.AHEAD_AFTER)
+        await asyncio.sleep(AHEAD)
         assert "<img" in image(made)
         monkeypatch.setattr(interactive, "AHEAD_AT_MOST", 0)
         slow = Interactive(line, height=[2, 3, 4])
         move(slow, 1)
-        await asyncio.sleep(10 * interactive.AHEAD_AFTER)
+        await asyncio.sleep(AHEAD)
 
     asyncio.run(slide_and_look())
     assert drawn == [(1, False, "solid"), (2, False, "solid"), (2, False, "solid"), (3, False, "solid")]
@@ -161,7 +160,7 @@ def test_after_one_slow_picture_no_remembered_and_no_quick_one_leads_to_drawing_
         made = Interactive(line, height=[1, 2, 3, 4, 5, 6])
         for place in (2, 4, 2, 4):
             move(made, place)
-            await asyncio.sleep(10 * interactive.AHEAD_AFTER)
+            await asyncio.sleep(AHEAD)
 
     asyncio.run(slide_and_look())
     assert [height for height, *_ in drawn] == [2, 3, 5]
@@ -210,11 +209,6 @@ def test_only_the_first_figure_is_kept():
     assert list(figures) == [made.picture.figure]
 
 
-def test_the_grid_is_every_combination_of_values():
-    grid = list(Interactive(line, height=[1, 2], dashed=[False, True]).grid())
-    assert grid == [{"height": h, "dashed": d} for h in (1, 2) for d in (False, True)]
-
-
 def test_a_failing_function_says_so_in_place_of_the_picture_and_the_next_move_draws_again():
     def picky(n=1):
         if n == 2:
@@ -245,21 +239,28 @@ def test_it_shows_itself_with_a_caption(monkeypatch):
     assert words["text/markdown"] == "*Slide height (1 to 2). At the start: A solid line rises to 2.*"
 
 
-def test_a_sentence_with_quotes_and_angles_stays_inside_its_attribute():
-    made = Interactive(lambda n: line(n), n=['"><b>bold'])
-    assert 'alt="A solid line rises to &quot;&gt;&lt;b&gt;bold."' in image(made)
+REFUSALS = {
+    "nothing": (lambda: Interactive(line), ValueError, "expected at least one slider"),
+    "no value": (lambda: Interactive(line, height=[]), ValueError, "expected at least one value for height"),
+    "two of one label": (
+        lambda: Interactive(line, height=[1, 2, "1"]),
+        ValueError,
+        "expected a label for each value of height, found two of '1'",
+    ),
+    "another start": (
+        lambda: Interactive(line, height=[1, 3]),
+        ValueError,
+        "height to start at one of [1, 3], found 2",
+    ),
+    "another name": (
+        lambda: Interactive(line, width=[1]),
+        TypeError,
+        "expected one of draw's parameters, height, dashed, kind; found 'width'",
+    ),
+    "no picture": (lambda: Interactive(lambda n: n, n=[1]), TypeError, "expected <lambda>(n=1) to return a Picture"),
+}
 
 
-def test_a_control_that_draws_nothing_is_refused():
-    with pytest.raises(ValueError, match="expected at least one slider"):
-        Interactive(line)
-    with pytest.raises(ValueError, match="expected at least one value for height"):
-        Interactive(line, height=[])
-    with pytest.raises(ValueError, match="expected a label for each value of height, found two of '1'"):
-        Interactive(line, height=[1, 2, "1"])
-    with pytest.raises(ValueError, match=r"expected height to start at one of \[1, 3\], found 2"):
-        Interactive(line, height=[1, 3])
-    with pytest.raises(TypeError, match="expected one of draw's parameters, height, dashed, kind; found 'width'"):
-        Interactive(line, width=[1])
-    with pytest.raises(TypeError, match=r"expected <lambda>\(n=1\) to return a Picture, found int"):
-        Interactive(lambda n: n, n=[1])
+@refusals(REFUSALS)
+def test_a_control_that_draws_nothing_is_refused(call, error, words):
+    refused(call, error, words)

@@ -4,6 +4,7 @@ import math
 import sys
 import threading
 import time
+import warnings
 from array import array
 from types import SimpleNamespace
 
@@ -18,7 +19,7 @@ from memlab.book.live import LiveFigure, live
 from memlab.book.live_changes import Changes
 from memlab.book.notebooks import clean
 from memlab.book.run import run
-from memlab.memory_monitoring import Alarm, Gone, MemoryWarning, Monitor, forecast
+from memlab.memory_monitoring import Alarm, Monitor, forecast
 from memlab.memory_monitoring.monitor import Sample
 from memlab.units import MiB, format_bytes
 
@@ -30,12 +31,10 @@ VIEW = "application/vnd.jupyter.widget-view+json"
 class Made:
     """A source of made-up figures: each look is one byte more than the last."""
 
-    def __init__(self, *levels, until=math.inf):
-        self.name, self.levels, self.until, self.looks = "made up", levels, until, 0
+    def __init__(self, *levels):
+        self.name, self.levels, self.looks = "made up", levels, 0
 
     def read(self):
-        if self.looks >= self.until:  # the process that was watched has ended
-            raise Gone("it is gone")
         self.looks += 1
         return {level: 1000 * place + self.looks for place, level in enumerate(self.levels)}
 
@@ -101,20 +100,22 @@ def rows_of(samples, levels):
     return [[s.seconds, s.step, *(s.figures.get(level, math.nan) for level in levels)] for s in samples]
 
 
-@pytest.mark.parametrize("opening", [0.0, 10.0], ids=["only what was added", "everything while the page opens"])
-@pytest.mark.parametrize("count", [40, 1300])
-def test_the_browser_is_told_every_look_and_every_step(shell, monkeypatch, opening, count):
+@pytest.mark.parametrize(("opening", "count"), [(0.0, 1300), (10.0, 40)], ids=["what was added", "all of it at first"])
+def test_each_browser_is_told_every_look_every_step_and_every_alarm(shell, monkeypatch, opening, count):
     monkeypatch.setattr(live_page, "OPENING_SECONDS", opening)
     monkeypatch.setattr(live_page, "UPDATE_SECONDS", 0.01)
-    monitor = Monitor(sources=[Made("heap", "resident")], every=0.002)
-    figure, browser = followed(monitor)
-    with monitor:
+    monitor = Monitor(1000, sources=[Made("heap", "resident")], every=0.002)
+    (figure, browser), (_, other) = followed(monitor), followed(monitor)
+    with warnings.catch_warnings(), monitor:
+        warnings.simplefilter("ignore")
         steps(monitor, count, 0.15 / count)
     end_of_cell(shell)
-    assert browser.rows == rows_of(monitor.samples, ["heap", "resident"]) and len(browser.rows) > 5
+    assert other.rows == browser.rows == rows_of(monitor.samples, ["heap", "resident"]) and len(browser.rows) > 5
     assert (browser.ends, browser.peaks) == (list(monitor.history.ends), list(monitor.history.peaks))
     assert browser.last["steps"] == count and browser.last["ended"] and browser.last["watch"] == "heap"
-    assert figure.updates > 3 and figure.error is None
+    assert [kind for kind, *_ in browser.alarms] == [alarm.kind for alarm in monitor.alarms]
+    assert not monitor.alarms or f"{monitor.alarms[0].kind}:" in repr(figure)
+    assert figure.updates > 3 and figure.error is None and monitor.listeners == [] and hooks(shell) == []
     assert browser.told == len(browser.rows) if opening == 0 else browser.told > len(browser.rows)
 
 
@@ -132,18 +133,58 @@ def test_what_was_sent_is_not_sent_again():
     more, columns = changes.since([], 1)
     assert (more["from_block"], [len(column) for column in columns]) == (299, [0, 16, 16])
     assert more["alarms"] == [["log", 601, "full"]] and changes.since([], 1)[0]["alarms"] == []
-
-
-def test_a_history_that_is_just_being_written_to_is_left_for_the_next_time():
-    monitor = Monitor(sources=[])
-    changes = Changes(monitor)
-    monitor.history.append(1, 2)
-    monitor.history.ends.append(3)
-    sent, columns = changes.since([], 0)
-    assert sent["from_block"] is None and columns == [b"", b"", b""]
+    monitor.history.ends.append(3)  # it is just being written to, and left for the next time
+    assert changes.since([], 1)[0]["from_block"] is None
     monitor.history.peaks.append(4)
-    sent, columns = changes.since([], 0)
-    assert sent["from_block"] == 0 and [array("d", c).tolist() for c in columns] == [[], [1, 3], [2, 4]]
+    assert [array("d", column).tolist() for column in changes.since([], 1)[1]] == [[], [1, 3], [2, 4]]
+    seen = [Sample(0.0, 0, {"heap": 1}), Sample(1.0, 0, {"heap": 2, "driver": 3}), Sample(2.0, 0, {"driver": 4})]
+    sent, (rows, *_) = Changes(monitor).since(seen, 0)
+    assert sent["levels"] == ["heap", "driver"]  # nan where a level was not seen
+    assert str(array("d", rows).tolist()) == "[0.0, 0.0, 1.0, nan, 1.0, 0.0, 2.0, 3.0, 2.0, 0.0, nan, 4.0]"
+
+
+def test_the_figure_ends_as_the_picture_of_the_run_in_the_place_where_it_stood(shell):
+    monitor = Monitor(sources=[Made("heap", "resident")], every=0.01)
+    followed(monitor)
+    (begun, place), (words, below) = shell.shown
+    assert not place["update"] and "has made no step" in words["text/plain"] and VIEW in begun
+    with monitor:
+        steps(monitor, 7)
+        end_of_cell(shell)  # the run goes on after the cell
+        assert "over 7 steps" in shell.shown[-1][0]["text/plain"] and len(hooks(shell)) == 1
+        steps(monitor, 3)
+    end_of_cell(shell)
+    assert hooks(shell) == []
+    (ended, again), (told, under) = shell.shown[-2:]
+    assert again["update"] and under["update"]
+    assert again["display_id"] == place["display_id"] != under["display_id"] == below["display_id"]
+    assert ended["image/png"] != begun["image/png"]
+    first = format_bytes(monitor.samples[0].figures["heap"])
+    table = told["text/markdown"].replace("\N{NO-BREAK SPACE}", " ")
+    assert "over 10 steps" in told["text/plain"] and f"| heap | {first} |" in table
+    monitor.samples.clear()
+    for figures in ({"heap": 1}, {"heap": 5, "driver": 7}, {"heap": 2}):
+        monitor.samples.append(Sample(0.0, 0, figures))  # at first, at most and at last
+    assert LiveFigure(monitor).table.rows == [["heap", "1 B", "5 B", "2 B"], ["driver", "7 B", "7 B", "7 B"]]
+
+
+def test_as_the_last_line_of_a_cell_it_is_shown_once_in_another_cell_again_and_outside_never(
+    shell, monkeypatch, capsys
+):
+    figure = live(Monitor(sources=[]))
+    figure._ipython_display_()
+    assert len(shell.shown) == 2
+    end_of_cell(shell)
+    figure._ipython_display_()
+    assert len(shell.shown) == 4 and len(hooks(shell)) == 1
+    monkeypatch.undo()
+    monitor = Monitor(sources=[Made("heap")], every=0.01)
+    figure = live(monitor)
+    with monitor:
+        steps(monitor, 4)
+    assert "over 4 steps" in repr(figure) and monitor.listeners == [] and capsys.readouterr() == ("", "")
+    with pytest.raises(TypeError, match="expected a Monitor, found int"):
+        live(5)
 
 
 def test_after_a_change_of_the_run_its_steps_replace_those_that_no_longer_count(shell, monkeypatch):
@@ -160,14 +201,6 @@ def test_after_a_change_of_the_run_its_steps_replace_those_that_no_longer_count(
     assert (browser.last["steps"], browser.last["steps_before"]) == (5, 20)
     (line,) = [line for line in figure.picture.figure.axes[0].lines if line.get_label() == "end of each step"]
     assert line.get_xdata().tolist() == [21, 22, 23, 24, 25]
-
-
-def test_a_level_that_comes_later_or_goes_is_no_figure_where_it_was_not_seen():
-    changes = Changes(Monitor(sources=[]))
-    samples = [Sample(0.0, 0, {"heap": 1}), Sample(1.0, 0, {"heap": 2, "driver": 3}), Sample(2.0, 0, {"driver": 4})]
-    sent, (rows, *_) = changes.since(samples, 0)
-    assert sent["levels"] == ["heap", "driver"]
-    assert str(array("d", rows).tolist()) == "[0.0, 0.0, 1.0, nan, 1.0, 0.0, 2.0, 3.0, 2.0, 0.0, nan, 4.0]"
 
 
 def test_the_forecast_of_the_call_is_sent_and_never_is_null():
@@ -187,18 +220,6 @@ def test_the_forecast_of_the_call_is_sent_and_never_is_null():
     }
 
 
-def test_two_figures_of_one_monitor_are_both_told_everything(shell, monkeypatch):
-    monkeypatch.setattr(live_page, "UPDATE_SECONDS", 0.01)
-    monitor = Monitor(sources=[Made("heap")], every=0.002)
-    pairs = [followed(monitor), followed(monitor)]
-    with monitor:
-        steps(monitor, 20, 0.003)
-    end_of_cell(shell)
-    for _, browser in pairs:
-        assert browser.rows == rows_of(monitor.samples, ["heap"]) and browser.last["ended"]
-    assert monitor.listeners == [] and hooks(shell) == []
-
-
 def test_after_the_run_there_is_no_listener_no_hook_and_no_thread(shell):
     before = threading.active_count()
     monitor = Monitor(sources=[Made("heap")], every=0.01)
@@ -215,44 +236,6 @@ def test_after_the_run_there_is_no_listener_no_hook_and_no_thread(shell):
     shown = len(shell.shown)
     end_of_cell(shell)
     assert len(shell.shown) == shown
-
-
-def test_the_figure_ends_as_the_picture_of_the_run_in_the_place_where_it_stood(shell):
-    monitor = Monitor(sources=[Made("heap", "resident")], every=0.01)
-    followed(monitor)
-    (begun, place), (words, below) = shell.shown
-    assert not place["update"] and "has made no step" in words["text/plain"] and VIEW in begun
-    with monitor:
-        steps(monitor, 7)
-    end_of_cell(shell)
-    (ended, again), (told, under) = shell.shown[2:]
-    assert again["update"] and under["update"]
-    assert again["display_id"] == place["display_id"] != under["display_id"] == below["display_id"]
-    assert ended["image/png"] != begun["image/png"]
-    first = format_bytes(monitor.samples[0].figures["heap"])
-    table = told["text/markdown"].replace("\N{NO-BREAK SPACE}", " ")
-    assert "over 7 steps" in told["text/plain"] and f"| heap | {first} |" in table
-
-
-def test_a_run_that_goes_on_after_the_cell_is_drawn_as_far_as_it_is(shell):
-    monitor = Monitor(sources=[Made("heap")], every=0.01)
-    followed(monitor)
-    with monitor:
-        steps(monitor, 2)
-        end_of_cell(shell)
-        assert "over 2 steps" in shell.shown[-1][0]["text/plain"] and len(hooks(shell)) == 1
-        steps(monitor, 3)
-    end_of_cell(shell)
-    assert "over 5 steps" in shell.shown[-1][0]["text/plain"] and hooks(shell) == []
-
-
-def test_as_the_last_line_of_a_cell_it_is_shown_once_and_in_another_cell_again(shell):
-    figure = live(Monitor(sources=[]))
-    figure._ipython_display_()
-    assert len(shell.shown) == 2
-    end_of_cell(shell)
-    figure._ipython_display_()
-    assert len(shell.shown) == 4 and len(hooks(shell)) == 1
 
 
 def test_a_figure_that_fails_stands_still_and_the_run_goes_on(shell, monkeypatch):
@@ -284,23 +267,6 @@ def test_a_page_that_opens_late_is_told_the_whole_run(shell):
     assert "whole" not in figure.widget.get_state("title")
 
 
-def test_the_table_has_each_level_at_first_at_most_and_at_last():
-    monitor = Monitor(sources=[])
-    for figures in ({"heap": 1}, {"heap": 5, "driver": 7}, {"heap": 2}):
-        monitor.samples.append(Sample(0.0, 0, figures))
-    assert LiveFigure(monitor).table.rows == [["heap", "1 B", "5 B", "2 B"], ["driver", "7 B", "7 B", "7 B"]]
-
-
-def test_the_alarms_are_in_its_text(shell):
-    monitor = Monitor(1000, sources=[Made("heap", until=3), Made("resident")], every=0.002, watch="resident")
-    figure, browser = followed(monitor)
-    with pytest.warns(MemoryWarning), monitor:
-        steps(monitor, 5, 0.005)
-    end_of_cell(shell)
-    assert "step 0, threshold:" in repr(figure) or "gone: it is gone" in repr(figure)
-    assert [kind for kind, *_ in browser.alarms] == [alarm.kind for alarm in monitor.alarms]
-
-
 def test_without_widgets_a_picture_and_a_table_stand_in_and_nothing_listens(shell, monkeypatch):
     monkeypatch.setitem(sys.modules, "anywidget", None)
     live_page._widget_class.cache_clear()
@@ -313,19 +279,6 @@ def test_without_widgets_a_picture_and_a_table_stand_in_and_nothing_listens(shel
     data = shell.shown[2][0]
     assert set(data) == {"image/png", "text/plain"} and "over 4 steps" in data["text/plain"]
     assert hooks(shell) == []
-
-
-def test_outside_a_notebook_nothing_is_shown_and_nothing_listens(capsys):
-    monitor = Monitor(sources=[Made("heap")], every=0.01)
-    figure = live(monitor)
-    with monitor:
-        steps(monitor, 4)
-    assert "over 4 steps" in repr(figure) and monitor.listeners == [] and capsys.readouterr() == ("", "")
-
-
-def test_what_is_no_monitor_is_refused():
-    with pytest.raises(TypeError, match="expected a Monitor, found int"):
-        live(5)
 
 
 CELLS = (

@@ -56,7 +56,7 @@ RUN = """
 monitor, kept = Monitor("2 GiB", every=0.05), []
 live(monitor, title="a loop")
 with monitor:
-    end = time.monotonic() + SECONDS
+    end = time.monotonic() + 60
     while time.monotonic() < end:
         model(x, y).backward()
         kept.append(torch.zeros(65536))
@@ -65,9 +65,6 @@ with monitor:
 """
 WATCH = """() => {
   window.pictures = new Set();
-  window.longest = 0;
-  new PerformanceObserver((list) => list.getEntries().forEach((one) => (longest = Math.max(longest, one.duration))))
-    .observe({ entryTypes: ["longtask"] });
   window.watching = setInterval(() => {
     const canvas = document.querySelector(".memlab-live canvas");
     if (canvas) pictures.add(canvas.toDataURL());
@@ -116,7 +113,7 @@ def buckets(page):
     return page.evaluate("() => run.buckets.map(({ looks, low, high, last }) => [looks, low, high, last])")
 
 
-@pytest.mark.parametrize("count", [1, 249, 250, 251, 1000, 5003])
+@pytest.mark.parametrize("count", [1, 250, 251, 1000])
 def test_thinning_keeps_the_least_and_the_most_of_each_stretch(page, count):
     samples = looks(count)
     changes = Changes(Monitor(sources=[]))
@@ -200,15 +197,13 @@ def test_ticks_are_round_few_and_inside(page):
 # ---- in JupyterLab
 
 
-@pytest.fixture(scope="module")
-def notebook(opened, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("live")
-    cells = [LOOP, "explore(meter.timeline)", RUN.replace("SECONDS", "6"), RUN.replace("SECONDS", "60")]
-    cells = [new_code_cell(source.strip()) for source in cells]
-    nbformat.write(new_notebook(cells=cells, metadata={"kernelspec": KERNEL}), folder / "live.ipynb")
+@pytest.fixture
+def notebook(opened, tmp_path):
+    cells = [new_code_cell(source.strip()) for source in (LOOP, "explore(meter.timeline)", RUN)]
+    nbformat.write(new_notebook(cells=cells, metadata={"kernelspec": KERNEL}), tmp_path / "live.ipynb")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
-        with jupyterlab(folder) as address:
+        with jupyterlab(tmp_path) as address:
             page = Page(opened, address, "live.ipynb", height=800)
             yield page
             assert page.errors() == ["KeyboardInterrupt: "] and page.complaints == []
@@ -230,7 +225,8 @@ def finish(page):
     page.page.wait_for_function("() => window.memlabDone")
 
 
-def test_it_moves_while_a_cell_trains_and_the_page_answers(notebook):
+@pytest.mark.thorough
+def test_it_moves_while_a_cell_trains_the_page_answers_and_the_stop_button_ends_both(notebook):
     page = notebook.page
     for place in (0, 1):
         begin(notebook, place)
@@ -258,26 +254,12 @@ def test_it_moves_while_a_cell_trains_and_the_page_answers(notebook):
           return scroller.scrollTop; }"""
     )
     assert scrolled == 40
-    busy = page.evaluate(BUSY)
-    finish(notebook)
-    assert busy and len(page.evaluate("() => [...window.pictures]")) >= 12  # at least two a second
-    page.wait_for_function(
-        "() => [...document.querySelectorAll('.memlab-live-readout')].some((one) => one.innerText.endsWith('ended'))"
-    )
-    assert "over " in notebook.locator(".jp-RenderedMarkdown").last.inner_text()
-    assert notebook.ask("print(monitor.listeners, monitor.history.steps > 0)") == "[] True\n"
-
-
-def test_the_stop_button_ends_the_loop_and_the_figure(notebook):
-    page = notebook.page
-    begin(notebook, 3)
-    page.wait_for_function("() => document.querySelectorAll('.memlab-live canvas').length === 2")
-    page.wait_for_timeout(700)
+    page.wait_for_function("() => window.pictures.size >= 12")
     assert page.evaluate(BUSY)
     page.evaluate("() => window.jupyterapp.commands.execute('notebook:interrupt-kernel')")
     finish(notebook)
-    page.wait_for_function(
-        "() => [...document.querySelectorAll('.memlab-live-readout')].every((one) => one.innerText.endsWith('ended'))"
-    )
+    page.wait_for_function("() => document.querySelector('.memlab-live-readout').innerText.endsWith('ended')")
+    assert "over " in notebook.locator(".jp-RenderedMarkdown").last.inner_text()
     left = "[thread.name for thread in threading.enumerate() if 'memlab' in thread.name]"
-    assert notebook.ask(f"import threading; print({left}, monitor.listeners)") == "[] []\n"
+    told = notebook.ask(f"import threading; print({left}, monitor.listeners, monitor.history.steps > 0)")
+    assert told == "[] [] True\n"

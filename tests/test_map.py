@@ -48,19 +48,13 @@ def test_a_row_is_what_the_header_says_word_for_word(tmp_path):
     assert row == [link, "you will see.", "nothing", "5", "3 MiB of tensors", "optional", "not recorded yet"]
 
 
-@pytest.mark.parametrize(
-    ("line", "missing"),
-    [
-        ("# 01 · A title", "title"),
-        ("**In one", "promise"),
-        ("| You", "needs"),
-        ("| Min", "minutes"),
-        ("| Peak", "peak"),
-    ],
-)
-def test_a_header_without_one_of_its_parts_is_refused_by_name(tmp_path, line, missing):
+PARTS = {"# 01 · A title": "title", "**In one": "promise", "| You": "needs", "| Min": "minutes", "| Peak": "peak"}
+
+
+@pytest.mark.parametrize("line", PARTS)
+def test_a_header_without_one_of_its_parts_is_refused_by_name(tmp_path, line):
     broken = "\n".join(text for text in HEADER.splitlines() if not text.startswith(line))
-    with pytest.raises(ValueError, match=rf"01_x.ipynb: expected a header .*found none of {missing}$"):
+    with pytest.raises(ValueError, match=rf"01_x.ipynb: expected a header .*found none of {PARTS[line]}$"):
         read_header(chapter(tmp_path, "01_x", broken) / "01_x.ipynb")
 
 
@@ -124,11 +118,18 @@ def test_a_short_cut_says_what_its_chapters_ask_for_and_it_leaves_out_or_puts_la
     assert [row[2] for row in paths(tmp_path).rows] == ["07", "02, 07", "07"]
 
 
-def test_the_machine_names_its_torch_and_says_that_no_gpu_is_needed(monkeypatch):
+def test_the_machine_names_its_torch_and_says_that_no_gpu_is_needed_and_pictures_are_still_without_widgets(monkeypatch):
+    def missing(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     rows = dict(machine().rows)
     assert torch.__version__ in rows["PyTorch"]
     assert rows["GPU"] == "none: every chapter runs without one"
+    found = machines.main_memory_bytes()
+    assert found is None or 2**28 < found < 2**50
+    monkeypatch.setattr(machines.importlib.metadata, "version", missing)
+    assert dict(machine().rows)["pictures"].startswith("still: ipywidgets is not installed")
 
 
 def test_a_gpu_is_named_with_its_memory(monkeypatch):
@@ -139,19 +140,6 @@ def test_a_gpu_is_named_with_its_memory(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: Device)
     assert dict(machine().rows)["GPU"] == "A GPU, 80.0 GiB"
-
-
-def test_main_memory_is_plausible_or_unknown():
-    found = machines.main_memory_bytes()
-    assert found is None or 2**28 < found < 2**50
-
-
-def test_pictures_are_still_where_widgets_are_not_installed(monkeypatch):
-    def missing(name):
-        raise importlib.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(machines.importlib.metadata, "version", missing)
-    assert dict(machine().rows)["pictures"].startswith("still: ipywidgets is not installed")
 
 
 def test_chapter_00_alone_says_how_to_install_memlab(tmp_path):

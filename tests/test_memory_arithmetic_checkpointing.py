@@ -10,8 +10,10 @@ from memlab.book.steps import Segment, build, checkpoint_blocks, metered_step
 from memlab.gradient_checkpointing.segments import best_segments
 from memlab.memory_arithmetic import Transformer, training_step
 from memlab.memory_timeline import Timeline
+from tests.harness import refused
 from tests.test_gradient_accumulation_bytes import hardware
 from tests.test_memory_arithmetic import BY_HAND, LARGE_VOCABULARY, LLAMA, SHORT, Case, watched_ledgers
+from tests.tiers import some
 
 
 @dataclass(frozen=True)
@@ -26,20 +28,15 @@ SGD, GPU = {"optimizer": "sgd"}, {"hardware": "gpu"}
 CASES = {
     "GPT, one block": Cut(layers=1, **SGD),
     "GPT, three blocks in one segment": Cut(layers=3, **SGD),
-    "GPT, three blocks in two": Cut(layers=3, segments=2, **SGD),
-    "GPT, every block of three": Cut(layers=3, segments=3, **SGD),
     "GPT, seven blocks in three, gradients there already": Cut(layers=7, segments=3, micro_batches=2, **SGD),
     "GPT, AdamW's loop, few tokens: the optimizer's step decides": Cut(**SHORT, segments=2),
     "GPT, first step, AdamW": Cut(layers=3, segments=2, first_step=True),
     "GPT, large vocabulary: the loss decides": Cut(**LARGE_VOCABULARY, batch=8, segments=2, **SGD),
     "GPT, large vocabulary, few tokens: the embeddings decide": Cut(**SHORT, **LARGE_VOCABULARY, segments=2, **SGD),
-    "GPT, dropout": Cut(dropout=0.1, layers=3, segments=2, **SGD),
     "GPT, dropout, forward is fullest at the scores": Cut(dropout=0.1, tokens=12, layers=3, segments=2, **SGD),
     "GPT, BF16, dropout, forward is fullest at the values": Cut(
         width=96, heads=8, tokens=16, batch=3, precision="bf16", dropout=0.1, segments=2, **SGD
     ),
-    "GPT, dropout, gradients there already": Cut(dropout=0.1, layers=3, segments=2, micro_batches=3, **SGD),
-    "GPT, by hand": Cut(**BY_HAND, layers=3, segments=2, **SGD),
     "GPT, by hand, dropout": Cut(**BY_HAND, dropout=0.1, layers=3, segments=2, micro_batches=2, **SGD),
     "GPT, by hand, one sequence, one head": Cut(**BY_HAND, batch=1, heads=1, layers=3, segments=2, **SGD),
     "GPT, BF16": Cut(precision="bf16", layers=3, segments=2, **SGD),
@@ -59,7 +56,6 @@ CASES = {
     ),
     "GPT on a GPU": Cut(**GPU, layers=3, segments=2, **SGD),
     "GPT on a GPU, dropout": Cut(**GPU, layers=3, segments=2, dropout=0.1, micro_batches=2, **SGD),
-    "GPT on a GPU, by hand, dropout": Cut(**GPU, **BY_HAND, layers=3, segments=2, dropout=0.1, **SGD),
     "GPT on a GPU, BF16, dropout": Cut(**GPU, layers=5, segments=3, dropout=0.1, precision="bf16", **SGD),
     "GPT on a GPU, master weights, fused": Cut(
         **GPU, layers=5, segments=4, precision="mixed", implementation="fused", micro_batches=8
@@ -74,20 +70,16 @@ AUTOCAST = {"precision": "autocast", "layers": 3, "segments": 2, **SGD}
 WIDE = {"width": 128, "heads": 4, "layers": 8, "segments": 8, "batch": 1, "tokens": 16, "vocabulary": 16}
 CASES |= {
     "GPT, autocast": Cut(**AUTOCAST),
-    "GPT, autocast, gradients there already": Cut(**AUTOCAST, micro_batches=2),
     "GPT, autocast, dropout": Cut(**AUTOCAST, dropout=0.1),
-    "GPT, autocast, by hand, dropout": Cut(**AUTOCAST, **BY_HAND, dropout=0.1),
     "GPT, autocast, few tokens: forward decides, for every weight has a copy": Cut(
         **AUTOCAST | WIDE | {"micro_batches": 2}
     ),
     "Llama, autocast": Cut(**AUTOCAST | LLAMA),
     "Llama, autocast, few tokens: the loss decides": Cut(**AUTOCAST | WIDE | LLAMA | {"micro_batches": 2}),
-    "GPT on a GPU, autocast": Cut(**AUTOCAST, **GPU),
     "GPT on a GPU, autocast, by hand, dropout": Cut(**AUTOCAST, **GPU, **BY_HAND, dropout=0.1),
     "GPT on a GPU, autocast, few tokens: forward decides": Cut(**AUTOCAST | GPU | WIDE | {"micro_batches": 2}),
     "Llama on a GPU, autocast": Cut(**AUTOCAST | LLAMA | GPU, micro_batches=2),
 }
-each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 WORDS = ("precision", "optimizer", "implementation", "first_step", "chunk_bytes", "micro_batches", "segments")
 
 
@@ -103,11 +95,6 @@ def metered(case: Cut) -> Timeline:
         return metered_step(case.model, case.batch, case.tokens, **{name: getattr(case, name) for name in words})
 
 
-@each_case
-def test_the_peak_is_the_metered_one(case):
-    assert metered(case).peak_bytes == predicted(case).peak_bytes
-
-
 def by_category(nbytes: dict[str, int]) -> dict[str, int]:
     """Bytes of each category, activations and temporaries together.
 
@@ -118,34 +105,27 @@ def by_category(nbytes: dict[str, int]) -> dict[str, int]:
     return {name: nbytes.get(name, 0) for name in others} | {"activation or temporary": both}
 
 
-@each_case
-def test_the_peak_has_the_metered_bytes_of_every_category(case):
-    timeline = metered(case)
-    found = timeline.bytes_by_category(timeline.peak_event)
-    assert by_category(found) == by_category(predicted(case).peak.by_category())
-
-
-@each_case
-def test_activations_are_what_the_meter_finds_when_backward_starts(case):
-    """Of one micro-batch: the first of several finds no running sum of losses yet."""
-    timeline = metered(replace(case, micro_batches=1))
-    start = next(span.start for span in timeline.phases if span.phase == "backward") - 1
-    found = timeline.bytes_by_category(start)["activation"]
-    assert predicted(replace(case, micro_batches=1)).activations.nbytes == found
-
-
-@each_case
-def test_forward_is_as_full_as_the_meter_finds_it(case):
-    """Of one micro-batch, up to the last thing that a block makes; the rest is the loss's."""
-    case = replace(case, micro_batches=1)
-    timeline = metered(case)
-    stop = next(span.start for span in timeline.phases if span.phase == "backward")
-    module = lambda event: timeline.storages[event.storage].module  # noqa: E731
-    made = [i for i, e in enumerate(timeline.events[:stop], 1) if e.delta > 0 and module(e).startswith("blocks.")]
-    assert max(timeline.totals[: made[-1] + 1]) == predicted(case).moment("forward").nbytes
-
-
 @pytest.mark.parametrize("name", CASES)
+def test_the_peak_and_every_category_in_it_are_the_metered_ones(name):
+    timeline, step = metered(CASES[name]), predicted(CASES[name])
+    assert timeline.peak_bytes == step.peak_bytes
+    found = timeline.bytes_by_category(timeline.peak_event)
+    assert by_category(found) == by_category(step.peak.by_category())
+
+
+@some("name", CASES, keep=22)
+def test_activations_when_backward_starts_and_the_fullest_moment_of_forward_are_the_metered_ones(name):
+    """Of one micro-batch: the first of several finds no running sum of losses yet. Forward without the loss."""
+    case = replace(CASES[name], micro_batches=1)
+    timeline, step = metered(case), predicted(case)
+    backward = next(span.start for span in timeline.phases if span.phase == "backward")
+    assert step.activations.nbytes == timeline.bytes_by_category(backward - 1)["activation"]
+    module = lambda event: timeline.storages[event.storage].module  # noqa: E731
+    made = [i for i, e in enumerate(timeline.events[:backward], 1) if e.delta > 0 and module(e).startswith("blocks.")]
+    assert max(timeline.totals[: made[-1] + 1]) == step.moment("forward").nbytes
+
+
+@some("name", CASES, keep=22)
 def test_every_rise_of_the_metered_curve_is_an_instant_of_the_arithmetic(name, monkeypatch):
     """In backward and in what is run again there: of the only micro-batch, or of the last."""
     case = CASES[name]
@@ -188,7 +168,7 @@ def test_kept_are_the_inputs_of_segments_and_nothing_else_of_the_blocks():
     assert blocks(6)[0] == blocks(6)[1] == blocks(2)[0] + 4 * stream
 
 
-@pytest.mark.parametrize("layers", [12, 24, 40])
+@some("layers", [24, 12, 40], keep=1)
 def test_the_best_number_for_the_whole_step_is_the_one_for_the_blocks_alone(layers):
     """Of a step with gradients already there. s and c come from the arithmetic itself."""
     model = Transformer(layers, 512, 8, 256, 512)
@@ -196,15 +176,6 @@ def test_the_best_number_for_the_whole_step_is_the_one_for_the_blocks_alone(laye
     two, one = (training_step(replace(model, layers=n), 1, 512, **options).activations.nbytes for n in (2, 1))
     peaks = {k: training_step(model, 1, 512, segments=k, **options).peak_bytes for k in range(1, layers + 1)}
     assert min(peaks, key=peaks.get) == best_segments(layers, two - one, 512 * 512 * 2)
-
-
-def test_the_running_storys_model_is_predicted_to_the_byte():
-    """Of two micro-batches, where the story has eight: only the inputs are fewer."""
-    case = Cut(
-        layers=24, width=2048, heads=16, vocabulary=256, context=1024, batch=1, tokens=1024, segments=20,
-        precision="mixed", implementation="fused", micro_batches=2, hardware="gpu",
-    )  # fmt: skip
-    assert metered(case).peak_bytes == predicted(case).peak_bytes
 
 
 # ---- the metered step
@@ -226,19 +197,16 @@ def test_segments_keep_the_models_parameters_in_their_order_and_its_loss():
 
 # ---- errors
 
+MODEL = Transformer(3, 32, 4, 64, 32)
+WRONG = {
+    "none": (0, ValueError, "expected segments of at least 1, found 0"),
+    "more than layers": (4, ValueError, "at most as many segments as layers (3), found 4; pick 1 to 3"),
+    "a float": (2.0, TypeError, "expected segments as an int, found 2.0"),
+    "true": (True, TypeError, "expected segments as an int, found True"),
+}
 
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"segments": 0}, ValueError, "expected segments of at least 1, found 0"),
-        ({"segments": 4}, ValueError, r"at most as many segments as layers \(3\), found 4; pick 1 to 3"),
-        ({"segments": 2.0}, TypeError, "expected segments as an int, found 2.0"),
-        ({"segments": True}, TypeError, "expected segments as an int, found True"),
-        ({"segments": "sqrt"}, TypeError, "expected segments as an int, found 'sqrt'"),
-    ],
-)
-def test_wrong_segments_are_refused_by_the_arithmetic_and_by_the_meter(options, error, message):
-    model = Transformer(3, 32, 4, 64, 32)
-    for step in (training_step, metered_step):
-        with pytest.raises(error, match=message):
-            step(model, 1, 8, **options)
+
+@pytest.mark.parametrize("step", [training_step, metered_step])
+@pytest.mark.parametrize(("segments", "error", "words"), WRONG.values(), ids=WRONG)
+def test_wrong_segments_are_refused_by_the_arithmetic_and_by_the_meter(segments, error, words, step):
+    refused(lambda: step(MODEL, 1, 8, segments=segments), error, words)

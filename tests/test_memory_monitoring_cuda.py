@@ -63,15 +63,6 @@ def test_a_steps_peak_is_the_counters_and_the_programs_own_peak_is_untouched(car
     assert list(monitor.history.peaks) == [50, 90, 30, 60, 25]
 
 
-def test_when_the_program_sets_the_counters_back_in_a_step_the_monitor_was_told_before(cards):
-    with Monitor(every=1000, sources=[CUDAMemory(0)]) as monitor:
-        cards[0].to(80, 10)
-        torch.cuda.reset_peak_memory_stats(0)
-        cards[0].to(40, 10)
-        monitor.step()
-    assert list(monitor.history.peaks) == [80]
-
-
 def test_two_monitors_and_a_meters_levels_do_not_take_each_others_peaks(cards):
     card = cards[0]
     levels = CUDALevels(
@@ -108,13 +99,6 @@ def test_two_cards_have_a_mark_each_and_the_order_of_leaving_does_not_matter(car
     second.step()
     second.__exit__(None, None, None)
     assert list(first.history.peaks) == [5] and list(second.history.peaks) == [7, 9]
-
-
-def test_a_source_that_nobody_holds_gives_the_functions_back(cards):
-    memory = CUDAMemory(0)
-    memory.peaks()
-    assert high_water._tables
-    del memory
 
 
 def test_the_monitor_is_never_the_first_to_use_cuda(monkeypatch):

@@ -4,7 +4,6 @@ import contextlib
 import gc
 import io
 import linecache
-import multiprocessing
 import os
 import resource
 import signal
@@ -17,13 +16,12 @@ import weakref
 from pathlib import Path
 
 import pytest
-import torch
 
 from memlab.memory_monitoring import Gone, MemoryWarning, Monitor, ProcessMemory, high_water, read_log, sources
 from memlab.memory_monitoring import monitor as monitor_page
-from memlab.memory_monitoring.sampler import Sampler
 from memlab.memory_monitoring.steps import StepHistory
 from memlab.memory_monitoring.thresholds import Outlook
+from tests.harness import refusals, refused
 from tests.test_memory_monitoring import Figures, monitors_threads, run
 
 pytestmark = pytest.mark.skipif(not sources.HAS_PROC, reason="counts threads and files in /proc")
@@ -93,29 +91,6 @@ def test_when_all_sources_are_gone_the_loop_still_counts_its_steps(tmp_path):
     assert [line["end"] for line in read_log(tmp_path / "log") if line["kind"] == "step"] == [1] + [None] * 10
 
 
-def test_a_figure_that_is_no_number_is_its_sources_trouble_and_the_others_are_sampled():
-    source, other = Failing(driver=1), Figures(allocated=1)
-    with (
-        pytest.warns(MemoryWarning, match="figures failed: TypeError"),
-        Monitor(every=0.002, sources=[other, source]) as monitor,
-    ):
-        source.figures["driver"] = None
-        wait_until(lambda: monitor.alarms)
-        seen = len(monitor.samples)
-        wait_until(lambda: len(monitor.samples) > seen + 5)
-    assert monitor.samples[-1].figures == {"allocated": 1} and kinds(monitor) == ["source"]
-
-
-def test_a_figure_below_zero_is_its_sources_trouble_and_every_step_is_counted():
-    source = Figures(allocated=5)
-    with (
-        pytest.warns(MemoryWarning, match="figures failed: ValueError.*expected bytes of at least 0, found.*-1"),
-        Monitor(1000, every=1000, sources=[source]) as monitor,
-    ):
-        run(monitor, source, [5, 5, -1, -1, 5])
-    assert monitor.steps == 5 and kinds(monitor) == ["source"]
-
-
 def test_a_driver_that_stumbles_is_left_alone_for_a_while_and_asked_again(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
@@ -145,27 +120,35 @@ def test_a_driver_that_stumbles_is_left_alone_for_a_while_and_asked_again(monkey
 
 def test_a_process_that_ends_is_gone_also_before_its_parent_has_asked_how():
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    memory = ProcessMemory(process.pid)
     with (
         pytest.warns(MemoryWarning, match=f"process {process.pid} has ended; nothing is left to watch"),
         Monitor(every=0.002, sources=[ProcessMemory(process.pid)]) as monitor,
     ):
         assert monitor.samples[-1].figures["resident"] > 0
-        process.communicate(b"\n")
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # it is a zombie now
         wait_until(lambda: monitor.alarms)
         monitor.step()
-    with pytest.raises(Gone, match="has ended, or was never there"):
-        ProcessMemory(process.pid)
-
-
-def test_a_process_that_was_killed_and_not_yet_waited_for_is_gone():
-    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    memory = ProcessMemory(process.pid)
-    process.kill()
-    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # it is a zombie now
     with pytest.raises(Gone, match="has ended"):
         memory.read()
     memory.close()
     process.communicate()
+    with pytest.raises(Gone, match="has ended, or was never there"):
+        ProcessMemory(process.pid)
+
+
+def test_read_log_leaves_out_whatever_is_no_document_and_a_torn_log_is_continued_on_a_line_of_its_own(tmp_path):
+    (tmp_path / "log").write_bytes(b'\xff\xfe\n[1]\n7\n\n{"kind":"end"}\n' + b"[" * 100_000 + b'\n{"kind":')
+    assert list(read_log(tmp_path / "log")) == [{"kind": "end"}]
+    with Monitor(every=1000, sources=[Figures(allocated=1)], log=tmp_path / "log"):
+        pass
+    assert [line["kind"] for line in read_log(tmp_path / "log")] == ["end", "start", "sample", "end"]
+
+
+class Unspeakable(Exception):
+    def __repr__(self):
+        raise ValueError("no words")
 
 
 # ---- warnings that are errors, and a closed stderr
@@ -196,15 +179,6 @@ def test_a_warning_from_step_points_at_the_loop():
         source.figures["allocated"] = 950
         monitor.step()
     assert caught[0].filename == __file__
-
-
-def test_python_shows_a_memory_warning_unasked():
-    with warnings.catch_warnings(record=True) as shown:
-        warnings.resetwarnings()
-        for category in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
-            warnings.simplefilter("ignore", category, append=True)  # Python's own filters
-        warnings.warn("told", MemoryWarning, stacklevel=1)
-    assert len(shown) == 1
 
 
 # ---- what the user's own functions raise
@@ -259,23 +233,6 @@ def test_a_fault_of_the_monitors_own_is_told_once_and_the_loop_goes_on(monkeypat
 # ---- the log
 
 
-def test_a_log_that_cannot_be_written_says_so_before_the_training_begins(tmp_path):
-    with pytest.raises(FileNotFoundError, match="make its folder, or give the log another path.*nowhere"):
-        Monitor(sources=[Figures(allocated=1)], log=tmp_path / "nowhere" / "run.jsonl").__enter__()
-    with pytest.raises(IsADirectoryError, match="expected a file that can be written to"):
-        Monitor(sources=[Figures(allocated=1)], log=tmp_path).__enter__()
-
-
-def test_a_full_disk_stops_the_log_and_not_the_loop(monkeypatch):
-    with (
-        pytest.warns(MemoryWarning, match="lines of the log /dev/full are lost: .*No space left.*; the run goes on"),
-        Monitor(every=1000, sources=[Figures(allocated=1)], log="/dev/full") as monitor,
-    ):
-        for _ in range(10):
-            monitor.step()
-    assert monitor.steps == 10 and kinds(monitor) == ["log"]
-
-
 def test_after_a_full_disk_the_torn_line_is_left_out_and_a_gap_says_how_many_are_missing(tmp_path):
     path, (_, hard) = tmp_path / "log", resource.getrlimit(resource.RLIMIT_FSIZE)
     source = Figures(allocated=1)
@@ -315,34 +272,9 @@ def test_a_log_whose_folder_is_deleted_is_told_and_begun_again_when_the_folder_i
     assert [line["step"] for line in lines if line["kind"] == "step"][-1] == 3
 
 
-def test_a_log_that_a_killed_run_left_torn_is_continued_on_a_line_of_its_own(tmp_path):
-    (tmp_path / "log").write_text('{"kind":"step","run":"dead')
-    with Monitor(every=1000, sources=[Figures(allocated=1)], log=tmp_path / "log"):
-        pass
-    assert [line["kind"] for line in read_log(tmp_path / "log")] == ["start", "sample", "end"]
-
-
 def test_read_log_leaves_out_whatever_is_no_document(tmp_path):
     (tmp_path / "log").write_bytes(b'\xff\xfe\n[1]\n7\n\n{"kind":"end"}\n' + b"[" * 100_000 + b'\n{"kind":')
     assert list(read_log(tmp_path / "log")) == [{"kind": "end"}]
-
-
-def test_lines_of_monitors_that_share_a_file_do_not_mix(tmp_path):
-    def train(source):
-        with Monitor(every=0.001, sources=[source], log=tmp_path / "log") as monitor:
-            run(monitor, source, range(300))
-
-    threads = [threading.Thread(target=train, args=(Figures(allocated=1),)) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    lines = list(read_log(tmp_path / "log"))
-    assert len(lines) == len((tmp_path / "log").read_text().splitlines())
-    by_run = {name: [line for line in lines if line["run"] == name] for name in {line["run"] for line in lines}}
-    assert len(by_run) == 3
-    for found in by_run.values():
-        assert [line["step"] for line in found if line["kind"] == "step"] == list(range(1, 301))
 
 
 def test_a_killed_run_leaves_every_line_that_was_written(tmp_path):
@@ -424,56 +356,61 @@ def test_a_fork_while_locks_are_held_can_leave_the_block_and_watch_itself(tmp_pa
     assert monitor.steps == 1
 
 
-class Numbers(torch.utils.data.Dataset):
-    def __len__(self):
-        return 8
-
-    def __getitem__(self, index):
-        return index
-
-
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_workers_of_a_data_loader_are_forked_inside_the_block(tmp_path):
-    with Monitor(every=0.001, log=tmp_path / "log") as monitor:
-        loader = torch.utils.data.DataLoader(Numbers(), num_workers=2, multiprocessing_context="fork")
-        for _ in loader:
-            monitor.step()
-        process = multiprocessing.get_context("fork").Process(target=monitor.step)
-        process.start()
-        process.join()
-        assert process.exitcode == 0
-    lines = [line for line in read_log(tmp_path / "log") if line["kind"] != "sample"]
-    assert [line["kind"] for line in lines] == ["start"] + ["step"] * 8 + ["end"]
-
-
 # ---- interrupts and other ways out
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(2), RuntimeError("out of memory"), GeneratorExit()])
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(2), RuntimeError("out of memory"), Unspeakable()])
 def test_whatever_ends_the_loop_goes_on_its_way_and_stands_in_the_end_line(tmp_path, error):
     with pytest.raises(type(error)), Monitor(every=0.01, log=tmp_path / "log") as monitor:
         monitor.step()
         raise error
-    assert list(read_log(tmp_path / "log"))[-1] | {"run": ""} == {
-        "kind": "end",
-        "run": "",
-        "steps": 1,
-        "lost": 0,
-        "error": repr(error),
-    }
+    said = "Unspeakable" if isinstance(error, Unspeakable) else repr(error)
+    end = {"kind": "end", "run": "", "steps": 1, "lost": 0, "error": said}
+    assert list(read_log(tmp_path / "log"))[-1] | {"run": ""} == end
 
 
-def test_an_error_that_cannot_be_shown_is_named_in_the_end_line(tmp_path):
-    class Broken(Exception):
-        def __repr__(self):
-            raise ValueError("no words")
+@pytest.mark.parametrize("stride", [31, pytest.param(3, marks=pytest.mark.thorough)])
+def test_an_interrupt_at_any_line_leaves_no_thread_and_an_ended_log(tmp_path, stride):
+    def train():
+        source = Figures(allocated=1)
+        with Monitor(1000, every=1000, sources=[source, ProcessMemory()], log=tmp_path / "log") as monitor:
+            run(monitor, source, [1, 2])
 
-    with pytest.raises(Broken), Monitor(every=1000, sources=[Figures(allocated=1)], log=tmp_path / "log"):
-        raise Broken
-    assert list(read_log(tmp_path / "log"))[-1]["error"] == "Broken"
+    lines, ended = 1, 0
+    while interrupted_at(lines, train):
+        lines += stride
+        assert monitors_threads() == [], lines
+        assert not any(table.marks for table in high_water._tables.values()), lines
+        if (tmp_path / "log").exists():
+            found = list(read_log(tmp_path / "log"))
+            assert not found or found[-1]["kind"] == "end", (lines, found[-1])
+            ended += bool(found)
+            (tmp_path / "log").unlink()
+    assert lines > 100 and ended > 300 / stride
 
 
-STRIDE = 7  # 1 tries every line, and takes seven times as long
+class Waits(Figures):
+    """A source that its monitor's thread hangs in until it is released."""
+
+    def __init__(self, seconds):
+        super().__init__(allocated=1)
+        self.seconds, self.looking, self.release = seconds, threading.Event(), threading.Event()
+
+    def read(self):
+        if threading.current_thread() is not threading.main_thread():
+            self.looking.set()
+            self.release.wait(self.seconds)
+        return super().read()
+
+
+def test_an_interrupt_while_the_thread_is_waited_for_ends_it_all_the_same(tmp_path):
+    source = Waits(0.3)
+    monitor = Monitor(every=0.001, sources=[source], log=tmp_path / "log")
+    with pytest.raises(KeyboardInterrupt), monitor:
+        source.looking.wait()
+        main = threading.main_thread().ident
+        threading.Timer(0.05, signal.pthread_kill, (main, signal.SIGINT)).start()
+    assert monitors_threads() == [] and list(read_log(tmp_path / "log"))[-1]["kind"] == "end"
 
 
 def in_a_finalizer(frame):
@@ -508,75 +445,71 @@ def interrupted_at(line, train):
     return False
 
 
-def test_an_interrupt_at_any_line_leaves_no_thread_and_an_ended_log(tmp_path):
-    def train():
-        source = Figures(allocated=1)
-        with Monitor(1000, every=1000, sources=[source, ProcessMemory()], log=tmp_path / "log") as monitor:
-            run(monitor, source, [1, 2])
-
-    lines, ended = 1, 0
-    while interrupted_at(lines, train):
-        lines += STRIDE
-        assert monitors_threads() == [], lines
-        assert not any(table.marks for table in high_water._tables.values()), lines
-        if (tmp_path / "log").exists():
-            found = list(read_log(tmp_path / "log"))
-            assert not found or found[-1]["kind"] == "end", (lines, found[-1])
-            ended += bool(found)
-            (tmp_path / "log").unlink()
-    assert lines > 100 and ended > 50
-
-
-def test_an_interrupt_while_the_thread_is_waited_for_ends_it_all_the_same(tmp_path):
-    class Slow(Figures):
-        def read(self):
-            if threading.current_thread() is not threading.main_thread():
-                looking.set()
-                time.sleep(0.3)
-            return super().read()
-
-    looking, source = threading.Event(), Slow(allocated=1)
-    monitor = Monitor(every=0.001, sources=[source], log=tmp_path / "log")
-    with pytest.raises(KeyboardInterrupt), monitor:
-        looking.wait()
-        main = threading.main_thread().ident
-        threading.Timer(0.05, signal.pthread_kill, (main, signal.SIGINT)).start()
-    assert monitors_threads() == [] and list(read_log(tmp_path / "log"))[-1]["kind"] == "end"
-
-
 def test_a_source_that_hangs_does_not_hang_the_exit(monkeypatch):
     monkeypatch.setattr(monitor_page, "JOIN_SECONDS", 0.05)
-    release, hangs = threading.Event(), threading.Event()
-
-    class Hanging(Figures):
-        def read(self):
-            if threading.current_thread() is not threading.main_thread():
-                hangs.set()
-                release.wait(30)
-            return super().read()
-
+    source = Waits(30)
     with (
         pytest.warns(MemoryWarning, match="hangs, and its thread with it"),
-        Monitor(every=0.001, sources=[Hanging(allocated=1)]) as monitor,
+        Monitor(every=0.001, sources=[source]) as monitor,
     ):
-        hangs.wait()
+        source.looking.wait()
         monitor.step()
     assert kinds(monitor) == ["monitor"]
-    release.set()
+    source.release.set()
     wait_until(lambda: not monitors_threads())
 
 
-def test_a_sampler_that_is_stopped_in_its_own_thread_does_not_wait_for_itself():
-    owner, stopped = Figures(), []
+def outside_of_a_block():
+    Monitor(every=1000, sources=[Figures(allocated=1)]).step()
 
-    def look(owner):
-        stopped.append(sampler.stop(2))  # False, if it waits for itself in vain
-        return 0.0
 
-    sampler = Sampler(owner, look, 0.001)
-    sampler.start()
-    wait_until(lambda: not monitors_threads())
-    assert stopped == [True]
+def without_a_budget():
+    with Monitor(every=1000, sources=[Figures(allocated=1)]) as monitor:
+        monitor.forecast()
+
+
+def entered(**arguments):
+    def call():
+        with Monitor(**{"sources": [Figures(allocated=1)]} | arguments):
+            pass
+
+    return call
+
+
+REFUSALS = {
+    "a budget of nothing": (lambda: Monitor(budget=0), ValueError, "a budget above 0 bytes, found 0"),
+    "a budget below 0": (lambda: Monitor(budget=-1), ValueError, "at least 0 bytes, found -1"),
+    "a budget in words": (lambda: Monitor(budget="16 gigs"), ValueError, "found '16 gigs'"),
+    "looks without a pause": (lambda: Monitor(every=0), ValueError, "found every=0"),
+    "looks at no time": (lambda: Monitor(every=float("nan")), ValueError, "found every=nan"),
+    "a threshold of 0": (lambda: Monitor(budget=1, warn_at=0), ValueError, "warn_at in (0, 1]…found 0"),
+    "one in percent": (lambda: Monitor(budget=1, warn_at=(0.5, 90)), ValueError, "warn_at in (0, 1]…found 90"),
+    "one of text": (lambda: Monitor(warn_at="0.9"), ValueError, "warn_at in (0, 1]…found '0.9'"),
+    "no thresholds": (lambda: Monitor(warn_at=None), ValueError, "warn_at in (0, 1]…found None"),
+    "a level that no source has": (entered(watch="driver"), ValueError, "level 'driver', found allocated; choose"),
+    "a source without figures": (entered(sources=[Figures()]), ValueError, "a source with figures, found none"),
+    "no source": (entered(sources=[]), ValueError, "a source with figures, found none"),
+    "a log in no folder": (entered(log="/nowhere/log"), FileNotFoundError, "make its folder, or give the log another"),
+    "a log that is a folder": (entered(log="/"), IsADirectoryError, "expected a file that can be written to"),
+    "a step outside": (outside_of_a_block, RuntimeError, "step() inside the monitor's with block"),
+    "a forecast without a budget": (without_a_budget, ValueError, "expected a Monitor with a budget"),
+}
+
+
+@refusals(REFUSALS)
+def test_what_makes_no_sense_is_refused(call, error, words):
+    refused(call, error, words)
+
+
+def test_a_monitor_is_for_one_block_and_one_that_cannot_begin_ends_its_log(tmp_path):
+    with Monitor(every=1000, sources=[Figures(allocated=1)]) as monitor:
+        refused(monitor.__enter__, RuntimeError, "make another one")
+        monitor.step()
+    refused(monitor.step, RuntimeError, "step() inside the monitor's with block")
+    refused(monitor.__enter__, RuntimeError, "make another one")
+    assert monitor.steps == 1
+    refused(entered(sources=[], log=tmp_path / "log"), ValueError, "a source with figures")
+    assert [line["kind"] for line in read_log(tmp_path / "log")] == ["end"]
 
 
 def test_an_abandoned_loop_that_the_monitors_own_thread_collects_ends_with_its_log(tmp_path):
@@ -603,69 +536,6 @@ def test_an_abandoned_loop_that_the_monitors_own_thread_collects_ends_with_its_l
 
 
 # ---- misuse
-
-
-def test_a_monitor_is_for_one_block():
-    monitor = Monitor(every=1000, sources=[Figures(allocated=1)])
-    with pytest.raises(RuntimeError, match=r"step\(\) inside the monitor's with block"):
-        monitor.step()
-    with monitor:
-        with pytest.raises(RuntimeError, match="make another one"), monitor:
-            pass
-        monitor.step()
-    with pytest.raises(RuntimeError, match=r"step\(\) inside the monitor's with block"):
-        monitor.step()
-    with pytest.raises(RuntimeError, match="make another one"):
-        monitor.__enter__()
-    assert monitor.steps == 1
-
-
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        ({"budget": 0}, "a budget above 0 bytes, found 0"),
-        ({"budget": -1}, "at least 0 bytes, found -1"),
-        ({"budget": "16 gigs"}, "found '16 gigs'"),
-        ({"every": 0}, "found every=0"),
-        ({"every": -1.0}, "found every=-1.0"),
-        ({"every": float("nan")}, "found every=nan"),
-        ({"budget": 1, "warn_at": 0}, r"warn_at in \(0, 1\].*found 0"),
-        ({"budget": 1, "warn_at": (0.5, 90)}, r"warn_at in \(0, 1\].*found 90"),
-        ({"warn_at": 1.1}, r"warn_at in \(0, 1\].*found 1.1"),
-        ({"warn_at": "0.9"}, r"warn_at in \(0, 1\].*found '0.9'"),
-        ({"warn_at": None}, r"warn_at in \(0, 1\].*found None"),
-    ],
-)
-def test_arguments_without_sense_are_refused(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        Monitor(**arguments)
-
-
-@pytest.mark.parametrize(
-    "found, arguments, message",
-    [
-        ([Figures(allocated=1)], {"watch": "driver"}, "level 'driver', found allocated; choose"),
-        ([Figures()], {}, "a source with figures, found none"),
-        ([], {}, "a source with figures, found none"),
-    ],
-)
-def test_a_level_that_no_source_has_is_refused_at_the_start(tmp_path, found, arguments, message):
-    with pytest.raises(ValueError, match=message), Monitor(sources=found, log=tmp_path / "log", **arguments):
-        pass
-    assert [line["kind"] for line in read_log(tmp_path / "log")] == ["end"]
-
-
-def test_a_forecast_needs_a_budget():
-    with Monitor(every=1000, sources=[Figures(allocated=1)]) as monitor:
-        monitor.step()
-        with pytest.raises(ValueError, match="expected a Monitor with a budget"):
-            monitor.forecast()
-
-
-def test_a_block_without_a_step_is_fine():
-    with Monitor(1000, sources=[Figures(allocated=1)]) as monitor:
-        assert monitor.running
-    assert not monitor.running and monitor.steps == 0 and not monitor.forecast().runs_out and "step 0" in repr(monitor)
 
 
 # ---- left alone
@@ -729,3 +599,20 @@ def test_a_log_into_a_pipe_that_nobody_reads_loses_lines_and_does_not_stop_the_t
                     os.read(reader, 1 << 16)
             os.close(reader)
     assert not stuck and kinds(monitor) == ["log"]
+
+
+def test_a_figure_that_is_no_number_or_below_zero_is_its_sources_trouble_and_every_step_is_counted():
+    source, other = Failing(driver=1), Figures(allocated=5)
+    with (
+        pytest.warns(MemoryWarning) as told,
+        Monitor(1000, every=0.002, sources=[other, source]) as monitor,
+    ):
+        source.figures["driver"] = None
+        wait_until(lambda: monitor.alarms)
+        seen = len(monitor.samples)
+        wait_until(lambda: len(monitor.samples) > seen + 3)
+        assert monitor.samples[-1].figures == {"allocated": 5}
+        run(monitor, other, [5, 5, -1, -1, 5])
+    words = " ".join(str(one.message) for one in told)
+    assert "figures failed: TypeError" in words and "ValueError" in words and "expected bytes of at least 0" in words
+    assert monitor.steps == 5 and kinds(monitor) == ["source", "source"]

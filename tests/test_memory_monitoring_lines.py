@@ -7,7 +7,6 @@ import threading
 import tracemalloc
 import warnings
 import weakref
-from collections import deque
 
 import numpy as np
 import pytest
@@ -25,28 +24,35 @@ from memlab.memory_monitoring import (
     holders,
 )
 from memlab.memory_monitoring.lines import piling_up
-from memlab.memory_timeline import Meter, Timeline, imagine
+from memlab.memory_timeline import Meter, Timeline
 from memlab.units import MiB
 from tests.memory_timeline_helpers import fresh, one_thread  # noqa: F401
 from tests.test_memory_monitoring import Figures, run
+from tests.tiers import some
 
 ROWS, WIDTH = 8, 64
 
 
 @pytest.fixture(autouse=True)
-def no_mode_is_left():
-    assert _get_current_dispatch_mode_stack() == []
-    yield
-    assert _get_current_dispatch_mode_stack() == []
-
-
-@pytest.fixture(autouse=True)
 def what_is_there_already_is_not_searched():
-    """Tests are quick when the collector passes over all that pytest and libraries have made."""
+    """Tests are quick when the collector passes over all that pytest and libraries have made. No mode is left."""
     gc.collect()
     gc.freeze()
     yield
     gc.unfreeze()
+    assert _get_current_dispatch_mode_stack() == []
+
+
+def test_a_leak_at_every_third_step_has_its_mean_rate():
+    kept = []
+
+    def step(number):
+        part = torch.zeros(120)
+        if number % 3 == 0:
+            kept.append(part[:1])  # a view keeps the whole storage
+
+    (row,) = watched(step)
+    assert row.bytes_per_step == 160 and row.storages_per_step == 1 / 3
 
 
 def watched(step, steps=24, warm_up=3, watch=None):
@@ -187,30 +193,6 @@ def test_an_exception_that_is_kept_keeps_its_frames_tensors():
     assert row.holder.startswith("local `batch` of fails(), traceback of ValueError, list, local `errors` of")
 
 
-def test_a_view_keeps_the_whole_storage_and_the_row_counts_all_of_it():
-    kept = []
-
-    def step(number):
-        large = torch.zeros(1000)
-        kept.append(large[:1])
-
-    (row,) = watched(step)
-    assert (row.line.source, row.bytes_per_step, row.storages_per_step) == ("large = torch.zeros(1000)", 4000, 1)
-
-
-@pytest.mark.parametrize("every", [2, 3, 4])
-def test_a_leak_at_every_kth_step_has_its_mean_rate(every):
-    kept = []
-
-    def step(number):
-        part = torch.zeros(120)
-        if number % every == 0:
-            kept.append(part)
-
-    (row,) = watched(step)
-    assert row.bytes_per_step == 480 / every and row.storages_per_step == 1 / every
-
-
 def test_a_history_that_is_replaced_by_a_longer_one_grows_without_piling_up():
     history = torch.zeros(0)
 
@@ -231,9 +213,8 @@ def test_tensors_that_another_thread_made_have_no_line_but_a_holder():
         thread.join()
 
     (row,) = watched(step)
-    assert (
-        "no line is known" in str(row) and row.bytes_per_step == 400 and row.holder.startswith("list, local `kept` of")
-    )
+    assert "no line is known" in str(row) and row.bytes_per_step == 400
+    assert row.holder.startswith("list, local `kept` of")
 
 
 def test_storages_in_reference_cycles_are_called_that():
@@ -253,16 +234,6 @@ def test_storages_in_reference_cycles_are_called_that():
 # ---- what stays and does not leak
 
 
-def test_buffers_of_bounded_length_are_not_named_once_they_are_full():
-    window, replay = deque(maxlen=5), deque(maxlen=30)
-
-    def step(number):
-        window.append(torch.zeros(10))
-        replay.append(torch.ones(20))
-
-    assert watched(step, warm_up=31) == []
-
-
 def test_states_accumulated_gradients_an_average_and_a_best_model_are_not_named():
     training, best = Training(), {}
     average = [p.detach().clone() for p in training.model.parameters()]
@@ -280,41 +251,81 @@ def test_states_accumulated_gradients_an_average_and_a_best_model_are_not_named(
     assert watched(step, warm_up=0) == []
 
 
-@pytest.mark.parametrize("name", ["GPT2", "Llama"])
-@pytest.mark.parametrize("leaks", [False, True])
-def test_a_loss_of_transformers_without_its_backward_keeps_its_graph(name, leaks):
+@some("name", ["GPT2", "Llama"], keep=1)
+def test_a_loss_of_transformers_without_its_backward_keeps_its_graph(name):
     run = fresh(name)
     kept = []
 
     def step(number):
         run.step()
-        if leaks:
-            kept.append(run.model(*run.inputs))
+        kept.append(run.model(*run.inputs))
 
-    rows = watched(step, steps=8)
-    if not leaks:
-        assert rows == []
-        return
+    (row,) = watched(step, steps=8)
     with Meter(run.model, run.optimizer, run.inputs) as meter:
         before = meter.held_bytes
         kept.append(run.model(*run.inputs))
         one_graph = meter.held_bytes - before
-    (row,) = rows
     assert row.bytes_per_step == one_graph and "cross_entropy" in row.line.source
     assert row.holder.startswith("list, local `kept`") and len(row.keeps) > 10
     assert sum(kept.bytes_per_step for kept in row.keeps) == row.bytes_per_step
 
 
-def test_lines_are_named_on_imagined_hardware():
-    with imagine("H100-80GB"):
-        training, kept = Training(), []
+def test_two_watches_at_once_give_the_same_rows_whichever_ends_first_and_a_mode_around_them_stays():
+    kept, first, second = [], LineWatch(8), LineWatch(10)
+    rows = {}
+    with Counting() as mode:
+        for number in range(14):
+            kept.append(torch.zeros(10))
+            for name, watch in (("first", first), ("second", second)):
+                if (found := watch.step_done()) is not None:
+                    rows[name] = found
+            if number == 1:
+                first.start()
+            if number == 2:
+                second.start()
+        assert _get_current_dispatch_mode_stack() == [mode]
+    assert [row.bytes_per_step for found in rows.values() for row in found] == [40, 40] and len(rows) == 2
 
-        def step(number):
-            training.step()
-            kept.append(training.model(torch.zeros(ROWS, WIDTH)))
 
-        (row,) = watched(step)
-    assert row.bytes_per_step == 4 * 4 * ROWS * WIDTH and row.holder.startswith("list, local `kept`")
+def test_closing_in_another_thread_leaves_a_mode_that_does_nothing_and_its_steps_are_not_counted():
+    before = torch.utils._python_dispatch.is_in_torch_dispatch_mode()
+    watch = LineWatch(8)
+    found = []
+
+    def elsewhere(function):
+        thread = threading.Thread(target=function)
+        thread.start()
+        thread.join()
+
+    def work():
+        watch.start()
+        for _ in range(20):
+            elsewhere(watch.step_done)
+        assert watch.running
+        elsewhere(watch.close)
+        found.append((torch.ones(3).sum().item(), watch.step_done(), watch.running))
+
+    elsewhere(work)
+    assert found == [(3.0, None, False)] and watch.failed == ""
+    assert torch.utils._python_dispatch.is_in_torch_dispatch_mode() == before
+
+
+@pytest.mark.parametrize("explained", [True, False])
+def test_what_tensors_do_not_explain_is_traced_afterwards_and_what_they_explain_is_not(explained):
+    kept, watch = [], LineWatch(8)
+    found = []
+    for number in range(24):
+        array = torch.zeros(1000) if explained else np.zeros(1000)
+        kept.append(array)
+        if (rows := watch.step_done()) is not None:
+            found.append((number, rows))
+        if number == 2:
+            watch.start(unexplained_bytes=5000.0 if explained else 8000.0)
+    ((number, rows),) = found
+    assert number == 2 + 9 + 9 * (not explained) and not watch.running
+    assert rows[0].line.source.startswith("array = torch.zeros(1000)")
+    assert rows[0].category != "python" if explained else rows[0].category == "python"
+    assert not explained or rows[0].bytes_per_step == 4000
 
 
 # ---- around, inside and after: modes, threads, errors
@@ -342,72 +353,6 @@ def test_a_mode_around_each_step_with_the_watch_started_inside_it_is_left_alone(
             break
     assert rows[0].bytes_per_step == 40 and mode.ops >= 9 and watch.failed == ""
     assert torch.utils._python_dispatch.is_in_torch_dispatch_mode() == before
-
-
-def test_a_mode_around_the_loop_stays_around_it():
-    with Counting() as mode:
-        kept = []
-        (row,) = watched(lambda number: kept.append(torch.zeros(10)), steps=8)
-        assert _get_current_dispatch_mode_stack() == [mode] and row.bytes_per_step == 40
-
-
-def test_two_watches_at_once_give_the_same_rows_whichever_ends_first():
-    kept, first, second = [], LineWatch(8), LineWatch(10)
-    rows = {}
-    for number in range(14):
-        kept.append(torch.zeros(10))
-        for name, watch in (("first", first), ("second", second)):
-            if (found := watch.step_done()) is not None:
-                rows[name] = found
-        if number == 1:
-            first.start()
-        if number == 2:
-            second.start()
-    assert [row.bytes_per_step for found in rows.values() for row in found] == [40, 40] and len(rows) == 2
-
-
-def test_closing_in_another_thread_leaves_a_mode_that_does_nothing():
-    before = torch.utils._python_dispatch.is_in_torch_dispatch_mode()
-    watch = LineWatch()
-    found = []
-
-    def work():
-        watch.start()
-        main = threading.Thread(target=watch.close)
-        main.start()
-        main.join()
-        found.append((torch.ones(3).sum().item(), watch.step_done(), watch.running))
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert found == [(3.0, None, False)] and watch.failed == ""
-    assert (
-        torch.utils._python_dispatch.is_in_torch_dispatch_mode() == before and _get_current_dispatch_mode_stack() == []
-    )
-
-
-def test_steps_of_another_thread_are_not_counted():
-    watch = LineWatch(8)
-    watch.start()
-    threads = [threading.Thread(target=watch.step_done) for _ in range(20)]
-    for thread in threads:
-        thread.start()
-        thread.join()
-    assert watch.running
-    watch.close()
-
-
-@pytest.mark.parametrize("context", [torch.no_grad, lambda: torch.autocast("cpu", torch.bfloat16)])
-def test_a_context_of_torch_around_each_step_changes_nothing(context):
-    layer, kept = torch.nn.Linear(10, 10), []
-
-    def step(number):
-        with context():
-            kept.append(layer(torch.zeros(10, 10)).float().detach())
-
-    rows = watched(step, steps=8)
-    assert sum(row.bytes_per_step for row in rows) == 400
 
 
 def test_fewer_steps_than_8_and_marks_than_5_are_refused():
@@ -463,20 +408,6 @@ def test_tracing_that_was_on_is_used_and_stays_on():
         tracemalloc.stop()
 
 
-def test_what_tensors_do_not_explain_is_traced_afterwards():
-    kept, watch = [], LineWatch(8)
-    found = []
-    for number in range(24):
-        array = np.zeros(1000)
-        kept.append(array)
-        if (rows := watch.step_done()) is not None:
-            found.append((number, rows))
-        if number == 2:
-            watch.start(unexplained_bytes=8000.0)
-    ((number, rows),) = found
-    assert number == 2 + 9 + 9 and rows[0].line.source == "array = np.zeros(1000)" and rows[0].category == "python"
-
-
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="has no forks")
 def test_what_is_forked_while_lines_are_watched_is_neither_metered_nor_traced():
     watch, statuses = LineWatch(8), []
@@ -489,16 +420,6 @@ def test_what_is_forked_while_lines_are_watched_is_neither_metered_nor_traced():
         assert watch.running
         watch.step_done()
     assert set(statuses) == {0} and not watch.running
-
-
-def test_what_tensors_explain_is_not_traced():
-    kept, watch = [], LineWatch(8)
-    for _ in range(3 + 9):
-        kept.append(torch.zeros(1000))
-        rows = watch.step_done()
-        if len(kept) == 3:
-            watch.start(unexplained_bytes=5000.0)
-    assert rows[0].bytes_per_step == 4000 and not watch.running
 
 
 def test_what_was_full_by_the_first_half_of_the_steps_does_not_pile_up():
@@ -530,13 +451,6 @@ def test_holders_name_globals_attributes_and_locals_and_keep_nothing():
     gone = weakref.ref(local)
     del local
     assert gone() is None
-
-
-def test_a_readers_own_locals_survive_the_search():
-    tensor = torch.zeros(1)
-    names = locals()
-    holders([tensor][0])
-    assert names["tensor"] is tensor
 
 
 class Unbound:
@@ -625,10 +539,9 @@ def test_after_lines_of_main_memory_were_named_the_forecast_is_right_and_of_the_
     assert [alarm.kind for alarm in monitor.alarms][:3] == ["growth", "lines", "growth"]
 
 
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_a_loop_that_raises_while_lines_are_watched_leaves_nothing_on(error):
+def test_a_loop_that_raises_while_lines_are_watched_leaves_nothing_on():
     kept = []
-    with pytest.raises(error), warnings.catch_warnings(), Meter() as meter:
+    with pytest.raises(KeyboardInterrupt), warnings.catch_warnings(), Meter() as meter:
         warnings.simplefilter("ignore")
         with Monitor("20 MiB", sources=[MeteredMemory(meter)], name_lines=True) as monitor:
             while True:
@@ -636,5 +549,5 @@ def test_a_loop_that_raises_while_lines_are_watched_leaves_nothing_on(error):
                 monitor.step()
                 if any(alarm.kind == "growth" for alarm in monitor.alarms):
                     assert len(_get_current_dispatch_mode_stack()) == 2
-                    raise error
+                    raise KeyboardInterrupt
     assert monitor.lines == []

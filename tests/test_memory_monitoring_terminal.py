@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from memlab.memory_monitoring import Gone, GPUMemory, MemoryWarning, Monitor
+from memlab.memory_monitoring import Gone, MemoryWarning, Monitor
 from memlab.memory_monitoring import processes as processes_page
 from memlab.memory_monitoring.__main__ import main
 from memlab.memory_monitoring.log import read_log
@@ -104,33 +104,6 @@ def lines_of(figures, every=1.0, *, whole=None, budget=None, level="resident", *
 # ---- a process
 
 
-def test_a_process_is_seen_to_grow_by_the_bytes_that_it_fills(child):
-    source = OtherProcess(child.pid)
-    before = source.read()["resident"]
-    child.hold(64 * MiB)
-    grown = source.read()["resident"] - before
-    assert 64 * MiB <= grown < 64 * MiB + SLACK
-
-
-@LINUX
-def test_the_high_water_mark_stays_when_the_bytes_are_given_back(child):
-    source = OtherProcess(child.pid)
-    child.hold(64 * MiB)
-    full = source.read()
-    child("held.clear()")
-    after = source.read()
-    assert full["resident"] - after["resident"] > 64 * MiB - SLACK
-    assert abs(after["peak"] - full["resident"]) < SLACK  # the kernel counts pages in batches
-
-
-@LINUX
-def test_a_peak_is_the_processs_own_and_not_what_its_parent_had_when_it_began():
-    code = "from os import getpid; from memlab.memory_monitoring.processes import OtherProcess; "
-    held = b"x" * (700 * MiB)
-    told = subprocess.check_output([sys.executable, "-c", f"{code}print(OtherProcess(getpid()).read()['peak'])"])
-    assert 0 < int(told) < len(held)
-
-
 @LINUX
 def test_figures_are_those_of_the_kernels_own_summary(child):
     def summary() -> dict[str, int]:
@@ -150,34 +123,27 @@ def test_figures_are_those_of_the_kernels_own_summary(child):
 def test_of_pages_that_forked_children_share_rss_counts_each_and_pss_all_once(child):
     child.hold(64 * MiB)
     child("import time; kids = []")
-    for _ in range(3):
+    for _ in range(2):
         child("kids.append(os.fork()); kids[-1] or time.sleep(60)")
-    try:
-        figures = OtherProcess(child.pid, children=True).read()
-        assert figures["processes"] == 4 and "peak" not in figures
-        assert figures["resident"] > 4 * 64 * MiB
-        assert 64 * MiB < figures["proportional"] < 2 * 64 * MiB
-    finally:
-        child("[os.kill(kid, 9) or os.waitpid(kid, 0) for kid in kids]")
-    assert OtherProcess(child.pid, children=True).read()["processes"] == 1
+    child("import subprocess; kid = subprocess.Popen(['sh', '-c', 'sleep 60; true'])")  # which has one of its own
+    source = OtherProcess(child.pid, children=True)
+    deadline = time.monotonic() + 10
+    while len(source.descendants()) < 4 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    found, figures = source.descendants(), source.read()
+    for pid in reversed(found):
+        os.kill(pid, signal.SIGKILL)
+    assert len(found) == 4 and figures["processes"] == 5 and "peak" not in figures
+    assert figures["resident"] > 3 * 64 * MiB
+    assert 64 * MiB < figures["proportional"] < 2 * 64 * MiB
 
 
 @LINUX
-def test_grandchildren_are_counted_too(child):
-    child("import subprocess; kid = subprocess.Popen(['sh', '-c', 'sleep 60; true'])")
-    source = OtherProcess(child.pid, children=True)
-    deadline = time.monotonic() + 10
-    while len(source.descendants()) < 2 and time.monotonic() < deadline:
-        time.sleep(0.01)
-    found = source.descendants()
-    for pid in reversed(found):
-        os.kill(pid, signal.SIGKILL)
-    assert len(found) == 2
-    child("kid.wait()")
-
-
-def test_a_process_that_has_ended_is_gone_also_when_nobody_has_asked_how(child):
-    source = OtherProcess(child.pid)
+def test_a_process_that_has_ended_is_gone_also_when_nobody_has_asked_how_and_another_has_its_number(child):
+    source, other = OtherProcess(child.pid), OtherProcess(os.getpid())
+    other._born -= 1
+    with pytest.raises(Gone, match="another has its number"):
+        other.read()
     child.kill(reap=False)
     deadline = time.monotonic() + 10
     with pytest.raises(Gone, match=f"process {child.pid} has ended"):
@@ -188,20 +154,6 @@ def test_a_process_that_has_ended_is_gone_also_when_nobody_has_asked_how(child):
         source.read()
     with pytest.raises(Gone):
         OtherProcess(child.pid)
-
-
-@LINUX
-def test_another_process_that_has_the_number_by_now_is_not_taken_for_the_one_watched(child):
-    source = OtherProcess(child.pid)
-    source._born -= 1
-    with pytest.raises(Gone, match="another has its number"):
-        source.read()
-
-
-@LINUX
-def test_a_name_with_blanks_and_brackets_hides_nothing(child):
-    child("open('/proc/self/comm', 'w').write('a) Z 1 (b')")
-    assert OtherProcess(child.pid, children=True).read()["resident"] > 0
 
 
 @LINUX
@@ -256,25 +208,59 @@ def test_a_line_has_the_figures_the_highest_the_growth_a_minute_and_the_part_of_
     figures = [{"resident": 1 * MiB, "peak": 5 * MiB}, {"resident": 3 * MiB, "peak": 5 * MiB}, {"resident": 2 * MiB}]
     header, *rows, last = lines_of(figures, 2.0, whole=16 * MiB)
     assert header.split() == ["seconds", "resident", "highest", "a", "minute", "of", "16.0", "MiB"]
+    assert header.index("resident") + len("resident") == rows[0].index("MiB") + len("MiB")
     assert [row.split() for row in rows] == [
         ["0", "process", "7", "1.0", "MiB", "5.0", "MiB", "6.2%"],
         ["2", "process", "7", "3.0", "MiB", "5.0", "MiB", "+60.0", "MiB", "18.8%"],
         ["4", "process", "7", "2.0", "MiB", "5.0", "MiB", "+15.0", "MiB", "12.5%"],
     ]
     assert last == "process 7 has ended; watched for 6 s, at most 5.0 MiB seen"
-
-
-def test_columns_keep_their_places():
-    header, *rows, _ = lines_of([{"resident": n * MiB, "swap": n} for n in (1, 900, 1023)], whole=2**40)
-    assert len({row.index("MiB", 20) for row in rows}) == len({len(row) for row in rows[1:]}) == 1
-    assert header.index("resident") + len("resident") == rows[0].index("MiB") + len("MiB")
-
-
-def test_growth_a_minute_is_that_of_the_last_minute():
-    steady = [{"resident": 10 * MiB}] * 200
+    steady = [{"resident": 10 * MiB}] * 200  # the growth is that of the last minute
     assert lines_of([{"resident": 1}, *steady])[-2].split()[-4:] == ["10.0", "MiB", "+0", "B"]
-    rising = [{"resident": n * MiB} for n in range(100)]
-    assert "+60.0 MiB" in lines_of(rising)[-2]
+    assert "+60.0 MiB" in lines_of([{"resident": n * MiB} for n in range(100)])[-2]
+
+
+def test_a_process_that_is_hidden_a_log_that_cannot_be_written_and_what_windows_lacks_end_with_status_2(
+    capsys, monkeypatch, child, tmp_path
+):
+    status, _, err = said(capsys, child.pid, "--log", tmp_path / "no folder" / "log")
+    assert status == 2 and "no folder" in err and err.count("\n") == 1
+
+    def hidden(self, *_, **__):
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "read_text", hidden)
+    status, _, err = said(capsys, child.pid)
+    assert (status, err) == (2, f"process {child.pid} is not shown to you; ask as its user, or as root\n")
+    monkeypatch.setattr(processes_page.sys, "platform", "win32")
+    status, _, err = said(capsys, os.getpid())
+    assert status == 2 and err.startswith("Windows tells of other processes by an interface that memlab does not have")
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    monkeypatch.setenv("PATH", "")
+    status, out, err = said(capsys, "gpu")
+    assert (status, out) == (2, "") and "pip install nvidia-ml-py" in err and "there is no such command" in err
+
+
+def test_runs_that_share_a_log_are_told_apart_and_lines_that_no_monitor_writes_are_left_out(tmp_path, capsys):
+    wrong = [-5, 2**70, "7", 1.5, float("inf"), float("nan"), [1]]
+    odd = [
+        *({"kind": "step"}, {"kind": "step", "run": "a"}, {"kind": "look"}, {"x": 1}, "[1]", "7", {"kind": "start"}),
+        *({"kind": [], "run": {}}, start("c", budget="x"), {"kind": "gap", "run": "a", "lost": float("inf")}),
+        {"kind": "look", "run": "c", "source": "x", "level": "r", "r": -3, "seconds": 1},
+        *(step(1, 7) | {"end": end} for end in wrong),
+    ]
+    log = written(
+        *(tmp_path / "log", start(budget=100), start("b", pid=6), *odd, step(1, 10), step(1, 500, "b"), step(2, 20)),
+        *({"kind": "gap", "run": "a", "lost": 4}, '{"kind": "step", "run": "a", "st'),
+    )
+    out = "\n".join(summary(log))
+    assert "process 5, heap: 2 steps, and no end in the log: it still runs, or was killed" in out
+    assert "process 6, heap: 1 step," in out and "lost     4 lines" in out
+    assert "highest  21 B of 100 B, at step 2" in out and "called   no budget is known" in out
+    assert "held     10 B after the first step, 20 B after the last" in out
+    for path in (written(tmp_path / "empty"), written(tmp_path / "text", "hello", "{}")):
+        assert main([str(path)]) == 2
+        assert "expected a log of a Monitor, found none of its lines in" in capsys.readouterr().err
 
 
 def test_a_leak_is_forecast_in_seconds_from_its_own_growth_and_a_still_process_is_not():
@@ -370,26 +356,6 @@ def test_a_wrong_wish_ends_with_status_2_and_a_sentence(capsys, arguments, words
     assert (status, out, err.count("\n")) == (2, "", 1) and err.startswith(words)
 
 
-def test_a_process_that_is_hidden_and_a_log_that_cannot_be_written_end_with_status_2(
-    capsys, monkeypatch, child, tmp_path
-):
-    status, _, err = said(capsys, child.pid, "--log", tmp_path / "no folder" / "log")
-    assert status == 2 and "no folder" in err and err.count("\n") == 1
-
-    def hidden(self, *_, **__):
-        raise PermissionError(13, "Permission denied", str(self))
-
-    monkeypatch.setattr(Path, "read_text", hidden)
-    status, _, err = said(capsys, child.pid)
-    assert (status, err) == (2, f"process {child.pid} is not shown to you; ask as its user, or as root\n")
-
-
-def test_on_windows_the_command_says_what_is_missing(capsys, monkeypatch):
-    monkeypatch.setattr(processes_page.sys, "platform", "win32")
-    status, _, err = said(capsys, os.getpid())
-    assert status == 2 and err.startswith("Windows tells of other processes by an interface that memlab does not have")
-
-
 def test_all_gpus_are_watched_by_nvidia_smi_whatever_this_process_may_see(capsys, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "pynvml", None)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -425,15 +391,6 @@ esac
     assert (status, out) == (2, "") and "Driver/library version mismatch" in err
 
 
-def test_without_a_gpu_the_command_says_what_was_tried(capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-    monkeypatch.setenv("PATH", "")
-    status, out, err = said(capsys, "gpu")
-    assert (status, out) == (2, "") and "pip install nvidia-ml-py" in err and "there is no such command" in err
-    with pytest.raises(RuntimeError):
-        GPUMemory(0, ways=["nvml"])
-
-
 def command(*arguments: str, **environment: str) -> subprocess.Popen:
     return subprocess.Popen(
         [sys.executable, "-m", "memlab.memory_monitoring", *arguments],
@@ -445,7 +402,7 @@ def command(*arguments: str, **environment: str) -> subprocess.Popen:
     )
 
 
-@pytest.mark.parametrize("ending", ["Ctrl-C", "a closed pipe"])
+@pytest.mark.parametrize("ending", [pytest.param("Ctrl-C", marks=pytest.mark.thorough), "a closed pipe"])
 def test_the_command_ends_quietly(child, ending):
     with command(str(child.pid), "--every", "0.05") as watching:
         assert watching.stdout.readline().split()[0] == "seconds"
@@ -505,15 +462,12 @@ def step(number, end, run="a"):
     return {"kind": "step", "run": run, "step": number, "end": end, "peak": end and end + 1}
 
 
-def test_runs_that_share_a_log_are_told_apart(tmp_path):
-    log = written(tmp_path / "log", start(), start("b", pid=6), step(1, 10), step(1, 500, "b"), step(2, 20))
-    out = "\n".join(summary(log))
-    assert "process 5, heap: 2 steps" in out and "process 6, heap: 1 step," in out
-    assert "held     10 B after the first step, 20 B after the last" in out
-
-
 @pytest.mark.parametrize(
-    ("encoding", "shown"), [("ascii", r"gr\xf6\xdfe.append(\u03b1)"), ("utf-8", "größe.append(α)")]
+    ("encoding", "shown"),
+    [
+        ("ascii", r"gr\xf6\xdfe.append(\u03b1)"),
+        pytest.param("utf-8", "größe.append(α)", marks=pytest.mark.thorough),
+    ],
 )
 def test_a_terminal_without_the_letters_of_an_alarm_gets_their_numbers_and_the_rest(tmp_path, encoding, shown):
     alarm = {"kind": "alarm", "run": "a", "step": 1, "about": "lines", "message": "größe.append(α)"}
@@ -522,25 +476,6 @@ def test_a_terminal_without_the_letters_of_an_alarm_gets_their_numbers_and_the_r
         out, err = reading.communicate(timeout=60)
     assert (reading.returncode, err) == (0, "") and f"alarm at step 1, lines: {shown}" in out
     assert "held     10 B after the first step, 20 B after the last" in out
-
-
-def test_what_is_cut_off_or_foreign_is_left_out_of_a_summary(tmp_path):
-    torn = '{"kind": "step", "run": "a", "st'
-    odd = [
-        {"kind": "step", "run": "a"},
-        {"kind": "look"},
-        {"x": 1},
-        "[1]",
-        "7",
-        {"kind": "start"},
-        {"kind": [], "run": {}},
-    ]
-    log = written(
-        tmp_path / "log", start(), *odd, step(1, 10), step(2, None), {"kind": "gap", "run": "a", "lost": 4}, torn
-    )
-    out = "\n".join(summary(log))
-    assert "2 steps, and no end in the log: it still runs, or was killed" in out and "lost     4 lines" in out
-    assert "called   no budget is known" in out
 
 
 def test_a_summary_names_the_runs_own_steps_also_behind_some_without_figures(tmp_path):
@@ -558,23 +493,15 @@ def test_a_run_that_was_changed_is_judged_anew_from_there(tmp_path):
     assert out.count("called   at step") == 1 and "growth   none that lasts" in out
 
 
-def test_a_file_that_is_no_log_is_refused(tmp_path, capsys):
-    for path in (written(tmp_path / "empty"), written(tmp_path / "text", "hello", "{}")):
-        assert main([str(path)]) == 2
-        assert "expected a log of a Monitor, found none of its lines in" in capsys.readouterr().err
-
-
-def test_lines_of_a_log_that_no_monitor_writes_are_left_out(tmp_path):
-    step = {"kind": "step", "run": "a", "step": 1, "seconds": 1.0}
-    lines = [
-        {"kind": "start", "run": "a", "pid": 7, "budget": 100},
-        {"kind": "start", "run": "b", "pid": 7, "budget": "x"},
-        *(step | {"end": end, "peak": 9} for end in (-5, 2**70, "7", 1.5, float("inf"), float("nan"), [1])),
-        {"kind": "gap", "run": "a", "lost": float("inf")},
-        {"kind": "look", "run": "c", "source": "x", "level": "r", "r": -3, "seconds": 1},
-        step | {"end": 8, "peak": 9},
-    ]
-    path = tmp_path / "foreign.jsonl"
-    path.write_text("\n".join(map(json.dumps, lines)))
-    told = list(summary(path))
-    assert told[0].startswith("process 7: 1 step,") and told[1] == "  highest  9 B of 100 B, at step 1"
+@LINUX
+def test_a_process_is_seen_to_grow_and_the_high_water_mark_stays_when_the_bytes_are_given_back(child):
+    child("open('/proc/self/comm', 'w').write('a) Z 1 (b')")  # a name with blanks and brackets hides nothing
+    source = OtherProcess(child.pid)
+    before = source.read()["resident"]
+    child.hold(64 * MiB)
+    full = source.read()
+    child("held.clear()")
+    after = source.read()
+    assert 64 * MiB <= full["resident"] - before < 64 * MiB + SLACK
+    assert full["resident"] - after["resident"] > 64 * MiB - SLACK
+    assert abs(after["peak"] - full["resident"]) < SLACK  # the kernel counts pages in batches

@@ -1,10 +1,8 @@
 """A Timeline in PyTorch's snapshot format: PyTorch's own tools take it, and the reader of chapter 04 reads it back."""
 
+import functools
 import itertools
-import pickle
 import pickletools
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -18,6 +16,8 @@ from memlab.caching_allocator.snapshot import Snapshot
 from memlab.memory_monitoring.viewer import as_snapshot, save_snapshot
 from memlab.memory_timeline import Meter, Timeline, imagine
 from memlab.units import MiB
+from tests.harness import refused
+from tests.tiers import pairs
 
 GiB = 1024 * MiB
 
@@ -33,19 +33,28 @@ def step_of(model, device="cpu"):
     return meter.timeline
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def imagined() -> Timeline:
-    with imagine("H100-80GB"):
-        return step_of(GPT(layers=2, width=256, heads=4, context=64))
+    return timeline_of("an imagined card")
 
 
-@pytest.fixture(scope="module", params=["a CPU", "an imagined card", "an LSTM", "grown and shrunk"])
-def timeline(request, imagined) -> Timeline:
-    if request.param == "an imagined card":
-        return imagined
-    if request.param == "a CPU":
+TIMELINES = ["a CPU", "an imagined card", "an LSTM", "grown and shrunk"]
+ALLOCATORS = {
+    "the usual": lambda peak: CachingAllocator(),
+    "with little room": lambda peak: CachingAllocator(peak + 24 * MiB),
+    "max_split_size": lambda peak: MaxSplitAllocator(20 * MiB + MiB),
+    "expandable": lambda peak: ExpandableAllocator(16 * GiB),
+}
+
+
+@functools.cache
+def timeline_of(name) -> Timeline:
+    if name == "an imagined card":
+        with imagine("H100-80GB"):
+            return step_of(GPT(layers=2, width=256, heads=4, context=64))
+    if name == "a CPU":
         return step_of(GPT(layers=2, width=64, heads=2, context=32))
-    if request.param == "an LSTM":
+    if name == "an LSTM":
         return step_of(LSTM(width=32))
     with Meter() as meter:
         x = torch.zeros(300_000)
@@ -55,16 +64,14 @@ def timeline(request, imagined) -> Timeline:
     return meter.timeline
 
 
-ALLOCATORS = {
-    "the usual": lambda peak: CachingAllocator(),
-    "with little room": lambda peak: CachingAllocator(peak + 24 * MiB),
-    "max_split_size": lambda peak: MaxSplitAllocator(20 * MiB + MiB),
-    "expandable": lambda peak: ExpandableAllocator(16 * GiB),
-}
+@pytest.fixture(params=TIMELINES)
+def timeline(request) -> Timeline:
+    return timeline_of(request.param)
 
 
-@pytest.mark.parametrize("name", ALLOCATORS)
+@pairs("timeline, name", TIMELINES, ALLOCATORS)
 def test_chapter_04_reads_a_saved_snapshot_back_and_finds_every_decision_equal(timeline, tmp_path, name):
+    timeline = timeline_of(timeline)
     make = lambda: ALLOCATORS[name](timeline.peak_bytes)  # noqa: E731
     path = tmp_path / "step.pickle"
     allocator = make()
@@ -76,36 +83,12 @@ def test_chapter_04_reads_a_saved_snapshot_back_and_finds_every_decision_equal(t
     assert found.model_peak_bytes == found.real_peak_bytes == make().replay(timeline).peak_reserved_bytes
 
 
-def test_held_bytes_over_the_events_are_the_timelines(timeline):
-    """Independent of the writer: what the viewer's page adds up, alloc and free_completed."""
-    events = as_snapshot(timeline)["device_traces"][0]
-    signs = {"alloc": 1, "free_completed": -1}
-    deltas = [signs[e["action"]] * e["size"] for e in events if e["action"] in signs]
-    curve = list(itertools.accumulate(deltas))
-    assert curve[-1] == timeline.totals[-1]
-    grown = sum(e.delta > 0 for e in timeline.everything()) > len(timeline.storages)
-    if not grown:  # what grows is asked for anew before the old bytes go back, so for a moment both are held
-        assert max(curve) == timeline.peak_bytes
-
-
-def test_requests_and_frees_come_in_the_order_in_which_pytorch_makes_them(timeline):
-    events = [e for e in as_snapshot(timeline)["device_traces"][0] if e["action"] in ("alloc", "free_completed")]
-    told = [e["size"] if e["action"] == "alloc" else FREE for e in events]
-    assert told == [nbytes for _, nbytes in requests(timeline)]
-
-
 def test_a_line_with_a_semicolon_is_one_frame_of_a_flame_graph():
     with Meter() as meter:
         kept = torch.zeros(300); kept = kept + 1  # noqa: E702 # fmt: skip
     lines = _memory_viz.memory(as_snapshot(meter.timeline), format_flamegraph=str).splitlines()
     assert [line.count(";") for line in lines if "active_allocated" in line and "<gaps>" not in line] == [5]
     del kept
-
-
-def test_the_settings_are_those_of_the_allocator():
-    settings = [as_snapshot(Timeline(), make(0))["allocator_settings"] for make in ALLOCATORS.values()]
-    assert [s["expandable_segments"] for s in settings] == [False, False, False, True]
-    assert [s["max_split_size"] for s in settings] == [-1, -1, 21 * MiB, -1]
 
 
 def test_every_block_in_use_at_the_end_carries_the_frames_of_the_storage_it_serves(imagined):
@@ -118,13 +101,6 @@ def test_every_block_in_use_at_the_end_carries_the_frames_of_the_storage_it_serv
     assert sorted(told(b["frames"]) for b in blocks) == sorted([s.reason, s.category, s.phase] for s in alive)
 
 
-def test_the_line_of_the_largest_storage_at_the_peak_is_a_frame_of_its_birth(imagined):
-    largest = imagined.alive(imagined.peak_event)[0]
-    events = as_snapshot(imagined)["device_traces"][0]
-    frames = [e["frames"] for e in events if e["action"] == "alloc" and e["size"] == largest.nbytes]
-    assert largest.line.source in {f[1]["name"].partition(": ")[2] for f in frames}
-
-
 def test_pytorchs_summary_adds_up_what_the_model_holds(timeline):
     allocator = CachingAllocator()
     snapshot = as_snapshot(timeline, allocator)
@@ -132,13 +108,6 @@ def test_pytorchs_summary_adds_up_what_the_model_holds(timeline):
     assert f"segments: {len(allocator.segments())}\n" in told
     assert f"total_reserved: {_memory_viz.Bytes(allocator.reserved_bytes)}\n" in told
     assert f"total_allocated: {_memory_viz.Bytes(timeline.totals[-1])}\n" in told
-
-
-def test_pytorchs_trace_tells_each_request_once(timeline):
-    told = _memory_viz.trace(as_snapshot(timeline))
-    asked = [nbytes for _, nbytes in requests(timeline)]
-    assert told.count("] = MEM") == 0 and told.count("del ") == asked.count(-1)
-    assert sum("cudaMalloc" not in line and " = " in line for line in told.splitlines()) == len(asked) - asked.count(-1)
 
 
 def test_pytorchs_plots_and_flame_graphs_take_it(timeline):
@@ -153,21 +122,6 @@ def test_pytorchs_plots_and_flame_graphs_take_it(timeline):
     assert _memory_viz.segments(snapshot, format_flamegraph=str)
 
 
-def test_no_frame_is_dropped_by_the_viewers_filter(imagined):
-    events = as_snapshot(imagined)["device_traces"][0]
-    assert all(_memory_viz._frame_filter(f["name"], f["filename"]) for e in events for f in e["frames"])
-    assert not any("category" in e for e in events)  # the page of pytorch.org fails where none is "unknown"
-
-
-def test_the_command_line_of_pytorch_reads_the_file(imagined, tmp_path):
-    path, html = tmp_path / "step.pickle", tmp_path / "step.html"
-    save_snapshot(imagined, path)
-    command = [sys.executable, "-m", "torch.cuda._memory_viz"]
-    done = subprocess.run([*command, "trace_plot", path, "-o", html], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "Active Memory Timeline" in html.read_text()
-
-
 def test_a_full_card_ends_the_history_with_its_refusal(imagined):
     room = imagined.peak_bytes // 2
     snapshot = as_snapshot(imagined, allocator := CachingAllocator(room))
@@ -176,19 +130,6 @@ def test_a_full_card_ends_the_history_with_its_refusal(imagined):
     assert last["size"] == next(e.delta for e in imagined.everything() if e.delta == last["size"])
     found = compare(Snapshot.of(snapshot, capacity_bytes=room))
     assert found.decisions_equal == found.decisions
-
-
-def test_an_allocator_that_has_served_others_is_refused(imagined):
-    used = CachingAllocator()
-    used.free(used.malloc(512))
-    with pytest.raises(ValueError, match="expected an allocator that has served nothing yet"):
-        as_snapshot(imagined, used)
-
-
-def test_an_empty_timeline_is_an_empty_snapshot():
-    snapshot = as_snapshot(Timeline())
-    assert snapshot["segments"] == [] and snapshot["device_traces"] == [[]]
-    assert "segments: 0" in _memory_viz.segsum(snapshot)
 
 
 def test_a_file_that_cannot_be_written_leaves_nothing_and_the_old_one_whole(imagined, tmp_path, monkeypatch):
@@ -212,12 +153,24 @@ def test_the_pickle_has_no_opcode_that_the_page_of_pytorch_lacks(imagined, tmp_p
     assert {opcode.name for opcode, _, _ in pickletools.genops(raw)} <= set(known.split())
 
 
-def test_the_pickle_holds_plain_data_only(imagined, tmp_path):
-    save_snapshot(imagined, tmp_path / "a")
+def test_held_bytes_over_the_events_are_the_timelines_and_requests_come_in_pytorchs_order(timeline):
+    """Independent of the writer: what the viewer's page adds up, alloc and free_completed."""
+    events = [e for e in as_snapshot(timeline)["device_traces"][0] if e["action"] in ("alloc", "free_completed")]
+    curve = list(itertools.accumulate(e["size"] * (1 if e["action"] == "alloc" else -1) for e in events))
+    assert curve[-1] == timeline.totals[-1]
+    grown = sum(e.delta > 0 for e in timeline.everything()) > len(timeline.storages)
+    if not grown:  # what grows is asked for anew before the old bytes go back, so for a moment both are held
+        assert max(curve) == timeline.peak_bytes
+    told = [e["size"] if e["action"] == "alloc" else FREE for e in events]
+    assert told == [nbytes for _, nbytes in requests(timeline)]
 
-    class Refusing(pickle.Unpickler):
-        def find_class(self, module, name):
-            raise AssertionError(f"{module}.{name}")
 
-    with open(tmp_path / "a", "rb") as file:
-        assert Refusing(file).load()["segments"]
+def test_the_settings_are_those_of_the_allocator_which_has_served_nobody_yet():
+    snapshots = [as_snapshot(Timeline(), make(0)) for make in ALLOCATORS.values()]
+    assert all(s["segments"] == [] and s["device_traces"] == [[]] for s in snapshots)
+    settings = [s["allocator_settings"] for s in snapshots]
+    assert [s["expandable_segments"] for s in settings] == [False, False, False, True]
+    assert [s["max_split_size"] for s in settings] == [-1, -1, 21 * MiB, -1]
+    used = CachingAllocator()
+    used.free(used.malloc(512))
+    refused(lambda: as_snapshot(Timeline(), used), ValueError, "expected an allocator that has served nothing yet")

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import copy
-import gc
 import os
-import weakref
 
 import pytest
 import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
-from torch.utils.data import DataLoader
 
 from memlab.memory_timeline import Meter, Timeline, lines
 from memlab.memory_timeline.lines import AUTOGRAD, OPTIMIZER, READER, TORCH, Owners
@@ -31,6 +28,10 @@ def held(*values: object) -> int:
 
 def names(timeline: Timeline, category: str) -> set[str]:
     return {storage.name for storage in timeline.storages.values() if storage.category == category}
+
+
+def phases(timeline: Timeline, source: str) -> set[str]:
+    return {s.phase for s in timeline.storages.values() if source in s.line.source and s.phase != "before"}
 
 
 # ---- what an optimizer keeps
@@ -59,29 +60,8 @@ def test_states_in_lists_are_counted_as_lbfgs_has_them(steps_before):
     end = meter.timeline.bytes_by_category(len(meter.timeline))
     assert end["optimizer_state"] >= held(optimizer.state[model.weight]["old_dirs"]) > 0
     assert "old_dirs 0 of weight" in names(meter.timeline, "optimizer_state")
-
-
-class Keeper(torch.optim.Optimizer):
-    """Keeps each gradient in a list, and twice the last one in a dict."""
-
-    def __init__(self, params):
-        super().__init__(params, {})
-
-    @torch.no_grad()
-    def step(self):
-        for p in self.param_groups[0]["params"]:
-            state = self.state[p]
-            state.setdefault("all", []).append(p.grad.clone())
-            state["last"] = {"twice": p.grad * 2}
-
-
-def test_states_of_a_readers_own_optimizer_have_names_in_lists_and_dicts():
-    model, x = nn.Linear(4, 4, bias=False), torch.randn(3, 4)
-    optimizer = Keeper(model.parameters())
-    with Meter(model, optimizer, inputs=x) as meter:
-        model(x).sum().backward()
-        optimizer.step()
-    assert names(meter.timeline, "optimizer_state") == {"all 0 of weight", "last twice of weight"}
+    assert phases(meter.timeline, "loss = model(x)") == {"forward", "backward"}
+    assert phases(meter.timeline, "optimizer.step(closure)") >= {"optimizer"}
 
 
 # ---- names, when objects go and their ids are used again
@@ -137,15 +117,6 @@ def test_another_module_is_not_called_by_the_name_of_one_whose_id_it_has():
     assert {s.module for s in meter.timeline.storages.values() if s.op == "addmm"} == {""}
 
 
-def test_the_meter_lets_a_model_go_when_it_ends():
-    model = nn.Linear(3, 3)
-    with Meter(model) as meter:
-        pass
-    model = weakref.ref(model)
-    gc.collect()
-    assert model() is None and meter.timeline.peak_bytes == 48
-
-
 def test_of_two_models_one_whose_parameter_is_the_others_buffer_is_a_parameter():
     teacher, student = nn.Module(), nn.Linear(4, 2)
     teacher.register_buffer("shared", student.weight.detach())
@@ -164,16 +135,14 @@ def test_a_lazy_batch_norm_is_metered_from_when_it_has_bytes():
         model(x).sum().backward()
         model.append(nn.LazyBatchNorm1d())
     end = meter.timeline.bytes_by_category(len(meter.timeline))
+    assert end["parameter"] == sum(p.nbytes for p in model.parameters() if not torch.nn.parameter.is_lazy(p))
+    assert end["gradient"] == end["parameter"]
     assert end["buffer"] == 2 * 8 * 4 + 8 + 8  # means and variances of one, and of both how many batches
     counters = {"1.num_batches_tracked", "2.num_batches_tracked"}
     assert names(meter.timeline, "buffer") == {"1.running_mean", "1.running_var", *counters}
 
 
 # ---- phases around optimizers
-
-
-def phases(timeline: Timeline, source: str) -> set[str]:
-    return {s.phase for s in timeline.storages.values() if source in s.line.source and s.phase != "before"}
 
 
 def test_an_averaged_model_that_is_called_runs_forward():
@@ -196,6 +165,7 @@ class SharpnessAware(torch.optim.Optimizer):
             closure()
         for p in self.param_groups[0]["params"]:
             self.state[p]["up"] = p.grad * 0.05
+            self.state[p].setdefault("all", []).append({"twice": p.grad * 2})
             p.add_(self.state[p]["up"])
         with torch.enable_grad():
             closure()
@@ -205,7 +175,7 @@ class SharpnessAware(torch.optim.Optimizer):
             p.sub_(update)
 
 
-def test_the_step_of_a_readers_own_optimizer_goes_on_after_a_closure():
+def test_the_step_of_a_readers_own_optimizer_goes_on_after_a_closure_and_its_states_have_names():
     model, x = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), torch.randn(3, 4)
     optimizer = SharpnessAware(model.parameters())
 
@@ -221,6 +191,8 @@ def test_the_step_of_a_readers_own_optimizer_goes_on_after_a_closure():
     assert phases(meter.timeline, '["up"] = ') == {"optimizer"} == phases(meter.timeline, "update = ")
     assert phases(meter.timeline, "loss = model(x)") == {"forward", "backward"}
     assert phases(meter.timeline, "after = ") == {"forward"} and after.shape == (3, 2)
+    states = [f"{state} of {name}" for state in ("up", "all 0 twice") for name, _ in model.named_parameters()]
+    assert names(meter.timeline, "optimizer_state") == set(states)
 
 
 class ShrinkingNAdam(torch.optim.NAdam):
@@ -283,14 +255,6 @@ def test_torch_and_models_that_are_installed_inside_pythons_own_folder_are_what_
     assert owners[os.path.join(installed, "transformers", "models", "gpt2.py")] == READER
     assert owners[os.path.join(torch_there, "optim", "adam.py")] == TORCH | OPTIMIZER
     assert owners[os.path.join(torch_there, "autograd", "__init__.py")] == TORCH | AUTOGRAD
-
-
-def test_the_line_of_a_batch_from_another_process_is_the_loops():
-    with Meter() as meter:
-        for batch in DataLoader(torch.arange(16.0).reshape(4, 4), batch_size=2, num_workers=1):
-            batch.sum()
-    lines = {s.line.source for s in meter.timeline.storages.values() if s.category == "input"}
-    assert all(line.startswith(("for batch in DataLoader", "batch.sum()")) for line in lines) and lines
 
 
 def test_a_model_that_is_converted_for_one_step_has_parameters_all_the_time():

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.attention.flex_attention import flex_attention
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
@@ -20,7 +19,7 @@ from memlab.gradient_checkpointing import checkpoint as our_checkpoint
 from memlab.memory_timeline import Meter, Timeline
 from memlab.memory_timeline.nodes import STRETCH
 from memlab.memory_timeline.storages import Storages
-from tests.memory_timeline_helpers import Run, one_thread  # noqa: F401
+from tests.memory_timeline_helpers import Idle, Run, one_thread  # noqa: F401
 
 ROWS = 20
 
@@ -91,13 +90,6 @@ def test_a_graph_of_gradients_is_no_recomputation(meters):
     assert len(made(timeline, "backward")) > 5
 
 
-class Passing(TorchDispatchMode):
-    """A reader's mode, which hands every op on."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        return func(*args, **(kwargs or {}))
-
-
 def test_a_readers_own_mode_inside_a_meter_changes_nothing_that_it_says():
     def said(inside):
         run = Run("MLP")  # in which the engine adds no gradients up: under a mode it does not add in place
@@ -107,20 +99,7 @@ def test_a_readers_own_mode_inside_a_meter_changes_nothing_that_it_says():
         events = [(e.delta, e.op, e.phase, str(e.line)) for e in timeline.events]
         return events, [(s.category, s.reason, s.module, str(s.line)) for s in timeline.storages.values()]
 
-    assert said(Passing) == said(contextlib.nullcontext)
-
-
-def test_nested_meters_say_the_same():
-    x = torch.ones(400, requires_grad=True)
-    with Meter(inputs=x) as outer, Meter(inputs=x) as inner:
-        z = (x.sin() + x.cos()).exp()
-        (gradient,) = torch.autograd.grad(z.sum(), x, create_graph=True)
-        gradient.pow(2).sum().backward()
-    theirs, ours = (
-        [(s.op, s.phase, s.category, s.reason, s.line) for s in meter.timeline.storages.values()]
-        for meter in (outer, inner)
-    )
-    assert theirs == ours
+    assert said(Idle) == said(contextlib.nullcontext)
 
 
 def test_a_copy_that_hands_a_gradient_to_its_parameter_has_a_line_of_forward():
@@ -150,7 +129,7 @@ def test_a_batch_out_of_another_process_is_an_input():
         for batch in DataLoader(data, batch_size=2, num_workers=1):
             batch.sum()
     (found,) = (s for s in meter.timeline.storages.values() if s.nbytes == 2400)
-    assert found.category == "input"
+    assert found.category == "input" and found.line.source.startswith(("for batch in DataLoader", "batch.sum()"))
 
 
 def test_what_is_copied_or_loaded_inside_the_block_is_no_input(tmp_path):

@@ -8,12 +8,13 @@ import weakref
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.nn import functional as F
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from memlab.memory_timeline import Meter
 from tests.memory_timeline_helpers import (
+    Idle,
     Run,
     allocations,
     blocks,
@@ -22,6 +23,7 @@ from tests.memory_timeline_helpers import (
     one_thread,  # noqa: F401
     peak,
 )
+from tests.tiers import pairs, some
 from tests.torch_ops import differentiable_ops_of_torch
 
 WEIGHTS = torch.arange(5, dtype=torch.float64)
@@ -34,45 +36,21 @@ def leaf() -> torch.Tensor:
 # ---- gradients that somebody else still holds are never added to in place
 
 
-def kept_by_a_tensor_hook(keep):
+def kept_by(register):
     def run():
         x, kept = leaf(), []
         y = x * 2
         b, a = y.sin(), y + 0.0  # `a` passes its gradient on, so the engine adds to the very tensor that was kept
-        a.register_hook(lambda gradient: kept.append(keep(gradient)))
+        register(a, kept)
         (b.sum() + (a * WEIGHTS).sum()).backward()
-        return [x.grad, *(torch.tensor(one.tolist()) if not torch.is_tensor(one) else one for one in kept)]
+        kept = [torch.as_tensor(one if torch.is_tensor(one) else one.tolist()) for one in kept if one is not None]
+        return [x.grad, *kept]
 
     return run
 
 
-def kept_by_a_node_hook(before: bool):
-    def run():
-        x, kept = leaf(), []
-        y = x * 2
-        b, a = y.sin(), y + 0.0
-        if before:
-            a.grad_fn.register_prehook(lambda outputs: kept.extend(outputs))
-        else:
-            a.grad_fn.register_hook(lambda inputs, outputs: kept.extend([*inputs, *outputs]))
-        (b.sum() + (a * WEIGHTS).sum()).backward()
-        return [x.grad, *(one for one in kept if one is not None)]
-
-    return run
-
-
-def returned_by_a_hook_that_keeps_it():
-    x, kept = leaf(), []
-
-    def hook(gradient):
-        kept.append(gradient * 3)
-        return kept[-1]
-
-    y = x * 2
-    b, a = y.sin(), y + 0.0
-    a.register_hook(hook)
-    (b.sum() + (a * WEIGHTS).sum()).backward()
-    return [x.grad, *kept]
+def kept_by_a_hook(keep):
+    return kept_by(lambda a, kept: a.register_hook(lambda gradient: kept.append(keep(gradient))))
 
 
 class OwnBuffer(torch.autograd.Function):
@@ -132,58 +110,34 @@ def given_by_the_user():
     return [x.grad, *given]
 
 
-def retained():
+def with_a_tangent():
     x = leaf()
-    y = x * 2
-    a, b = y + 0.0, y.sin()
-    z = a + b
-    for tensor in (y, a, b, z):
-        tensor.retain_grad()
-    (z * WEIGHTS).sum().backward()
-    return [tensor.grad for tensor in (x, y, a, b, z)]
-
-
-def asked_for_by_grad():
-    x = leaf()
-    y = x * 2
-    a, b = y + 0.0, y.sin()
-    return torch.autograd.grad((a * b + a).sum(), [x, y, a, b])
-
-
-def two_backwards_through_one_graph():
-    x = leaf()
-    y = x * 2
-    total = (y + y.sin() + y.view(5) + y.sum()).sum()
-    total.backward(retain_graph=True)
-    first = x.grad.clone()
-    total.backward()
-    return [x.grad, first]
-
-
-def joined_at_many_places():
-    x = leaf()
-    y = torch.stack([x * 2, x * 3, x.sin()])
-    a, b, c = y.unbind(0)
-    (a * b + a + c).sum().backward()
+    with torch.autograd.forward_ad.dual_level():
+        y = torch.autograd.forward_ad.make_dual(x, WEIGHTS) * 2
+        (y.sin() + y.cos() + y.exp()).sum().backward()
     return [x.grad]
 
 
+def of_a_sparse_weight():
+    weight = torch.ones(4, 3, requires_grad=True)
+    first, second = (F.embedding(torch.tensor(rows), weight, sparse=True) for rows in ([0, 2], [2, 3]))
+    (first.sin() * second).sum().backward()
+    return [weight.grad.to_dense()]
+
+
 HELD = {
-    "the tensor, by a hook": kept_by_a_tensor_hook(lambda gradient: gradient),
-    "its storage, by a hook": kept_by_a_tensor_hook(lambda gradient: gradient.untyped_storage()),
-    "an alias, by a hook": kept_by_a_tensor_hook(lambda gradient: gradient.detach()),
-    "NumPy's view, by a hook": kept_by_a_tensor_hook(lambda gradient: gradient.numpy()),
-    "by a node's pre-hook": kept_by_a_node_hook(True),
-    "by a node's hook": kept_by_a_node_hook(False),
-    "a hook's own result": returned_by_a_hook_that_keeps_it,
+    "the tensor, by a hook": kept_by_a_hook(lambda gradient: gradient),
+    "its storage, by a hook": kept_by_a_hook(lambda gradient: gradient.untyped_storage()),
+    "an alias, by a hook": kept_by_a_hook(lambda gradient: gradient.detach()),
+    "NumPy's view, by a hook": kept_by_a_hook(lambda gradient: gradient.numpy()),
+    "by a node's pre-hook": kept_by(lambda a, kept: a.grad_fn.register_prehook(lambda outputs: kept.extend(outputs))),
+    "by a node's hook": kept_by(lambda a, kept: a.grad_fn.register_hook(lambda _, outputs: kept.extend(outputs))),
     "by a Function that runs last": kept_by_a_function(True),
     "by a Function that runs first": kept_by_a_function(False),
     "returned twice": returned_twice_by_a_function,
     "given by the user": given_by_the_user,
-    "retained": retained,
-    "asked for": asked_for_by_grad,
-    "two backwards": two_backwards_through_one_graph,
-    "many joins": joined_at_many_places,
+    "with a tangent": with_a_tangent,
+    "sparse": of_a_sparse_weight,
 }
 
 
@@ -218,12 +172,9 @@ def backward_sums(f) -> list[str]:
     return [op.name for op in meter._history.ops if op.phase == "backward" and op.name in ("add", "add_")]
 
 
-def test_a_sum_inside_a_nodes_own_formula_is_left_as_it_is():
+def test_a_sum_inside_a_nodes_own_formula_or_of_what_the_node_has_read_is_left_as_it_is():
     # The gradient of atan2 divides by x² + y²: a sum of two tensors that the same node made and that nobody else holds.
     assert backward_sums(lambda x: torch.atan2(x, torch.ones(100)).sum()) == ["add"]
-
-
-def test_a_sum_whose_first_operand_the_node_has_read_is_left_out_of_place_for_safety():
     # The engine would add in place here too. But a formula could look the same, and could read that operand again.
     assert backward_sums(lambda x: (x + x.relu()).sin().sum()) == ["add"]
     assert backward_sums(lambda x: (x + x.relu().exp()).sin().sum()) == ["add_"]
@@ -249,10 +200,6 @@ def differentiable(outputs):
     ]
 
 
-def alone(f, xs):
-    return scalar(f(xs))
-
-
 def read_twice(f, xs):
     return scalar([y * 2 + y.sin() for y in f(xs)])
 
@@ -261,11 +208,6 @@ def residual(f, xs):
     xs = [x * 1 for x in xs]
     ys = f(xs)
     return scalar([x + y for y in ys for x in xs if y.shape == x.shape and y.dtype == x.dtype] + [y.cos() for y in ys])
-
-
-def applied_twice(f, xs):
-    xs = [x * 1 for x in xs]
-    return scalar(f(xs) + f(xs))
 
 
 def one_input_for_all(f, xs):
@@ -278,7 +220,7 @@ def second_derivative(f, xs):
     return scalar([g.sin() for g in first if g is not None and g.requires_grad])
 
 
-GRAPHS = (alone, read_twice, residual, applied_twice, one_input_for_all, second_derivative)
+GRAPHS = (read_twice, residual, one_input_for_all, second_derivative)
 
 # torch itself computes these by another formula while any mode is on, because it cannot look at values then.
 REFORMULATED = {
@@ -292,14 +234,6 @@ REFORMULATED = {
     "masked_fill",  # with a tensor as the value
     "max",  # of all elements
 }
-PARTS = 8  # of torch's list of ops, each a test
-
-
-class Idle(TorchDispatchMode):
-    """A mode that does nothing but be there."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        return func(*args, **(kwargs or {}))
 
 
 def gradients(graph, op, sample):
@@ -344,10 +278,10 @@ def graphs_of(op):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("part", range(PARTS))
+@some("part", range(10), keep=1)
 def test_gradients_of_torchs_own_list_of_ops_keep_every_bit_under_the_meter(part):
     compared, changed = 0, []
-    for op in differentiable_ops_of_torch()[part::PARTS]:
+    for op in differentiable_ops_of_torch()[part::10]:
         for run, name in graphs_of(op):
             try:
                 expected = run()
@@ -364,7 +298,7 @@ def test_gradients_of_torchs_own_list_of_ops_keep_every_bit_under_the_meter(part
             if not same_bits(found, expected):
                 changed.append(name)
     assert changed == []
-    assert compared > 500
+    assert compared > 250
 
 
 # ---- other footprints
@@ -382,26 +316,23 @@ class Counted(nn.Module):
         return torch.tanh(self.linear(x))
 
 
-def plainly(layer, x):
-    return layer(x)
-
-
-def under_checkpoint(use_reentrant):
-    return lambda layer, x: checkpoint(layer, x, use_reentrant=use_reentrant)
-
-
 def under_hooks(layer, x):
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone().numpy(), torch.from_numpy):
         return layer(x)
 
 
-@pytest.mark.parametrize(
-    "way",
-    [plainly, under_checkpoint(False), under_checkpoint(True), under_hooks],
-    ids=["plain", "checkpoint", "re-entrant checkpoint", "saved-tensor hooks"],
-)
-@pytest.mark.parametrize("workspace", [False, True], ids=["storages", "workspace"])
-def test_metering_changes_neither_the_number_of_forward_runs_nor_the_peak(way, workspace):
+WAYS = {  # how a layer runs, and how often two layers' forwards then do
+    "plain": (lambda layer, x: layer(x), 2),
+    "checkpoint": (lambda layer, x: checkpoint(layer, x, use_reentrant=False), 4),
+    "re-entrant checkpoint": (lambda layer, x: checkpoint(layer, x, use_reentrant=True), 4),
+    "saved-tensor hooks": (under_hooks, 2),
+}
+
+
+@pairs("name, workspace", WAYS, [False, True])
+def test_metering_changes_neither_the_number_of_forward_runs_nor_the_peak(name, workspace):
+    way, runs = WAYS[name]
+
     def step():
         layer, x = Counted(), torch.ones(64, 16, requires_grad=True)
         for _ in range(2):
@@ -409,22 +340,14 @@ def test_metering_changes_neither_the_number_of_forward_runs_nor_the_peak(way, w
         x.sum().backward()
         return layer.calls
 
-    expected = step()
+    assert step() == runs
     unmetered = peak(blocks(allocations(event_tree(step))))
     with Meter(workspace=workspace) as meter:
-        assert step() == expected
-    assert expected == (2 if way in (plainly, under_hooks) else 4)
+        assert step() == runs
     if workspace:
         # A NumPy copy is not the allocator's, so only the meter has it; without one the two agree.
         assert way is under_hooks or abs(peak(events_of(meter.timeline)) - unmetered) <= 64
     meter.timeline.alive(meter.timeline.peak_event)
-
-
-def test_reading_what_autograd_saved_would_have_run_the_forward_again():
-    layer = Counted()
-    out = checkpoint(layer, torch.ones(4, 16, requires_grad=True), use_reentrant=False)
-    node = out.grad_fn
-    assert node._saved_result is not None and layer.calls == 2
 
 
 def test_no_tensor_is_kept_alive_by_the_meter():
@@ -446,18 +369,26 @@ def test_no_tensor_is_kept_alive_by_the_meter():
 # ---- where watching shows: torch computes some gradients by another formula while any mode is on
 
 
-@pytest.mark.parametrize(
-    ("name", "f"),
-    [
-        ("gather", lambda x: x.gather(0, torch.zeros(1, 1000, dtype=torch.int64))),
-        ("indexing", lambda x: x[torch.zeros(1, dtype=torch.int64)]),
-        ("max", lambda x: x.max(0).values),
-    ],
-)
-def test_a_gradient_scattered_into_zeros_takes_them_twice_while_any_mode_is_on(name, f):
-    def backward():
-        x = torch.ones(100, 1000, requires_grad=True)
-        f(x).sum().backward()
+def sparse_embedding():
+    embedding, rows = nn.Embedding(1000, 100, sparse=True), torch.arange(1000)
+    embedding(rows).backward(torch.ones(1000, 100))
+
+
+def scattered(read):
+    return lambda: read(torch.ones(100, 1000, requires_grad=True)).sum().backward()
+
+
+TWICE = {  # zeros into which a gradient is scattered are there twice, and a sparse one is copied to its parameter
+    "gather": (scattered(lambda x: x.gather(0, torch.zeros(1, 1000, dtype=torch.int64))), 400_000),
+    "indexing": (scattered(lambda x: x[torch.zeros(1, dtype=torch.int64)]), 400_000),
+    "max": (scattered(lambda x: x.max(0).values), 400_000),
+    "a sparse gradient": (sparse_embedding, 1000 * 100 * 4 + 1000 * 8),
+}
+
+
+@some("case", TWICE, keep=3)
+def test_a_gradient_that_is_scattered_or_sparse_takes_more_while_any_mode_is_on(case):
+    backward, more = TWICE[case]
 
     def idle():
         with Idle():
@@ -468,37 +399,5 @@ def test_a_gradient_scattered_into_zeros_takes_them_twice_while_any_mode_is_on(n
         backward()
     unwatched = peak(blocks(allocations(event_tree(backward))))
     watched = peak(blocks(allocations(event_tree(idle))))
-    assert watched - unwatched == pytest.approx(400_000, abs=64), name
+    assert watched - unwatched == pytest.approx(more, abs=64)
     assert peak(events_of(meter.timeline)) == pytest.approx(watched, abs=64)
-
-
-def test_a_sparse_gradient_is_copied_on_its_way_to_the_parameter_while_any_mode_is_on():
-    def backward():
-        embedding, rows = nn.Embedding(1000, 100, sparse=True), torch.arange(1000)
-        embedding(rows).backward(torch.ones(1000, 100))
-
-    def idle():
-        with Idle():
-            backward()
-
-    backward()
-    with Meter(workspace=True) as meter:
-        backward()
-    unwatched = peak(blocks(allocations(event_tree(backward))))
-    watched = peak(blocks(allocations(event_tree(idle))))
-    assert watched - unwatched == pytest.approx(1000 * 100 * 4 + 1000 * 8, abs=64)
-    assert peak(events_of(meter.timeline)) == pytest.approx(watched, abs=64)
-
-
-def test_gradients_with_tangents_are_added_as_without_a_meter():
-    def run():
-        x = leaf()
-        with torch.autograd.forward_ad.dual_level():
-            y = torch.autograd.forward_ad.make_dual(x, WEIGHTS) * 2
-            (y.sin() + y.cos() + y.exp()).sum().backward()
-        return x.grad
-
-    expected = run()
-    with Meter():
-        found = run()
-    assert torch.equal(found, expected)

@@ -15,7 +15,9 @@ from memlab.book.steps import metered_step
 from memlab.book.workloads import GPT, text_batch
 from memlab.memory_arithmetic import Transformer, training_step
 from memlab.mixed_precision import LossScaler, MasterWeights, StochasticRounding
+from tests.harness import refused
 from tests.memory_timeline_helpers import one_thread  # noqa: F401
+from tests.tiers import some
 
 SIZES = {"layers": 2, "width": 32, "heads": 2, "context": 32}
 SHARE = 4096  # of a large batch, so that gradients are small, as they are there
@@ -40,7 +42,7 @@ def learnt(dtype, around=None, scaler=None, steps=80, seed=0, lr=1e-3):
     return statistics.mean(losses[-20:])
 
 
-@pytest.mark.parametrize("seed", range(2))
+@some("seed", range(2), keep=1)
 def test_fp16_learns_what_fp32_does_with_masters_and_scaling_and_with_neither_alone(seed):
     fp32 = learnt(torch.float32, seed=seed)
     scaled = learnt(torch.float16, MasterWeights, LossScaler(growth_interval=10), seed=seed)
@@ -50,7 +52,7 @@ def test_fp16_learns_what_fp32_does_with_masters_and_scaling_and_with_neither_al
     assert math.isnan(learnt(torch.float16, None, LossScaler(growth_interval=10), seed=seed))
 
 
-@pytest.mark.parametrize("seed", range(2))
+@some("seed", range(2), keep=1)
 def test_bf16_needs_no_scaler_but_something_that_keeps_small_updates(seed):
     fp32 = learnt(torch.float32, seed=seed)
     for around in (MasterWeights, StochasticRounding):
@@ -64,6 +66,7 @@ class NearestWithWideStates(StochasticRounding):
         torch._foreach_copy_(weights, wide)
 
 
+@pytest.mark.thorough
 def test_what_bf16_alone_loses_are_updates_of_weights_and_hardly_adams_states():
     of = {"steps": 150, "lr": 5e-4}
     fp32, alone = learnt(torch.float32, **of), learnt(torch.bfloat16, **of)
@@ -110,8 +113,11 @@ def test_pytorchs_own_scaler_drives_master_weights_bit_for_bit_as_ours_does():
     assert same(ours, theirs) and ours[0][0] == 2.0**31 and ours[0][-1] == ours[0][-2] < 2.0**20
 
 
-@pytest.mark.skipif(not has_deepspeed(), reason="DeepSpeed is not installed (memlab[frameworks])")
-@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+with_deepspeed = pytest.mark.skipif(not has_deepspeed(), reason="DeepSpeed is not installed (memlab[frameworks])")
+
+
+@with_deepspeed
+@some("precision", ["fp16", "bf16"], keep=1)
 def test_deepspeed_gives_the_same_weights_bit_for_bit_and_leaves_nothing_behind(precision, capfd):
     environment, folder = dict(os.environ), set(os.listdir())
     torch.manual_seed(0)
@@ -165,25 +171,7 @@ def test_deepspeed_does_not_take_over_a_process_group_that_was_there(tmp_path):
         torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"optimizer": "lion"}, ValueError, "expected optimizer to be one of 'sgd', .*; found 'lion'"),
-        ({"implementation": "slow"}, ValueError, "expected implementation to be one of .*; found 'slow'"),
-        ({"implementation": ""}, ValueError, "expected implementation to be one of .*; found ''"),
-        ({"chunk_bytes": 0.5}, TypeError, "expected a size as int .* found 0.5; or pass 'auto', or None for no limit"),
-        ({"chunk_bytes": "Auto"}, ValueError, "chunk_bytes: .* found 'Auto'; .* or pass 'auto', or None for no limit"),
-        ({"chunk_bytes": 0}, ValueError, "expected chunk_bytes of at least 1, 'auto', or None for no limit; found 0"),
-    ],
-)
-def test_a_metered_step_refuses_what_its_prediction_refuses(options, error, message):
-    model = Transformer(layers=1, width=8, heads=2, context=8, vocabulary=16)
-    for function in (metered_step, training_step):
-        with pytest.raises(error, match=message):
-            function(model, 1, 8, **options)
-
-
-@pytest.mark.skipif(not has_deepspeed(), reason="DeepSpeed is not installed (memlab[frameworks])")
+@with_deepspeed
 def test_an_error_inside_deepspeed_passes_through_and_the_process_is_as_before():
     environment = os.environ.get("RANK")
     with pytest.raises(ZeroDivisionError), deepspeed_alone():
@@ -192,7 +180,7 @@ def test_an_error_inside_deepspeed_passes_through_and_the_process_is_as_before()
     os.write(2, b"")  # still open
 
 
-@pytest.mark.skipif(not has_deepspeed(), reason="DeepSpeed is not installed (memlab[frameworks])")
+@with_deepspeed
 @pytest.mark.parametrize(("options", "moved"), [({"gradient_clipping": 0.0}, {2.0, 1.0}), ({}, {1.0})])
 def test_deepspeed_halves_the_step_in_which_its_scale_grows_and_clips_unless_told_otherwise(options, moved):
     model, places, scales = torch.nn.Linear(1, 1, bias=False), [], []
@@ -215,3 +203,20 @@ def test_deepspeed_halves_the_step_in_which_its_scale_grows_and_clips_unless_tol
     assert {False, True} == set(grew) and set(moves) == moved
     if options:  # by default the gradient's norm is clipped to 1 all the same
         assert moves == [1.0 if now else 2.0 for now in grew]
+
+
+MODEL = Transformer(layers=1, width=8, heads=2, context=8, vocabulary=16)
+WRONG = {
+    "lion": ({"optimizer": "lion"}, ValueError, "expected optimizer to be one of 'sgd', …; found 'lion'"),
+    "slow": ({"implementation": "slow"}, ValueError, "expected implementation to be one of …; found 'slow'"),
+    "nothing": ({"implementation": ""}, ValueError, "expected implementation to be one of …; found ''"),
+    "half a byte": ({"chunk_bytes": 0.5}, TypeError, "a size as int …found 0.5; or pass 'auto', or None for no limit"),
+    "Auto": ({"chunk_bytes": "Auto"}, ValueError, "chunk_bytes: …found 'Auto'; …or pass 'auto', or None for no limit"),
+    "no byte": ({"chunk_bytes": 0}, ValueError, "chunk_bytes of at least 1, 'auto', or None for no limit; found 0"),
+}
+
+
+@pytest.mark.parametrize("step", [metered_step, training_step])
+@pytest.mark.parametrize(("options", "error", "words"), WRONG.values(), ids=WRONG)
+def test_a_metered_step_refuses_what_its_prediction_refuses(options, error, words, step):
+    refused(lambda: step(MODEL, 1, 8, **options), error, words)

@@ -1,14 +1,14 @@
 """The scaler takes torch.amp.GradScaler's every step, bit for bit, and refuses what cannot work."""
 
 import copy
+import functools
 import pickle
 import warnings
 from collections import namedtuple
-from contextlib import nullcontext
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.func import grad, jacrev, vmap
@@ -16,6 +16,7 @@ from torch.nn.functional import mse_loss
 
 from memlab.mixed_precision.loss_scaler import LossScaler
 from memlab.ranks import run_ranks
+from tests.harness import refusals, refused
 from tests.memory_timeline_helpers import one_thread  # noqa: F401
 
 INF, NAN = float("inf"), float("nan")
@@ -101,23 +102,20 @@ def scaled(scaler=None, optimizer=None, gradient=1.0, **options):
 # ---- GradScaler's twin
 
 PLANTS = st.sampled_from([1.0, 1.0, 1.0, INF, -INF, NAN])
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    optimizer=st.sampled_from(list(OPTIMIZERS)),
-    interval=st.integers(1, 3),
-    growth=st.sampled_from([1.5, 2.0, 1e30]),
-    backoff=st.sampled_from([0.5, 0.1]),
-    iterations=st.lists(
+RUNS = {
+    "optimizer": st.sampled_from(list(OPTIMIZERS)),
+    "interval": st.integers(1, 3),
+    "growth": st.sampled_from([1.5, 2.0, 1e30]),
+    "backoff": st.sampled_from([0.5, 0.1]),
+    "iterations": st.lists(
         st.tuples(st.tuples(PLANTS, PLANTS), st.booleans(), st.integers(1, 2), st.booleans()), min_size=1, max_size=10
     ),
-    saved_at=st.integers(0, 9),
-    crossed=st.booleans(),
-)
-def test_parameters_states_and_scale_follow_gradscaler_bit_for_bit(
-    optimizer, interval, growth, backoff, iterations, saved_at, crossed
-):
+    "saved_at": st.integers(0, 9),
+    "crossed": st.booleans(),
+}
+
+
+def follow(optimizer, interval, growth, backoff, iterations, saved_at, crossed):
     options = {"growth_factor": growth, "backoff_factor": backoff, "growth_interval": interval, "init_scale": 1024.0}
     ours, torchs = (Twin(scaler, optimizer) for scaler in scalers(**options))
     for number, (plants, clip, micro, skip_second) in enumerate(iterations):
@@ -130,6 +128,19 @@ def test_parameters_states_and_scale_follow_gradscaler_bit_for_bit(
             for twin, state in zip((ours, torchs), saved[::-1] if crossed else saved, strict=True):
                 twin.scaler.load_state_dict(state)
     assert_twins(ours, torchs)
+
+
+@settings(max_examples=12, deadline=None, derandomize=True, phases=[Phase.generate])
+@given(**RUNS)
+def test_parameters_states_and_scale_follow_gradscaler_bit_for_bit(**run):
+    follow(**run)
+
+
+@pytest.mark.thorough
+@settings(max_examples=200, deadline=None)
+@given(**RUNS)
+def test_many_runs_follow_gradscaler_bit_for_bit(**run):
+    follow(**run)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -168,25 +179,6 @@ def test_in_an_iteration_some_optimizers_may_have_no_gradients(optimizer, step_a
     assert_twins(ours, torchs)
 
 
-@pytest.mark.parametrize("plant", [1.0, INF])
-def test_sparse_gradients_of_an_embedding_follow_gradscaler(plant):
-    ours, torchs = (
-        Twin(scaler, net=lambda: nn.Embedding(6, 3, sparse=True), optimizer="SGD") for scaler in scalers(init_scale=8.0)
-    )
-    for twin in (ours, torchs):
-        for _ in range(3):
-            for model, optimizer in zip(twin.models, twin.optimizers, strict=True):
-                optimizer.param_groups[0]["momentum"] = 0
-                loss = model(torch.tensor([1, 4, 1])).square().sum() * plant
-                twin.scaler.scale(loss).backward()
-                twin.scaler.step(optimizer)
-                optimizer.zero_grad()
-            twin.scaler.update()
-            twin.scales.append(twin.scaler.get_scale())
-    assert ours.scales == ([8.0] * 3 if plant == 1.0 else [4.0, 2.0, 1.0])
-    assert_twins(ours, torchs)
-
-
 def test_an_fp16_sparse_gradient_that_overflows_when_its_duplicates_are_added_is_an_overflow():
     scaler, parameter, optimizer = scaled()
     indices = torch.tensor([[2, 2]])
@@ -197,22 +189,6 @@ def test_an_fp16_sparse_gradient_that_overflows_when_its_duplicates_are_added_is
     scaler.step(optimizer)
     assert scaler.skipped(optimizer)
     assert parameter.item() == 1.0
-
-
-def test_growth_stops_where_the_scale_would_become_inf():
-    ours, torchs = (Twin(scaler) for scaler in scalers(init_scale=2.0**125, growth_interval=1))
-    for twin in (ours, torchs):
-        for model in twin.models:
-            model.weight.data.mul_(2.0**-20)
-        for _ in range(5):
-            for model, optimizer in zip(twin.models, twin.optimizers, strict=True):
-                twin.scaler.scale((model.bias * 2.0**-10).sum()).backward()
-                twin.scaler.step(optimizer)
-                optimizer.zero_grad()
-            twin.scaler.update()
-            twin.scales.append(twin.scaler.get_scale())
-    assert ours.scales == [2.0**126, 2.0**127, 2.0**127, 2.0**127, 2.0**127]
-    assert_twins(ours, torchs)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -229,84 +205,57 @@ def test_disabled_it_is_not_there(optimizer):
     ours.scaler.load_state_dict({})
     assert not ours.scaler.skipped(ours.optimizers[0])
     assert ours.scaler.step(ours.optimizers[0], lambda: 3) == 3
+    rate = torch.optim.lr_scheduler.ReduceLROnPlateau(ours.optimizers[0], patience=0, factor=0.5)
+    before = rate.get_last_lr()[0]
+    for loss in (1.0, 2.0):
+        ours.scaler.step_scheduler(rate, metrics=loss)  # always, with its arguments
+    assert rate.get_last_lr()[0] == before / 2
 
 
-def test_step_returns_what_the_optimizer_returned_and_none_when_skipped():
-    class Answering(torch.optim.SGD):
-        def step(self, closure=None, *, answer=0):
-            super().step()
-            return answer
+class Fused(torch.optim.SGD):
+    """Notes what it is given, and unscales nothing."""
 
-    scaler, parameter, optimizer = scaled(optimizer=Answering)
-    assert scaler.step(optimizer, answer=42) == 42
-    scaler, parameter, optimizer = scaled(optimizer=Answering, gradient=INF)
-    assert scaler.step(optimizer, answer=42) is None
+    _step_supports_amp_scaling, fails = True, False
+
+    def step(self, closure=None, *, answer=0):
+        self.seen = getattr(self.grad_scale, "item", lambda: None)(), self.found_inf.item()
+        if self.fails:
+            raise OSError
+        return answer
 
 
 def test_a_fused_optimizer_is_given_the_scale_for_one_step_only_and_never_when_it_raises():
-    class Fused(torch.optim.SGD):
-        _step_supports_amp_scaling = True
-
-        def step(self, closure=None):
-            self.seen = self.grad_scale.item(), self.found_inf.item()
-            raise OSError
-
     scaler, parameter, optimizer = scaled(optimizer=Fused, init_scale=32.0)
+    optimizer.fails = True
     with pytest.raises(OSError):
         scaler.step(optimizer)
-    assert optimizer.seen == (32.0, 0.0)
+    assert optimizer.seen == (32.0, 0.0) and parameter.grad.item() == 32.0  # unscaling is left to it
     assert not hasattr(optimizer, "grad_scale") and not hasattr(optimizer, "found_inf")
-    assert parameter.grad.item() == 32.0  # unscaling is left to it
-
-
-def test_a_fused_step_that_raised_and_is_tried_again_unscales_the_gradients_after_all():
-    def fails(*_):
-        raise MemoryError
-
-    for unscaled in (False, True):
-        scaler, parameter, optimizer = scaled(optimizer=lambda params, lr: torch.optim.SGD(params, lr=lr, fused=True))
-        if unscaled:
-            scaler.unscale_(optimizer)
-        hook = optimizer.register_step_pre_hook(fails)
-        with pytest.raises(MemoryError):
-            scaler.step(optimizer)
-        hook.remove()
-        scaler.step(optimizer)
-        assert parameter.item() == 0.0
-
-
-def test_a_fused_optimizer_that_was_unscaled_is_given_no_scale_and_the_users_own_is_multiplied_in():
-    class Fused(torch.optim.SGD):
-        _step_supports_amp_scaling = True
-
-        def step(self, closure=None):
-            self.seen = self.grad_scale
-
+    optimizer.fails, optimizer.grad_scale = False, torch.tensor(3.0)
+    assert scaler.step(optimizer, answer=42) == 42
+    assert optimizer.seen == (96.0, 0.0)  # the user's own is multiplied in
     scaler, _, optimizer = scaled(optimizer=Fused)
     scaler.unscale_(optimizer)
     scaler.step(optimizer)
-    assert optimizer.seen is None
-    scaler, _, optimizer = scaled(optimizer=Fused, init_scale=32.0)
-    optimizer.grad_scale = torch.tensor(3.0)
+    assert optimizer.seen == (None, 0.0)
+
+
+@pytest.mark.parametrize("unscaled", [False, True])
+def test_a_fused_step_that_raised_and_is_tried_again_unscales_the_gradients_after_all(unscaled):
+    scaler, parameter, optimizer = scaled(optimizer=functools.partial(torch.optim.SGD, fused=True))
+    if unscaled:
+        scaler.unscale_(optimizer)
+    hook = optimizer.register_step_pre_hook(fails)
+    with pytest.raises(MemoryError):
+        scaler.step(optimizer)
+    assert scaler.skipped(optimizer)
+    hook.remove()
     scaler.step(optimizer)
-    assert optimizer.seen.item() == 96.0
+    assert parameter.item() == 0.0 and not scaler.skipped(optimizer)
 
 
-def test_the_factors_and_the_interval_are_read_and_set_as_gradscalers_are():
-    ours, torchs = (Twin(scaler) for scaler in scalers(init_scale=1024.0))
-    for twin in (ours, torchs):
-        scaler = twin.scaler
-        found = [scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval()]
-        scaler.set_growth_factor(new_factor=3.0)
-        scaler.set_backoff_factor(new_factor=0.25)
-        scaler.set_growth_interval(new_interval=2)
-        found += [scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval()]
-        assert found == [2.0, 0.5, 2000, 3.0, 0.25, 2]
-        for plant in (1.0, 1.0, INF):
-            twin.iteration(plants=(plant, 1.0))
-    assert ours.scales == [1024.0, 3072.0, 768.0]
-    assert ours.scaler.state_dict() == torchs.scaler.state_dict()
-    assert_twins(ours, torchs)
+def fails(*_):
+    raise MemoryError
 
 
 # ---- what is scaled
@@ -323,25 +272,16 @@ def test_outputs_come_back_in_their_own_nesting_and_dtype():
     assert [t.tolist() for t in scaler.scale(one for _ in range(2))] == [[4.0, 4.0]] * 2
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize("shape", [(), (1,), (3, 2)])
-def test_a_scaled_output_has_gradscalers_bits_and_dtype(dtype, shape):
+@pytest.mark.parametrize(
+    "loss",
+    [torch.tensor(0.3, dtype=dtype) for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)]
+    + [torch.tensor([[0.1, 3.0]]), torch.tensor(3), torch.tensor([True, False]), torch.tensor(1 + 2j)],
+)
+def test_a_scaled_output_has_gradscalers_bits_and_dtype(loss):
     ours, torchs = scalers(init_scale=2.0**17)  # more than FP16 holds
-    loss = torch.rand(shape).to(dtype) / 8
-    a, b = ours.scale(loss), torchs.scale(loss)
-    assert a.dtype == b.dtype and torch.equal(a, b)
-
-
-@pytest.mark.parametrize("output", [torch.tensor(3), torch.tensor([True, False])])
-def test_whole_numbers_are_scaled_as_gradscaler_scales_them(output):
-    for a, b in zip(*(scaler.scale([output, output]) for scaler in scalers()), strict=True):
+    for _ in range(2):
+        a, b = ours.scale(loss), torchs.scale(loss)
         assert a.dtype == b.dtype and torch.equal(a, b)
-
-
-@pytest.mark.parametrize("outputs", [1.0, "loss", None, [1.0]])
-def test_what_is_no_tensor_is_not_scaled(outputs):
-    with pytest.raises(TypeError, match="expected a"):
-        LossScaler().scale(outputs)
 
 
 def loss_of(scaler, plus=0.0):
@@ -357,29 +297,6 @@ TRANSFORMS = {  # each gives a gradient: (3,), by way of losses scaled inside on
     "vmap of vmap of grad": lambda f, w, xs: vmap(vmap(grad(f), (None, 0)), (None, 0))(w, xs[None]).mean((0, 1)),
     "jacrev": lambda f, w, xs: jacrev(f)(w, xs[0]),
 }
-
-
-@pytest.mark.parametrize("begun", [False, True])
-@pytest.mark.parametrize("transform", TRANSFORMS)
-def test_a_loss_scaled_inside_a_transform_of_torch_func_leaves_the_scaler_as_good_as_before(transform, begun):
-    found = []
-    for scaler in scalers(init_scale=4.0, growth_interval=2):
-        parameter = nn.Parameter(torch.ones(3))
-        optimizer = torch.optim.SGD([parameter], lr=0.25)
-        if begun:
-            scaler.scale(parameter.sum())
-        for _ in range(2):
-            inputs = torch.arange(6.0).reshape(2, 3)
-            parameter.grad = TRANSFORMS[transform](loss_of(scaler), parameter.detach(), inputs).clone()
-            scaler.step(optimizer)
-            scaler.update()
-        optimizer.zero_grad()
-        scaler.scale(parameter.sum()).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        found.append((parameter.tolist(), scaler.state_dict(), pickle.loads(pickle.dumps(scaler)).state_dict()))
-    assert found[0] == found[1]
-    assert found[0][1]["scale"] == 8.0
 
 
 def test_a_loss_is_scaled_and_looked_at_in_one_compiled_graph():
@@ -440,6 +357,7 @@ def test_ranks_that_share_gradients_as_dtensors_skip_together():
     assert first["skipped"] == [False, True, True, True]
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_captured_graph_looks_at_the_loss_each_time_it_is_replayed():
     scaler, parameter, x = LossScaler(4.0), nn.Parameter(torch.ones(3, device="cuda")), torch.ones(3, device="cuda")
@@ -461,28 +379,6 @@ def test_a_captured_graph_looks_at_the_loss_each_time_it_is_replayed():
         scaler.update()
         assert parameter.tolist() == [expected] * 3
     assert scaler.get_scale() == 2.0
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("fused", [False, True])
-def test_a_step_launches_hardly_more_than_gradscalers(fused):
-    def launches(scaler):
-        parameter = nn.Parameter(torch.ones(3, device="cuda"))
-        optimizer = torch.optim.AdamW([parameter], fused=fused)
-
-        def step():
-            scaler.scale(parameter.sum()).backward()
-            scaler.step(optimizer)
-            scaler.update()
-
-        step()
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            step()
-            torch.cuda.synchronize()
-        on_the_gpu = torch.autograd.DeviceType.CUDA
-        return sum(event.count for event in profile.key_averages() if event.device_type == on_the_gpu)
-
-    assert launches(LossScaler()) <= launches(torch.amp.GradScaler("cuda")) + 10
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS)
@@ -515,47 +411,17 @@ def test_an_infinite_loss_with_finite_gradients_is_an_overflow_for_every_optimiz
         assert (reached.item(), other.item(), scaler.get_scale()) == expected
 
 
-def test_a_square_that_overflows_fp16_is_an_overflow_though_its_gradient_is_finite():
-    scaler, _, _ = scaled(init_scale=2.0)
-    parameter = nn.Parameter(torch.tensor([300.0], dtype=torch.float16))
-    optimizer = torch.optim.SGD([parameter], lr=1.0)
-    loss = parameter.square().sum()
-    assert loss.isinf() and torch.autograd.grad(loss, parameter, retain_graph=True)[0].item() == 600.0
-    scaler.scale(loss).backward()
-    scaler.step(optimizer)
+@pytest.mark.parametrize("unscale", [False, True])
+def test_an_infinite_loss_makes_a_fused_optimizer_without_gradients_skip_as_well(unscale):
+    scaler, _, optimizer = scaled(init_scale=8.0)
+    empty = Fused([nn.Parameter(torch.ones(1))])
+    scaler.scale(torch.tensor(NAN))
+    if unscale:
+        scaler.unscale_(empty)
+    for each in (empty, optimizer):
+        scaler.step(each)
     scaler.update()
-    assert parameter.item() == 300.0 and scaler.get_scale() == 1.0
-
-
-def test_an_infinite_loss_whose_gradients_are_dropped_on_the_way_is_an_overflow_once():
-    parameter = nn.Parameter(torch.tensor([-1.0]))
-    optimizer, scaler = torch.optim.SGD([parameter], lr=1.0, weight_decay=0.1), LossScaler(64.0)
-    for expected in (-1.0, pytest.approx(-0.9)):
-        loss = (1 / parameter.relu()).sum() if expected == -1.0 else parameter.relu().sum()
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        assert parameter.item() == expected and scaler.get_scale() == 32.0
-
-
-def test_an_infinite_loss_makes_a_fused_optimizer_without_gradients_skip_as_well():
-    class Fused(torch.optim.SGD):
-        _step_supports_amp_scaling = True
-
-        def step(self, closure=None):
-            self.seen = self.found_inf.item()
-
-    for unscale in (False, True):
-        scaler, _, optimizer = scaled(init_scale=8.0)
-        empty = Fused([nn.Parameter(torch.ones(1))])
-        scaler.scale(torch.tensor(NAN))
-        if unscale:
-            scaler.unscale_(empty)
-        for each in (empty, optimizer):
-            scaler.step(each)
-        scaler.update()
-        assert empty.seen == 1.0 and scaler.skipped(empty) and scaler.get_scale() == 4.0
+    assert empty.seen[1] == 1.0 and scaler.skipped(empty) and scaler.get_scale() == 4.0
 
 
 def test_a_scale_that_falls_for_ever_stays_one_that_it_can_come_back_from():
@@ -583,15 +449,6 @@ def test_a_finite_loss_whose_scaled_value_overflows_has_right_gradients_and_is_s
 
 
 # ---- FP16 gradients
-
-
-def test_fp16_gradients_are_unscaled_in_place_and_lose_what_fp16_cannot_hold():
-    scaler, _, _ = scaled()
-    parameter = nn.Parameter(torch.zeros(2, dtype=torch.float16))
-    parameter.grad = torch.tensor([65536 * 2.0**-20, 65536 * 2.0**-26], dtype=torch.float16)
-    scaler.unscale_(torch.optim.SGD([parameter]))
-    assert parameter.grad.dtype == torch.float16
-    assert parameter.grad.tolist() == [2.0**-20, 0.0]
 
 
 def test_an_optimizer_that_widens_its_gradients_is_asked_to_before_they_are_unscaled():
@@ -656,23 +513,6 @@ def test_a_rank_without_gradients_is_asked_once_for_each_optimizer_in_order(unsc
     assert not scaler.skipped(empty) and scaler.skipped(optimizer)
 
 
-def test_nothing_reads_found_inf_before_the_ranks_agree():
-    def agree(found_inf):
-        agree.given = found_inf
-        return found_inf.fill_(1.0)  # an all_reduce works in place
-
-    scaler, parameter, optimizer = scaled(agree=agree)
-    scaler.step(optimizer)
-    assert parameter.item() == 1.0
-
-
-@pytest.mark.parametrize("answer", [None, True, torch.zeros(2)])
-def test_an_agreement_that_is_no_tensor_of_one_element_is_refused(answer):
-    scaler, _, optimizer = scaled(agree=lambda found_inf: answer)
-    with pytest.raises(TypeError, match="expected agree to return the tensor"):
-        scaler.step(optimizer)
-
-
 # ---- schedulers
 
 
@@ -704,41 +544,6 @@ def test_a_step_that_you_left_out_counts_as_skipped_and_one_that_never_was_is_an
     assert scaler.skipped(optimizer)
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_a_step_that_raised_counts_as_skipped_though_the_one_before_it_did_not(fused):
-    def fails(*_):
-        raise MemoryError
-
-    scaler, parameter, optimizer = scaled(optimizer=lambda params, lr: torch.optim.SGD(params, lr=lr, fused=fused))
-    scaler.step(optimizer)
-    scaler.update()
-    assert not scaler.skipped(optimizer)
-    scaler.scale(parameter.sum()).backward()
-    optimizer.register_step_pre_hook(fails)
-    with pytest.raises(MemoryError):
-        scaler.step(optimizer)
-    assert scaler.skipped(optimizer)
-
-
-def test_a_scheduler_of_a_disabled_scaler_always_steps_and_passes_its_arguments_on():
-    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
-    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
-    for loss in (1.0, 2.0, 3.0):
-        LossScaler(enabled=False).step_scheduler(scheduler, loss)
-    assert optimizer.param_groups[0]["lr"] == 0.25
-
-
-def test_a_scaler_keeps_no_optimizer_alive_between_iterations():
-    import weakref
-
-    scaler, _, optimizer = scaled()
-    scaler.step(optimizer)
-    scaler.update()
-    gone = weakref.ref(optimizer)
-    del optimizer
-    assert gone() is None
-
-
 # ---- saving
 
 
@@ -754,10 +559,17 @@ def test_a_state_dict_loads_before_and_after_the_first_loss(begun):
     }
     scaler.load_state_dict(state)
     assert scaler.state_dict() == state
+    assert (scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval()) == (3.0, 0.25, 7)
     assert scaler.scale(torch.ones(1)).item() == 96.0
     assert scaler.state_dict() == state
     theirs = torch.amp.GradScaler("cpu")
     theirs.load_state_dict(scaler.state_dict())
+    for each in (scaler, theirs):
+        each.set_growth_factor(new_factor=4.0)
+        each.set_backoff_factor(new_factor=0.5)
+        each.set_growth_interval(new_interval=2)
+    state |= {"growth_factor": 4.0, "backoff_factor": 0.5, "growth_interval": 2}
+    assert scaler.state_dict() == state
     assert theirs.state_dict() == state
 
 
@@ -778,107 +590,7 @@ def test_a_copy_goes_on_where_the_scaler_was(copied):
     assert copied(LossScaler(enabled=False)).state_dict() == {}
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, pickle.dumps])
-def test_an_iteration_without_gradients_has_begun_as_well_and_nothing_is_copied_in_it(copied):
-    for scaler, error in zip(scalers(), (RuntimeError, AssertionError), strict=True):
-        scaled(scaler)
-        scaler.unscale_(torch.optim.SGD([nn.Parameter(torch.ones(1))]))
-        with pytest.raises(error, match="between iterations|beginning of an iteration"):
-            copied(scaler)
-
-
-def test_a_growth_factor_of_1_is_refused_in_a_state_dict_too_where_gradscaler_can_be_set_to_it():
-    ours, torchs = scalers()
-    with pytest.raises(AssertionError):
-        torch.amp.GradScaler("cpu", growth_factor=1.0)
-    torchs.set_growth_factor(1.0)
-    with pytest.raises(ValueError, match="expected growth_factor to be a number above 1"):
-        ours.load_state_dict(torchs.state_dict())
-
-
-@pytest.mark.parametrize(
-    "state",
-    [
-        {},
-        torch.optim.SGD([torch.zeros(1)]).state_dict(),
-        nn.Linear(1, 1).state_dict(),
-        {"scale": 1.0},
-        LossScaler().state_dict() | {"scale": 0.0},
-        LossScaler().state_dict() | {"scale": INF},
-        LossScaler().state_dict() | {"growth_interval": 2.5},
-        LossScaler().state_dict() | {"_growth_tracker": -1},
-        LossScaler().state_dict() | {"backoff_factor": 2.0},
-    ],
-)
-def test_a_foreign_or_broken_state_dict_is_refused_and_changes_nothing(state):
-    scaler, _, _ = scaled(init_scale=4.0)
-    before = scaler.state_dict()
-    with pytest.raises(ValueError, match="expected"):
-        scaler.load_state_dict(state)
-    assert scaler.state_dict() == before
-
-
-def test_a_state_dict_with_words_for_numbers_is_refused():
-    with pytest.raises(TypeError, match="expected scale to be a number"):
-        LossScaler().load_state_dict(LossScaler().state_dict() | {"scale": "big"})
-
-
 # ---- refusals
-
-
-@pytest.mark.parametrize("name", ["init_scale", "growth_factor", "backoff_factor", "growth_interval"])
-@pytest.mark.parametrize("value", [0.0, -1.0, INF, NAN, 0, -2])
-def test_settings_that_make_no_sense_are_refused(name, value):
-    with pytest.raises(ValueError, match="found"):
-        LossScaler(**{name: value})
-
-
-@pytest.mark.parametrize("name", ["init_scale", "growth_factor", "backoff_factor", "growth_interval"])
-@pytest.mark.parametrize("value", [True, "cuda", None, torch.ones(1), 1j])
-def test_settings_that_are_no_numbers_are_refused(name, value):
-    with pytest.raises(TypeError, match="found"):
-        LossScaler(**{name: value})
-
-
-@pytest.mark.parametrize(
-    "setting", [{"init_scale": 1e39}, {"init_scale": 1e-39}, {"growth_factor": 1.0}, {"backoff_factor": 1.0}]
-)
-def test_settings_at_the_edge_are_refused(setting):
-    with pytest.raises(ValueError, match="found"):
-        LossScaler(**setting)
-
-
-@pytest.mark.parametrize("name", ["growth_factor", "backoff_factor", "growth_interval"])
-@pytest.mark.parametrize("value", [0.0, -1.0, INF, NAN, 0, True, "cuda", None, 1j])
-def test_what_may_not_be_made_may_not_be_set_either(name, value):
-    scaler = LossScaler()
-    before = scaler.state_dict()
-    with pytest.raises((TypeError, ValueError)) as made:
-        LossScaler(**{name: value})
-    with pytest.raises(made.type) as found:
-        getattr(scaler, f"set_{name}")(value)
-    assert str(found.value) == str(made.value)
-    assert scaler.state_dict() == before
-
-
-@pytest.mark.parametrize("growth_interval", [1.0, 2000.5])
-def test_a_growth_interval_is_a_whole_number(growth_interval):
-    with pytest.raises(ValueError, match="whole number"):
-        LossScaler(growth_interval=growth_interval)
-
-
-@pytest.mark.parametrize("value", [0.0, -1.0, INF, NAN, torch.tensor(0.0), torch.tensor([INF])])
-def test_a_new_scale_that_makes_no_sense_is_refused(value):
-    scaler, _, _ = scaled(init_scale=4.0)
-    with pytest.raises(ValueError, match="expected scale"):
-        scaler.update(value)
-    assert scaler.get_scale() == 4.0
-
-
-def test_a_new_scale_of_several_elements_is_refused():
-    scaler, _, _ = scaled(init_scale=4.0)
-    with pytest.raises(ValueError, match=r"expected new_scale to be one number, found one of shape \(2,\)"):
-        scaler.update(torch.ones(2))
 
 
 @pytest.mark.parametrize("value", [32.0, 32, torch.tensor(32.0), torch.tensor([32.0])])
@@ -891,58 +603,87 @@ def test_a_new_scale_is_taken_and_the_iteration_ends(value):
     assert parameter.grad.item() == 1 / 32
 
 
-def test_nothing_works_before_there_is_a_loss():
-    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
-    for method in (LossScaler().step, LossScaler().unscale_):
-        with pytest.raises(RuntimeError, match=r"scale\(loss\)\.backward\(\)"):
-            method(optimizer)
-    with pytest.raises(RuntimeError, match="no gradient was checked"):
-        LossScaler().update()
+NAMES = ["init_scale", "growth_factor", "backoff_factor", "growth_interval"]
 
 
-def test_an_update_without_any_step_is_refused():
-    scaler, _, optimizer = scaled()
-    with pytest.raises(RuntimeError, match="no gradient was checked"):
-        scaler.update()
-    scaler.step(optimizer)
-    scaler.update()
-    with pytest.raises(RuntimeError, match="no gradient was checked"):
-        scaler.update()
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("value", [0.0, -1.0, INF, NAN, 0, True, "cuda", None, torch.ones(1), 1j])
+def test_what_may_not_be_made_may_not_be_set_or_loaded_either(name, value):
+    scaler = scaled()[0]
+    before = scaler.state_dict()
+    with pytest.raises((TypeError, ValueError), match="found") as made:
+        LossScaler(**{name: value})
+    assert made.type is (ValueError if type(value) in (float, int) else TypeError)
+    if name == "init_scale":
+        set_it = scaler.update if value is not None and not torch.is_tensor(value) else LossScaler
+    else:
+        set_it = getattr(scaler, f"set_{name}")
+    key = {"init_scale": "scale"}.get(name, name)
+    for call in (lambda: set_it(value), lambda: scaler.load_state_dict(before | {key: value})):
+        with pytest.raises(made.type) as found:
+            call()
+        assert str(found.value) == str(made.value)
+    assert scaler.state_dict() == before
 
 
-@pytest.mark.parametrize("unscale", [False, True])
-def test_a_step_without_gradients_is_refused_where_gradscaler_refuses_it(unscale):
-    for scaler, error, message in zip(
-        scalers(), (RuntimeError, AssertionError), ("found one without any", "No inf checks"), strict=True
-    ):
-        scaled(scaler)
-        empty = torch.optim.SGD([nn.Parameter(torch.ones(1))])
-        if unscale:
-            scaler.unscale_(empty)
-        with pytest.raises(error, match=message):
-            scaler.step(empty)
+def after(*methods, optimizer=None, arguments=None, **options):
+    """What the last of these methods gives, of a scaler that has had a loss; each is given the optimizer."""
+    scaler, _, its = scaled(**options)
+    for name in methods[:-1]:
+        getattr(scaler, name)(*[optimizer or its] * (name != "update"))
+    if arguments is None:
+        arguments = [optimizer or its] * (methods[-1] != "update")
+    return getattr(scaler, methods[-1])(*arguments)
 
 
-@pytest.mark.parametrize("method", ["unscale_", "step"])
-def test_an_iteration_in_which_no_optimizer_has_gradients_cannot_end_here_nor_in_gradscaler(method):
+SGD = torch.optim.SGD([nn.Parameter(torch.ones(1))])  # without gradients
+STATE = LossScaler().state_dict()
+REFUSALS = {
+    "the largest scale": (lambda: LossScaler(1e39), ValueError, "expected scale to be a number that FP32 holds"),
+    "the smallest scale": (lambda: LossScaler(1e-39), ValueError, "and 1 / it as well; found 1e-39"),
+    "no growth": (lambda: LossScaler(growth_factor=1.0), ValueError, "to be a number above 1, and"),
+    "no backoff": (lambda: LossScaler(backoff_factor=1.0), ValueError, "above 0 and below 1"),
+    "half an iteration": (lambda: LossScaler(growth_interval=2.5), ValueError, "a whole number of iterations"),
+    "a loss that is no tensor": (lambda: LossScaler().scale([1.0]), TypeError, "expected a loss: a tensor…found 1.0"),
+    "a model to step": (lambda: after("step", arguments=[nn.Linear(1, 1)]), TypeError, "an optimizer, found Linear"),
+    "nothing to unscale": (lambda: after("unscale_", arguments=[None]), TypeError, "an optimizer, found None"),
+    "a step before a loss": (lambda: LossScaler().step(SGD), RuntimeError, "scale(loss).backward()…no loss yet"),
+    "unscaled before a loss": (lambda: LossScaler().unscale_(SGD), RuntimeError, "scale(loss).backward()…no loss yet"),
+    "an update without a step": (lambda: scaled()[0].update(), RuntimeError, "no gradient was checked"),
+    "two updates": (lambda: after("step", "update", "update"), RuntimeError, "no gradient was checked"),
+    "unscaled twice": (lambda: after("unscale_", "unscale_"), RuntimeError, "found one unscaled since the last update"),
+    "unscaled after a step": (lambda: after("step", "unscale_"), RuntimeError, "found one stepped since the last"),
+    "stepped twice": (lambda: after("step", "step"), RuntimeError, "found a second; call update() first"),
+    "a step without gradients": (lambda: after("step", optimizer=SGD), RuntimeError, "found one without any"),
+    "unscaled without": (lambda: after("unscale_", "step", optimizer=SGD), RuntimeError, "found one without"),
+    "a step that never was": (lambda: after("skipped", arguments=[SGD]), RuntimeError, "found one that never was"),
+    "a closure": (lambda: after("step", arguments=[SGD, lambda: 1]), RuntimeError, "step() without a closure"),
+    "two new scales": (lambda: after("update", arguments=[torch.ones(2)]), ValueError, "found one of shape (2,)"),
+    "a new scale of 0": (lambda: after("update", arguments=[torch.zeros(1)]), ValueError, "expected scale to be"),
+    "no agreement": (lambda: after("step", agree=lambda found: True), TypeError, "expected agree to return"),
+    "two agreements": (lambda: after("step", agree=lambda found: torch.zeros(2)), TypeError, "of one element"),
+    "an empty dict": (lambda: LossScaler().load_state_dict({}), ValueError, "found one without…enabled=False is empty"),
+    "an optimizer's": (lambda: LossScaler().load_state_dict(SGD.state_dict()), ValueError, "found one without scale"),
+    "a negative tracker": (
+        lambda: LossScaler().load_state_dict(STATE | {"_growth_tracker": -1}), ValueError, "at least 0; found -1",
+    ),
+}  # fmt: skip
+
+
+@refusals(REFUSALS)
+def test_what_cannot_work_is_refused(call, error, words):
+    refused(call, error, words)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickle.dumps])
+def test_an_iteration_without_gradients_has_begun_and_can_neither_be_copied_nor_end_here_nor_in_gradscaler(copied):
     for scaler, error in zip(scalers(), (RuntimeError, AssertionError), strict=True):
-        scaler.scale(torch.tensor(INF))
-        getattr(scaler, method)(torch.optim.SGD([nn.Parameter(torch.ones(1))], fused=True))
+        scaled(scaler)
+        scaler.unscale_(torch.optim.SGD([nn.Parameter(torch.ones(1))], fused=True))
+        with pytest.raises(error, match="between iterations|beginning of an iteration"):
+            copied(scaler)
         with pytest.raises(error, match="no gradient was checked|No inf checks"):
             scaler.update()
-
-
-@pytest.mark.parametrize("fused", [False, True])  # where GradScaler gives found_inf as an int, which has no device
-def test_gradients_that_come_after_unscale_are_refused_here_and_in_gradscaler(fused):
-    errors = RuntimeError, AttributeError if fused else AssertionError
-    for scaler, error in zip(scalers(), errors, strict=True):
-        parameter = nn.Parameter(torch.ones(1))
-        optimizer, loss = torch.optim.SGD([parameter], lr=1.0, fused=fused), scaler.scale(parameter.sum())
-        scaler.unscale_(optimizer)
-        loss.backward()
-        with pytest.raises(error, match="without any when it was unscaled|No inf checks|device"):
-            scaler.step(optimizer)
-        assert parameter.item() == 1.0
 
 
 def test_a_step_that_was_refused_for_want_of_gradients_is_right_when_they_are_there():
@@ -955,58 +696,18 @@ def test_a_step_that_was_refused_for_want_of_gradients_is_right_when_they_are_th
     assert parameter.item() == 0.0
 
 
-@pytest.mark.parametrize("method", ["step", "unscale_"])
-@pytest.mark.parametrize("other", [nn.Linear(1, 1), [torch.ones(1)], None])
-def test_what_is_no_optimizer_is_refused(method, other):
-    scaler, _, _ = scaled()
-    with pytest.raises(TypeError, match="expected an optimizer, found"):
-        getattr(scaler, method)(other)
-
-
-def test_an_optimizer_is_unscaled_once_and_stepped_once():
-    scaler, parameter, optimizer = scaled()
-    scaler.unscale_(optimizer)
-    with pytest.raises(RuntimeError, match="found one unscaled"):
-        scaler.unscale_(optimizer)
-    scaler.step(optimizer)
-    with pytest.raises(RuntimeError, match="found one stepped"):
-        scaler.unscale_(optimizer)
-    with pytest.raises(RuntimeError, match="found a second"):
-        scaler.step(optimizer)
-    assert parameter.item() == 0.0
-
-
-@pytest.mark.parametrize("number, expected", [(0, 1.0), (1, -7.0)], ids=["memlab", "torch"])
-def test_a_closure_is_refused_by_position_too_where_gradscaler_steps_on_scaled_gradients(number, expected):
-    scaler, parameter, optimizer = scaled(scalers(init_scale=8.0)[number])
-
-    def closure():
-        optimizer.zero_grad()
-        scaler.scale(parameter.sum()).backward()  # a gradient of 8, which nobody divides
-
-    with pytest.raises(RuntimeError, match="[Cc]losure"):
-        scaler.step(optimizer, closure=closure)
-    with pytest.raises(RuntimeError, match="closure") if number == 0 else nullcontext():
-        scaler.step(optimizer, closure)
-    assert parameter.item() == expected
-
-
 def test_where_ranks_cannot_agree_nothing_is_divided_twice_and_the_step_is_skipped():
     def fails(found_inf):
         raise TimeoutError("a rank is gone")
 
-    scaler = LossScaler(4.0, agree=fails)
-    parameter = nn.Parameter(torch.zeros(1))
-    optimizer = torch.optim.SGD([parameter], lr=1.0)
-    scaler.scale(parameter.sum()).backward()
+    scaler, parameter, optimizer = scaled(init_scale=4.0, agree=fails)
     with pytest.raises(TimeoutError):
         scaler.unscale_(optimizer)
-    with pytest.raises(RuntimeError, match="found one unscaled"):
-        scaler.unscale_(optimizer)
+    refused(lambda: scaler.unscale_(optimizer), RuntimeError, "found one unscaled")
     assert parameter.grad.item() == 1.0
     scaler.step(optimizer)
     scaler.update()
-    assert parameter.item() == 0.0 and scaler.get_scale() == 2.0
+    assert parameter.item() == 1.0 and scaler.get_scale() == 2.0
 
 
 def test_a_rank_that_never_had_a_loss_agrees_all_the_same():
@@ -1015,16 +716,3 @@ def test_a_rank_that_never_had_a_loss_agrees_all_the_same():
     scaler.step(torch.optim.SGD([nn.Parameter(torch.zeros(1))]))
     scaler.update()
     assert asked == [0.0]
-
-
-def test_a_schedule_that_looks_at_a_metric_is_given_it():
-    scaler, _, optimizer = scaled()
-    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
-    scaler.step(optimizer)
-    for metric in (1.0, 2.0, 3.0):
-        scaler.step_scheduler(scheduler, metrics=metric)
-    assert optimizer.param_groups[0]["lr"] < 1.0
-
-
-def test_a_complex_loss_is_scaled():
-    assert LossScaler(4.0).scale(torch.tensor(1 + 2j)).item() == 4 + 8j

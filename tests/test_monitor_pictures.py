@@ -31,6 +31,7 @@ from memlab.book.monitor_sliders import (
 from memlab.book.style import is_sentence
 from memlab.memory_monitoring import Alarm, Monitor, StepHistory, forecast
 from memlab.units import MiB
+from tests.harness import refusals, refused
 
 PNG = b"\x89PNG"
 
@@ -70,18 +71,14 @@ def test_the_lines_are_the_ends_and_peaks_of_the_history():
     assert picture.png().startswith(PNG)
 
 
-@pytest.mark.parametrize("steps", [1, 511, 512, 513, 1500])
-def test_a_block_stands_at_its_last_step(steps):
+@pytest.mark.parametrize("steps", [1, 512, 513, 1500])
+def test_a_block_stands_at_its_last_step_and_a_half_step_is_left_out(steps):
     history = history_of([MiB] * steps)
     at, ends, peaks = points(history)
     assert at[-1] == steps and len(at) == len(ends) == len(peaks) == len(history.ends)
     assert set(np.diff(at[:-1])) <= {history.steps_in_block}
-
-
-def test_a_history_that_is_just_being_written_to_is_drawn_without_its_half_step():
-    history = history_of([MiB] * 5)
-    history.ends.append(MiB)
-    assert [len(column) for column in points(history)] == [5, 5, 5]
+    history.ends.append(MiB)  # it is just being written to
+    assert [len(column) for column in points(history)] == [len(at)] * 3
 
 
 def test_the_fan_goes_from_the_peak_at_the_call_to_the_budget():
@@ -91,16 +88,16 @@ def test_the_fan_goes_from_the_peak_at_the_call_to_the_budget():
     assert "called at step 100" in [text.get_text() for text in picture.figure.axes[0].texts]
 
 
-def test_a_fan_whose_slow_end_never_fills_the_budget_goes_to_the_edge():
+def test_a_fan_whose_slow_end_never_fills_the_budget_goes_to_the_edge_and_no_step_beyond_it_is_named():
     picture = draw_run(history_of([280 * MiB] * 120), "400 MiB", said(latest=math.inf))
     assert fan(picture) == [[100, 300], [150, 400], [480, 400], [480, 300]]
     assert "between step 150 and never" in picture.alt
     assert picture.figure.axes[0].get_xlim() == (0, 480)
-
-
-def test_a_far_forecast_does_not_press_the_run_together():
-    assert fan_end(said(latest=1e9), 120) == 480
-    assert fan_end(said(latest=20), 500) == 500
+    assert fan_end(said(latest=1e9), 120) == 480 and fan_end(said(latest=20), 500) == 500
+    picture = draw_run(StepHistory(), "1 GiB")
+    assert picture.alt.startswith("Nothing is drawn yet") and is_sentence(picture.alt)
+    assert full_words(said(earliest=50, latest=150), 480) == "between step 150 and step 250"
+    assert full_words(said(latest=1_587_067), 480) == "between step 150 and a step beyond 480"
 
 
 def test_a_monitor_brings_its_budget_and_the_forecast_of_its_first_call():
@@ -114,17 +111,6 @@ def test_a_monitor_brings_its_budget_and_the_forecast_of_its_first_call():
     assert called(monitor.alarms) is first and called([]) is None
     picture = draw_run(monitor)
     assert fan(picture)[0] == [100, 300] and "budget of 400.0 MiB" in picture.alt
-
-
-def test_a_run_that_has_not_begun_is_drawn_and_says_so():
-    picture = draw_run(StepHistory(), "1 GiB")
-    assert picture.alt.startswith("Nothing is drawn yet") and is_sentence(picture.alt)
-    assert picture.png().startswith(PNG)
-
-
-def test_a_budget_of_nothing_is_refused():
-    with pytest.raises(ValueError, match="more than 0 bytes"):
-        draw_run(StepHistory(), 0)
 
 
 # ---- levels
@@ -141,18 +127,8 @@ def test_stairs_are_the_levels_and_rings_are_what_was_polled():
     assert rings.get_xydata().tolist() == [[1.5, 8], [3, 10]]
     assert "allocated from 1.0 MiB to 3.0 MiB, 2 changes; driver from 8.0 MiB to 10.0 MiB, 1 changes" in picture.alt
     assert len({line(picture, name).get_linestyle() for name in levels}) == 2
-    assert picture.png().startswith(PNG)
-
-
-def test_changes_are_counted_between_steps():
     assert [changes(series) for series in ([], [1], [1, 1], [1, 2, 2, 1])] == [0, 0, 0, 2]
-
-
-def test_no_level_and_no_judgement_are_refused():
-    with pytest.raises(ValueError, match="at least one level"):
-        draw_levels({})
-    with pytest.raises(ValueError, match="at least one judgement"):
-        draw_judged([])
+    assert picture.png().startswith(PNG)
 
 
 # ---- judgements
@@ -191,12 +167,34 @@ def test_words_count_what_was_called_and_what_too_late():
 # ---- the sliders
 
 
-def test_a_made_up_run_ends_where_a_peak_passes_the_budget():
+def test_a_made_up_run_ends_where_a_peak_passes_the_budget_and_what_leaks_is_called_in_time():
     for values in explore_floor().grid():
         run = made_up(*values.values())
         over = [end + STEP_BYTES > BUDGET_BYTES for end in run.ends]
         assert not any(over[:-1]) and over[-1] == (run.full_at is not None)
         assert run.full_at in (None, len(run.ends))
+        if values["leak_per_step"] == 0:
+            assert run.call is None and run.full_at is None, values
+        elif run.full_at is not None:
+            assert run.call is not None and run.call.step < run.full_at, values
+            assert run.call.peak_bytes <= BUDGET_BYTES
+            told = re.findall(r"\d+", full_words(run.call, LAST_DRAWN))
+            assert all(int(step) <= LAST_DRAWN for step in told)
+    run = made_up(MiB, 8 * MiB, 0)  # the call is what the library says of the same steps
+    history = history_of(run.ends[: run.call.step], STEP_BYTES)
+    assert forecast(history, BUDGET_BYTES) == run.call
+
+
+REFUSALS = {
+    "a budget of nothing": (lambda: draw_run(StepHistory(), 0), ValueError, "more than 0 bytes"),
+    "no level": (lambda: draw_levels({}), ValueError, "at least one level"),
+    "no judgement": (lambda: draw_judged([]), ValueError, "at least one judgement"),
+}
+
+
+@refusals(REFUSALS)
+def test_what_cannot_be_drawn_is_refused(call, error, words):
+    refused(call, error, words)
 
 
 def test_a_leak_lifts_the_floor_by_its_bytes_whatever_the_noise():
@@ -206,24 +204,6 @@ def test_a_leak_lifts_the_floor_by_its_bytes_whatever_the_noise():
             rises = np.diff(floor[1:-1])  # warm-up at the start, fewer steps at the end
             per_step = rises.mean() / monitor_sliders.STRETCH
             assert per_step == pytest.approx(MiB / 2, abs=noise / 10 / monitor_sliders.STRETCH + 1)
-
-
-def test_what_leaks_is_called_in_time_and_what_does_not_is_not():
-    for values in explore_floor().grid():
-        run = made_up(*values.values())
-        if values["leak_per_step"] == 0:
-            assert run.call is None and run.full_at is None, values
-        elif run.full_at is not None:
-            assert run.call is not None and run.call.step < run.full_at, values
-            assert run.call.peak_bytes <= BUDGET_BYTES
-
-
-def test_the_call_is_what_the_library_says_of_the_same_steps():
-    run = made_up(MiB, 8 * MiB, 0)
-    history = StepHistory()
-    for end in run.ends[: run.call.step]:
-        history.append(end, end + STEP_BYTES)
-    assert forecast(history, BUDGET_BYTES) == run.call
 
 
 def test_every_slider_can_be_moved_and_says_what_it_shows():
@@ -236,11 +216,3 @@ def test_every_slider_can_be_moved_and_says_what_it_shows():
     assert "no leak, no noise and no evaluation" in still.alt and "never called" in still.alt
     call = re.search(r"called at step (\d+)", one.picture.alt)
     assert int(call[1]) == made_up().call.step
-
-
-def test_a_step_beyond_the_picture_is_not_named():
-    assert full_words(said(earliest=50, latest=150), 480) == "between step 150 and step 250"
-    assert full_words(said(latest=1_587_067), 480) == "between step 150 and a step beyond 480"
-    calls = [made_up(*values.values()).call for values in explore_floor().grid()]
-    told = [full_words(call, LAST_DRAWN) for call in calls if call is not None]
-    assert told and all(int(step) <= LAST_DRAWN for words in told for step in re.findall(r"\d+", words))

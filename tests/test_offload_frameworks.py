@@ -75,14 +75,6 @@ def test_save_on_cpu_moves_nothing_for_tensors_of_a_cpu_unless_told_to_pin_them_
     assert peaks[True] > timeline.peak_bytes + 3 * SIDE_BYTES or torch.cuda.is_available()
 
 
-def test_save_on_cpu_copies_each_of_eight_saved_tensors_of_three_storages_both_ways():
-    plain, _ = eight_saved_tensors_of_three(contextlib.nullcontext())
-    with counted_moves() as moves:
-        gradient, _ = eight_saved_tensors_of_three(save_on_cpu())
-    assert torch.equal(gradient, plain)
-    assert moves == Moves(8, 8 * SIDE_BYTES, 8, 8 * SIDE_BYTES)
-
-
 def test_on_imagined_hardware_what_save_on_cpu_moves_lies_in_the_hosts_memory():
     with imagine("H100-80GB"):
         _, plain = eight_saved_tensors_of_three(contextlib.nullcontext())
@@ -92,20 +84,6 @@ def test_on_imagined_hardware_what_save_on_cpu_moves_lies_in_the_hosts_memory():
     assert list(plain.devices) == [CARD]
     assert theirs.on("cpu").peak_bytes == 8 * SIDE_BYTES
     assert theirs.on("cpu").totals[-1] == 0
-
-
-def test_a_gpt_under_save_on_cpu_sends_more_than_it_frees_because_weights_and_shared_tensors_travel_too():
-    held = {}
-    for name, make in {"plain": contextlib.nullcontext, "theirs": save_on_cpu}.items():
-        with imagine("H100-80GB"):
-            model, x = GPT(**SIZES), torch.zeros(4, 32, dtype=torch.long)
-            with Meter(model, inputs=(x,)) as meter, counted_moves() as moves:
-                with make():
-                    loss = model(x, x)
-                held[name] = meter.timeline.on(CARD).totals[-1]
-                loss.backward()
-    freed = held["plain"] - held["theirs"]
-    assert moves.to_host_bytes == moves.to_card_bytes > freed + 2 * PARAMETERS
 
 
 # ---- counted_moves
@@ -133,17 +111,13 @@ def test_tensors_without_one_storage_of_their_own_pass_uncounted():
     assert moves == Moves()
 
 
-def test_moves_keep_gradients():
-    x = torch.randn(8, requires_grad=True)
-    with counted_moves():
-        x.cpu().to("cpu").square().sum().backward()
-    assert torch.equal(x.grad, 2 * x.detach())
-
-
-def test_after_an_error_tensors_move_as_before():
+def test_moves_keep_gradients_and_after_an_error_tensors_move_as_before():
     before = torch.Tensor.to, torch.Tensor.cpu
+    x = torch.randn(8, requires_grad=True)
     with pytest.raises(ZeroDivisionError), counted_moves():
+        x.cpu().to("cpu").square().sum().backward()
         1 / 0  # noqa: B018
+    assert torch.equal(x.grad, 2 * x.detach())
     assert (torch.Tensor.to, torch.Tensor.cpu) == before
 
 
@@ -261,9 +235,8 @@ def test_zero_offload_gives_the_weights_of_fp32_masters_and_keeps_eighteen_bytes
 
 
 @needs_deepspeed
-@pytest.mark.parametrize("stage", [1, 2])
-def test_zero_offload_to_a_file_writes_none_before_stage_3_and_says_nothing(stage, tmp_path, capfd):
-    weights, kept = by_zero_offload(stage, device="nvme", nvme_path=str(tmp_path))
+def test_zero_offload_to_a_file_writes_none_before_stage_3_and_says_nothing(tmp_path, capfd):
+    weights, kept = by_zero_offload(2, device="nvme", nvme_path=str(tmp_path))
     assert kept["Adam's states"] == 8 * PARAMETERS  # in the host's memory, as with device: cpu
     assert os.listdir(tmp_path) == [] and capfd.readouterr().err == ""
     assert all(torch.equal(a, b) for a, b in zip(weights, by_master_weights(), strict=True))
@@ -282,14 +255,3 @@ def test_zero_offload_adds_micro_batches_in_bf16_unless_told_otherwise(data_type
     same, other = (by_master_weights(8, accumulate=4, widen=how) for how in (widen, not widen))
     assert all(torch.equal(a, b) for a, b in zip(weights, same, strict=True))
     assert not all(torch.equal(a, b) for a, b in zip(weights, other, strict=True))
-
-
-@needs_deepspeed
-def test_zero_offload_refuses_pytorchs_adam_unless_told_otherwise():
-    model = torch.nn.Linear(2, 2)
-    config = {"train_batch_size": 1, "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}
-    with deepspeed_alone() as deepspeed:
-        adam = torch.optim.AdamW(model.parameters())
-        with pytest.raises(Exception, match="zero_force_ds_cpu_optimizer"):
-            deepspeed.initialize(model=model, optimizer=adam, config=config)
-    assert not torch.distributed.is_initialized()

@@ -23,6 +23,8 @@ from memlab.offloading.overlap import (
 from memlab.offloading.schedule import POLICIES, best_sends, chosen, held_in, least_depth, ordered, plan_sends
 from memlab.offloading.simulation import Held, simulate
 from memlab.offloading.traffic import HOST_BYTES, hidden_tokens, host_step
+from tests.harness import refusals, refused
+from tests.tiers import pairs
 
 SIZES = {"width": 256, "heads": 2, "vocabulary": 64, "context": 128}
 BATCH, TOKENS = 2, 128
@@ -77,17 +79,10 @@ def test_a_blocks_bytes_are_those_that_the_meter_sees_kept_for_backward(half, dr
 
     model = Transformer(layers=3, **SIZES)
     assert block_bytes(model, BATCH, TOKENS, dropout=dropout) == metered(3) - metered(2)
+    assert block_bytes(model, BATCH, TOKENS, inputs_only=True, dropout=dropout) == 2 * BATCH * TOKENS * 256
 
 
-def test_of_a_checkpointed_block_only_its_input_is_sent():
-    model = Transformer(layers=3, **SIZES)
-    assert block_bytes(model, BATCH, TOKENS, inputs_only=True, dropout=0.1) == 2 * BATCH * TOKENS * 256
-
-
-@pytest.mark.parametrize("rate", [50e12, 100e12, 400e12])
-@pytest.mark.parametrize("link", ["PCIe Gen4 x16", "PCIe Gen5 x16", "NVLink-C2C"])
-@pytest.mark.parametrize("inputs_only", [False, True])
-@pytest.mark.parametrize("phase", ["forward", "backward"])
+@pairs("rate, link, inputs_only, phase", [50e12, 100e12, 400e12], LINKS, [False, True], ["forward", "backward"])
 def test_the_width_of_the_formula_is_where_exact_bytes_and_flops_cross(rate, link, inputs_only, phase):
     tokens, speed = 512, LINKS[link]
 
@@ -135,27 +130,34 @@ def test_the_hosts_update_is_exposed_and_a_delayed_one_only_as_far_as_it_outlast
     assert long.overhead == pytest.approx(hidden_tokens(400e12, 200e9, HOST_BYTES, 6) / 10**6)
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda: transfer_seconds(1, 0),
-        lambda: hidden_width(0, 1),
-        lambda: hidden_width(1, -1),
-        lambda: hidden_tokens(1, 1, 0),
-        lambda: hidden_tokens(1, math.nan),
-        lambda: host_step(1, 1, 1, 1, 0),
-        lambda: host_step(0, 1, 1, 1, 1),
-        lambda: hidden_width(1, 1, phase="optimizer"),
-        lambda: block_flops(Transformer(layers=2, **SIZES), 1, 1, "sideways"),
-        lambda: simulate([], [], 0),
-        lambda: simulate([], [], 1, depth=-1),
-        lambda: simulate([Held(1, 0, 1)], [0], 1),
-        lambda: ordered([], "by colour"),
-    ],
-)
-def test_what_makes_no_sense_is_refused_in_a_sentence(call):
-    with pytest.raises(ValueError, match="expected .*found"):
-        call()
+NONSENSE = {
+    "no bandwidth": lambda: transfer_seconds(1, 0),
+    "no rate": lambda: hidden_width(0, 1),
+    "a negative rate": lambda: hidden_width(1, -1),
+    "no bytes": lambda: hidden_tokens(1, 1, 0),
+    "NaN": lambda: hidden_tokens(1, math.nan),
+    "no host": lambda: host_step(1, 1, 1, 1, 0),
+    "no parameters": lambda: host_step(0, 1, 1, 1, 1),
+    "another phase": lambda: hidden_width(1, 1, phase="optimizer"),
+    "another direction": lambda: block_flops(Transformer(layers=2, **SIZES), 1, 1, "sideways"),
+    "no link": lambda: simulate([], [], 0),
+    "a negative depth": lambda: simulate([], [], 1, depth=-1),
+    "what stays": lambda: simulate([Held(1, 0, 1)], [0], 1),
+    "another policy": lambda: ordered([], "by colour"),
+    "no pass": lambda: held_in(metered_sum()),
+    "too many": lambda: best_sends(chain([1] * 15), 1, 1.0),
+}
+
+
+@refusals({name: (call, ValueError, "expected …found") for name, call in NONSENSE.items()})
+def test_what_makes_no_sense_is_refused_in_a_sentence(call, error, words):
+    refused(call, error, words)
+
+
+def metered_sum():
+    with Meter() as meter:
+        torch.ones(3) + 1
+    return meter.timeline
 
 
 # ---- the simulated step
@@ -202,18 +204,10 @@ def peak_of(spans):
     return max(sum(n for n, start, stop in spans if start <= moment <= stop) for _, moment, _ in spans)
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_with_nothing_sent_a_step_takes_its_arithmetic_and_holds_what_it_holds(seed):
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("sent", [[], [2, 3, 5, 8]])
+def test_over_an_endless_link_or_with_nothing_sent_what_is_used_is_there_and_nothing_waits(seed, sent):
     tensors = any_order(seed)
-    run = simulate(tensors, [], 1.0)
-    assert run.step_seconds == max(t.freed for t in tensors) and run.stall_seconds == 0 == run.sent_bytes
-    assert run.peak_bytes == peak_of([(t.nbytes, t.born, t.freed) for t in tensors])
-    assert not run.transfers and not run.stalls
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_over_an_endless_link_what_is_sent_is_there_when_used_and_nothing_waits(seed):
-    tensors, sent = any_order(seed), [2, 3, 5, 8]
     run = simulate(tensors, sent, 1e15)
     assert run.step_seconds == pytest.approx(max(t.freed for t in tensors)) and run.stall_seconds < 1e-9
     spans = [(t.nbytes, t.born, t.freed) for i, t in enumerate(tensors) if i not in sent]
@@ -221,6 +215,7 @@ def test_over_an_endless_link_what_is_sent_is_there_when_used_and_nothing_waits(
         t = tensors[i]
         spans += [(t.nbytes, t.born, t.leaves), (t.nbytes, t.needed - 1e-9, t.freed)]
     assert run.peak_bytes == peak_of(spans)
+    assert sent or not (run.transfers or run.stalls or run.sent_bytes or run.stall_seconds)
 
 
 def test_a_tensor_that_is_needed_at_once_costs_both_ways_whole():
@@ -241,9 +236,7 @@ def test_three_layers_by_hand():
     assert on_demand.step_seconds == 11 and on_demand.stalls == [(5, 6), (8, 9)]
 
 
-@pytest.mark.parametrize("depth", [None, 0, 1, 3])
-@pytest.mark.parametrize("limit", [None, 900])
-@pytest.mark.parametrize("seed", range(8))
+@pairs("seed, limit, depth", range(8), [None, 900], [None, 0, 1, 3])
 def test_a_link_carries_one_tensor_at_a_time_and_none_is_used_while_away(seed, limit, depth):
     tensors = any_order(seed)
     sent = random.Random(seed).sample(may_leave(tensors), 6)
@@ -328,11 +321,6 @@ def test_what_the_arithmetic_waits_for_comes_whether_it_fits_or_not():
 # ---- what to send
 
 
-def test_in_a_chain_of_equals_first_come_is_the_longest_idle_time_and_both_send_the_same():
-    tensors = chain([100] * 8)
-    assert ordered(tensors, "first come") == ordered(tensors, "idle time × bytes") == list(range(8))
-
-
 def test_in_a_chain_that_grows_the_factor_of_bytes_prefers_what_comes_late_and_so_costs_time():
     tensors = chain([10, 20, 40, 80, 160, 80, 40, 20])
     limit = simulate(tensors, [], 1.0).peak_bytes - 60
@@ -341,25 +329,7 @@ def test_in_a_chain_that_grows_the_factor_of_bytes_prefers_what_comes_late_and_s
     assert steps["idle time × bytes"] > 24 and steps["largest first"] > 24
 
 
-def test_where_transfers_have_a_price_of_their_own_few_large_ones_beat_the_first():
-    tensors = chain([1, 100] * 4)
-    limit = simulate(tensors, [], 1.0).peak_bytes - 190
-    first, area = (
-        plan_sends(tensors, limit, p, 100.0, latency_seconds=1.5) for p in ("first come", "idle time × bytes")
-    )
-    assert (len(first[0]), len(area[0])) == (4, 2)
-    assert area[1].step_seconds < first[1].step_seconds
-
-
-def test_where_a_small_step_comes_first_its_early_tensors_are_sent_for_nothing_and_area_is_faster():
-    small = chain([100] * 4)
-    tensors = small + shifted(chain([100] * 6), 12.0)
-    first, area = (plan_sends(tensors, 400, policy, 100.0) for policy in ("first come", "idle time × bytes"))
-    assert first[1].sent_bytes > area[1].sent_bytes
-    assert area[1].step_seconds == best_sends(tensors, 400, 100.0)[1].step_seconds < first[1].step_seconds
-
-
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize(
     "make", [any_order, lambda seed: chain([random.Random(seed).randint(1, 99) for _ in range(8)])]
 )
@@ -385,27 +355,9 @@ def test_a_limit_is_kept_if_the_peak_is_just_as_high_and_all_may_have_to_go_for_
 
 def test_chosen_is_the_head_of_the_order_and_never_more_than_was_asked_for():
     tensors = chain([10, 20, 30])
-    assert [chosen(tensors, "first come", nbytes) for nbytes in (9, 10, 30, 59, 60)] == [
-        [],
-        [0],
-        [0, 1],
-        [0, 1],
-        [0, 1, 2],
-    ]
+    found = [chosen(tensors, "first come", nbytes) for nbytes in (9, 10, 30, 59, 60)]
+    assert found == [[], [0], [0, 1], [0, 1], [0, 1, 2]]
     assert chosen(tensors, "largest first", 55) == [2, 1]
-
-
-def test_trying_all_sets_of_many_tensors_is_refused():
-    with pytest.raises(ValueError, match="at most 14 tensors that may leave, found 15; plan_sends"):
-        best_sends(chain([1] * 15), 1, 1.0)
-
-
-def test_over_a_slow_link_sending_more_makes_the_step_longer_and_the_peak_no_lower():
-    tensors = chain([100] * 10)
-    runs = [simulate(tensors, range(k), 25.0) for k in range(11)]
-    assert [run.step_seconds for run in runs[:4]] == [30, 30, 30, 30]
-    assert runs[-1].step_seconds > 60
-    assert min(run.peak_bytes for run in runs) == runs[4].peak_bytes == runs[-1].peak_bytes == 800
 
 
 # ---- a metered step
@@ -449,31 +401,6 @@ def test_a_metered_step_with_nothing_sent_peaks_where_the_timeline_does(metered)
     assert simulate(held_in(timeline, 5.0, 7.0), [], 1.0).step_seconds == pytest.approx(12.0)
 
 
-def test_tensors_of_a_metered_step_leave_after_birth_and_are_needed_before_they_are_freed(metered):
-    timeline, _ = metered
-    tensors = held_in(timeline, 1.0, 2.0)
-    for t in tensors:
-        assert t.needed is None or t.born < t.leaves <= t.needed <= t.freed
-        assert t.needed is None or t.born < 1.0 <= t.needed
-    blocks = [t for t in tensors if t.needed is not None and t.nbytes == 2 * 32 * 64 * 4]
-    assert [t.needed for t in blocks] != [] and blocks[0].needed > blocks[-1].needed
-
-
-def test_over_an_endless_link_a_metered_step_peaks_as_its_lifetimes_without_the_absences_say(metered):
-    tensors = held_in(metered[0], min_bytes=4096)
-    assert min(t.nbytes for t in tensors if t.needed is not None) >= 4096
-    sent = chosen(tensors, "first come", sum(t.nbytes for t in tensors if t.needed is not None) / 2)
-    spans = [(t.nbytes, t.born, t.freed) for i, t in enumerate(tensors) if i not in sent]
-    for t in (tensors[i] for i in sent):
-        spans += [(t.nbytes, t.born, t.leaves), (t.nbytes, t.needed - 1e-9, t.freed)]
-    run = simulate(tensors, sent, 1e15)
-    edges = sorted({edge for _, *span in spans for edge in span})
-    between = [(a + b) / 2 for a, b in zip(edges, edges[1:], strict=False)]
-    least = max(sum(n for n, start, stop in spans if start < moment < stop) for moment in between)
-    assert least <= run.peak_bytes <= peak_of(spans)
-    assert run.peak_bytes < simulate(tensors, [], 1.0).peak_bytes
-
-
 def test_a_timeline_read_back_from_its_file_gives_the_same_tensors(metered, tmp_path):
     metered[0].save(tmp_path / "step.json")
     assert held_in(Timeline.load(tmp_path / "step.json")) == held_in(metered[0])
@@ -512,10 +439,3 @@ def test_the_least_bytes_that_may_leave_leave_and_what_was_held_by_a_variable_al
         meter.timeline  # noqa: B018
         (torch.ones(1, requires_grad=True) * 2).sum().backward()
     assert all(t.needed is None for t in held_in(meter.timeline) if t.nbytes == 400)
-
-
-def test_a_timeline_without_a_backward_is_refused():
-    with Meter() as meter:
-        torch.ones(3) + 1
-    with pytest.raises(ValueError, match="a step with a backward, found none"):
-        held_in(meter.timeline)

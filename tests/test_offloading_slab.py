@@ -24,7 +24,7 @@ from memlab.units import MiB
 # ---- slab
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=50, derandomize=True)
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 400), st.integers(0, 100)), max_size=60))
 def test_what_gaps_hand_out_never_overlaps_and_all_given_back_is_one_gap(steps):
     gaps, taken = Gaps(2048), []
@@ -80,6 +80,7 @@ def test_without_pinned_memory_there_is_one_warning_and_ordinary_memory(monkeypa
     assert slab.take(1000).bytes.numel() == room.bytes.numel() == 1000  # no second warning: it would be an error
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="pinned memory needs a GPU")
 def test_on_a_machine_with_a_gpu_the_slab_is_pinned():
     assert Slab(4096, pinned=True).take(100).bytes.is_pinned()
@@ -96,20 +97,22 @@ def test_beside_an_imagined_card_the_slab_lies_in_main_memory():
 # ---- layout
 
 
-def test_tensors_side_by_side_are_aligned_and_keep_dense_strides():
-    tensors = [torch.zeros(3), torch.zeros(2, 3, dtype=torch.bfloat16).t(), torch.zeros(8, 4)[:, :2], torch.zeros(0)]
-    flat = torch.zeros(flat_bytes(tensors), dtype=torch.uint8)
-    views = views_of(flat, tensors)
-    assert flat.numel() == laid_out(tensors)[1] == 3 * 64
+def test_tensors_side_by_side_are_aligned_keep_dense_strides_and_stay_within_their_bytes():
+    tensors = [
+        torch.randn(3),
+        torch.randn(2, 3).bfloat16().t(),
+        torch.randn(8, 4, dtype=torch.float64)[:, :2],
+        torch.zeros(0),
+        torch.tensor(True),
+    ]
+    nbytes = flat_bytes(tensors)
+    assert nbytes == laid_out(tensors)[1] == 64 + 64 + 128 + 64
+    memory = torch.full((64 + nbytes + 64,), 77, dtype=torch.uint8)
+    views = views_of(memory[64:-64], tensors)
     assert [v.shape for v in views] == [t.shape for t in tensors]
-    assert [v.stride() for v in views] == [(1,), (1, 3), (2, 1), (1,)]
-    assert [v.storage_offset() * v.element_size() for v in views] == [0, 64, 128, 192]
-
-
-def test_a_layout_in_the_middle_of_other_bytes_stays_within_its_own():
-    tensors = [torch.randn(5, dtype=torch.float64), torch.randn(3, 4).t(), torch.randn(6, 4)[::2], torch.tensor(True)]
-    memory = torch.full((64 + flat_bytes(tensors) + 64,), 77, dtype=torch.uint8)
-    for view, tensor in zip(views_of(memory[64:-64], tensors), tensors, strict=True):
+    assert [v.stride() for v in views] == [(1,), (1, 3), (2, 1), (1,), ()]
+    assert [v.storage_offset() * v.element_size() - 64 for v in views] == [0, 64, 128, 256, 256]
+    for view, tensor in zip(views, tensors, strict=True):
         view.copy_(tensor)
     again = views_of(memory[64:-64].clone(), tensors)
     assert all(torch.equal(view, tensor) for view, tensor in zip(again, tensors, strict=True))
@@ -160,10 +163,9 @@ def test_a_reserved_file_has_room_on_the_disk_and_what_was_written_stays(unnamed
     assert torch.equal(before, after)
 
 
-@pytest.mark.parametrize(
-    "tensor", [torch.randn(40, 30), torch.randn(40, 30).t(), torch.randn(7).to(torch.bfloat16), torch.empty(0)]
-)
-def test_a_dense_tensors_bytes_are_written_and_read_whole(unnamed, tensor):
+@pytest.mark.parametrize("make", [lambda x: x, torch.t, lambda x: x[0, :7].bfloat16(), lambda x: x[:0]])
+def test_a_dense_tensors_bytes_are_written_and_read_whole(unnamed, make):
+    tensor = make(torch.randn(40, 30))
     into = torch.empty_like(tensor)
     unnamed.write(123, tensor)
     unnamed.read(123, into)
@@ -266,38 +268,6 @@ def test_a_file_without_a_name_and_a_thread_are_there_only_while_needed(tmp_path
     file.close()
 
 
-def test_a_file_that_ends_early_is_an_error(file):
-    region, writing = file.write(numbers(1000))
-    writing.result()
-    os.truncate(file._file.raw.fileno(), 600)
-    with pytest.raises(OSError, match="expected to read 1000 B in folder .*, found: the file ended early"):
-        file.read(region, torch.zeros(1000, dtype=torch.uint8)).result()
-
-
-def test_a_full_disk_is_an_error_that_names_the_folder_the_bytes_and_what_to_do(file, monkeypatch):
-    file.write(numbers(64))[1].result()
-
-    class Full:
-        def seek(self, _): ...
-        def write(self, _):
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-        def close(self): ...
-
-    real, file._file.raw = file._file.raw, Full()
-    _, writing = file.write(numbers(2048))
-    with pytest.raises(OSError, match=rf"write 2.0 KiB in folder '{file.folder}', found: No space .*; free some space"):
-        writing.result()
-    assert writing.exception().errno == errno.ENOSPC
-    file._file.raw = real
-
-
-def test_a_folder_that_is_gone_is_an_error_that_names_it(tmp_path):
-    folder = tmp_path / "gone"
-    with pytest.raises(FileNotFoundError, match=f"expected to make a file in folder '{folder}'"):
-        SpillFile(folder).write(numbers(10))
-
-
 # ---- footprint
 
 
@@ -305,14 +275,14 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.numel(), dtype=tensor.dtype).copy_(tensor.reshape(-1)).view(torch.uint8)
 
 
-def copied(tensor: torch.Tensor) -> torch.Tensor:
-    """What comes back if a tensor leaves alone."""
+def copied(tensor: torch.Tensor, wanted: torch.Tensor | None = None) -> torch.Tensor:
+    """What comes back if a tensor leaves: it, or another that it covers."""
     sent = footprint(tensor)
     memory = torch.full((-(-sent.nbytes // 16) * 16,), 255, dtype=torch.uint8)
     source = needed(tensor, sent)
     assert source.numel() * source.element_size() == sent.nbytes
     memory[: sent.nbytes].view(tensor.dtype).view(source.shape).copy_(source)
-    return shape_in(tensor, sent).of(memory)
+    return shape_in(tensor if wanted is None else wanted, sent).of(memory)
 
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex128]
@@ -330,7 +300,7 @@ def views(draw) -> torch.Tensor:
     return base.as_strided(size, stride, draw(st.integers(0, base.numel() - 1 - span))) if span < base.numel() else base
 
 
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=200, derandomize=True)
 @given(views())
 def test_any_view_comes_back_with_its_values_and_sends_no_more_than_it_must(view):
     back = copied(view)
@@ -346,16 +316,12 @@ def test_any_view_comes_back_with_its_values_and_sends_no_more_than_it_must(view
         assert back.storage_offset() * back.element_size() % 64 == view.storage_offset() * view.element_size() % 64
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=200, derandomize=True)
 @given(views(), views())
 def test_a_footprint_that_covers_another_has_its_bytes(one, other):
     sent = footprint(one)
     if one.dtype == other.dtype and sent.covers(footprint(other)):
-        memory = torch.full((-(-sent.nbytes // 16) * 16,), 255, dtype=torch.uint8)
-        source = needed(one, sent)
-        memory[: sent.nbytes].view(one.dtype).view(source.shape).copy_(source)
-        back = shape_in(other, sent).of(memory)
-        assert torch.equal(bits(back), bits(other))
+        assert torch.equal(bits(copied(one, other)), bits(other))
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import functools
 import itertools
 from contextlib import nullcontext
@@ -11,33 +10,20 @@ from dataclasses import replace
 import pytest
 import torch
 
+from memlab import pipeline_parallelism as pp
 from memlab.data_parallelism import DataParallel
-from memlab.data_parallelism.overlap import ring_seconds
 from memlab.memory_arithmetic import Transformer
 from memlab.memory_timeline import imagine
-from memlab.pipeline_parallelism import (
-    Pipeline,
-    axes,
-    axis_seconds,
-    gpipe,
-    gpt_layers,
-    gpt_loss,
-    layout,
-    measure_stages,
-    one_forward_one_backward,
-    plan_pipeline,
-    stage_shares,
-    ways,
-)
 from memlab.pipeline_parallelism.axes import AXES
 from memlab.ranks import Traffic, imagined_ranks, mesh, mesh_groups
 from memlab.tensor_parallelism.arithmetic import rank_parameters
+from tests.tiers import some
 
 SHAPE = Transformer(layers=4, width=32, heads=4, vocabulary=34, context=12)
 BATCH, TOKENS, MICRO_BATCHES = 8, 12, 2
 CARD = "H100-80GB"
-MESHES = [(2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (2, 1, 2), (1, 2, 2), (2, 2, 2)]
-SCHEDULES = {"1F1B": one_forward_one_backward, "GPipe": gpipe}
+MESHES = [(2, 1, 1), (1, 1, 2), (1, 2, 1), (2, 2, 1), (2, 1, 2), (1, 2, 2), (2, 2, 2)]
+SCHEDULES = {"1F1B": pp.one_forward_one_backward, "GPipe": pp.gpipe}
 
 
 def one_rank_of(data, tensor, pipeline, rank, *, hardware="cpu", precision="fp32", schedule="1F1B", tied=(), **options):
@@ -47,15 +33,15 @@ def one_rank_of(data, tensor, pipeline, rank, *, hardware="cpu", precision="fp32
         m = mesh(device="cpu", data=data, pipeline=pipeline, tensor=tensor)
         group = m.get_group("tensor")
         sizes = (SHAPE.layers, SHAPE.width, SHAPE.heads, SHAPE.context, SHAPE.vocabulary)
-        layers = gpt_layers(*sizes, group=group, dtype=dtype, **options)
+        layers = pp.gpt_layers(*sizes, group=group, dtype=dtype, **options)
         x, y = (torch.zeros(BATCH // data, TOKENS, dtype=torch.int64) for _ in "xy")
-        plan = plan_pipeline(layers, SCHEDULES[schedule](pipeline, MICRO_BATCHES), x, tied=tied)
-        loss_fn = functools.partial(gpt_loss, group=group)
+        plan = pp.plan_pipeline(layers, SCHEDULES[schedule](pipeline, MICRO_BATCHES), x, tied=tied)
+        loss_fn = functools.partial(pp.gpt_loss, group=group)
         wrap = (lambda stage: DataParallel(stage, group=m.get_group("data"))) if data > 1 else None
         adam = functools.partial(torch.optim.AdamW, foreach=True)
         stage = m.get_local_rank("pipeline")
-        cost = measure_stages(plan, x, y, loss_fn, optimizer=adam, wrap=wrap, repeats=1)[stage]
-        pipe = Pipeline(plan, loss_fn, group=m.get_group("pipeline"), wrap=wrap)
+        cost = pp.measure_stages(plan, x, y, loss_fn, optimizer=adam, wrap=wrap, repeats=1)[stage]
+        pipe = pp.Pipeline(plan, loss_fn, group=m.get_group("pipeline"), wrap=wrap)
         pipe.step(x, y)
         with Traffic() as traffic:
             pipe.step(x, y)
@@ -68,11 +54,10 @@ def by_axis(sent):
 
 
 def agree(data, tensor, pipeline, *, shape=SHAPE, **options):
-    hardware, precision = options.get("hardware", "cpu"), options.get("precision", "fp32")
     sizes = {"data": data, "tensor": tensor, "pipeline": pipeline, "micro_batches": MICRO_BATCHES}
-    counters = 4 if hardware == "cpu" else 0  # of Adam, which lie in main memory
+    counters = 4 if options.get("hardware", "cpu") == "cpu" else 0  # of Adam, which lie in main memory
     given = {"hardware": "cpu", "precision": "fp32"} | options
-    shares = stage_shares(shape, BATCH, TOKENS, counter_bytes=counters, **sizes, **given)
+    shares = pp.stage_shares(shape, BATCH, TOKENS, counter_bytes=counters, **sizes, **given)
     tied = [("0.token_embedding.weight", f"{shape.layers + 1}.head.weight")] if shape.tied else ()
     for rank in range(tensor - 1, tensor * pipeline, tensor):  # of each stage one; data ranks do the same
         stage, cost, sent = one_rank_of(data, tensor, pipeline, rank, tied=tied, **options)
@@ -80,10 +65,9 @@ def agree(data, tensor, pipeline, *, shape=SHAPE, **options):
         assert cost.static_bytes == share.parameters + share.gradients + share.optimizer_states
         assert share.in_flight * cost.saved_bytes == share.saved
         assert by_axis(sent) == (share.sent["pipeline"], share.sent["data"] + share.sent["tensor"])
-    return precision
 
 
-@pytest.mark.parametrize("data,tensor,pipeline", MESHES)
+@some("data,tensor,pipeline", MESHES, keep=4)
 def test_what_is_counted_is_what_a_rank_of_the_mesh_holds_and_sends(data, tensor, pipeline):
     agree(data, tensor, pipeline)
 
@@ -102,7 +86,7 @@ def test_so_it_is_on_an_imagined_card_in_16_bits_and_with_sequence_parallelism(o
     agree(1, 2, 2, **options)
 
 
-@pytest.mark.parametrize("data,tensor,pipeline", [(1, 1, 1), (1, 1, 2), (1, 2, 3), (2, 1, 2), (2, 2, 1)])
+@some("data,tensor,pipeline", [(1, 1, 1), (1, 1, 2), (1, 2, 3), (2, 1, 2), (2, 2, 1)], keep=3)
 def test_so_it_is_of_a_tied_model_whose_table_is_on_the_first_stage_and_the_last(data, tensor, pipeline):
     agree(data, tensor, pipeline, shape=replace(SHAPE, tied=True))
 
@@ -110,10 +94,10 @@ def test_so_it_is_of_a_tied_model_whose_table_is_on_the_first_stage_and_the_last
 def test_a_tied_model_in_stages_is_the_model_and_its_table_once_more():
     tied, table = replace(SHAPE, tied=True), 4 * SHAPE.vocabulary * SHAPE.width
     options = {"tensor": 2, "precision": "fp32"}
-    one, *_ = stage_shares(tied, BATCH, TOKENS, **options)
+    one, *_ = pp.stage_shares(tied, BATCH, TOKENS, **options)
     for pipeline in (2, 6):
-        shares = stage_shares(tied, BATCH, TOKENS, pipeline=pipeline, **options)
-        apart = stage_shares(SHAPE, BATCH, TOKENS, pipeline=pipeline, **options)
+        shares = pp.stage_shares(tied, BATCH, TOKENS, pipeline=pipeline, **options)
+        apart = pp.stage_shares(SHAPE, BATCH, TOKENS, pipeline=pipeline, **options)
         assert sum(share.parameters for share in shares) == one.parameters + table // 2
         assert [share.parameters for share in shares] == [share.parameters for share in apart]
         more = [share.sent["pipeline"] - other.sent["pipeline"] for share, other in zip(shares, apart, strict=True)]
@@ -124,100 +108,40 @@ def test_stages_add_up_to_the_model_wherever_it_is_cut():
     for tensor in (1, 2):
         whole = 4 * rank_parameters(SHAPE, tensor).parameters
         for pipeline in range(1, SHAPE.layers + 3):
-            shares = stage_shares(SHAPE, BATCH, TOKENS, tensor=tensor, pipeline=pipeline, precision="fp32")
+            shares = pp.stage_shares(SHAPE, BATCH, TOKENS, tensor=tensor, pipeline=pipeline, precision="fp32")
             assert sum(share.parameters for share in shares) == whole
-    uneven = stage_shares(SHAPE, BATCH, TOKENS, pipeline=2, parts=[range(5), range(5, 6)], precision="fp32")
+    uneven = pp.stage_shares(SHAPE, BATCH, TOKENS, pipeline=2, parts=[range(5), range(5, 6)], precision="fp32")
     assert uneven[1].parameters == 4 * (SHAPE.vocabulary * SHAPE.width + 2 * SHAPE.width)
 
 
 def test_every_way_writes_the_number_of_ranks_and_pipelines_do_not_divide_activations():
-    found = ways(8, SHAPE, BATCH, TOKENS)
+    found = pp.ways(8, SHAPE, BATCH, TOKENS)
     assert {(w.data, w.tensor, w.pipeline) for w in found} == {
         (d, t, p) for d in (1, 2, 4, 8) for t in (1, 2) for p in (1, 2, 4) if d * t * p == 8
     }
     assert {w.bubble for w in found if w.pipeline == 1} == {0}
-    one, four = (stage_shares(SHAPE, BATCH, TOKENS, pipeline=p, micro_batches=8)[0] for p in (1, 3))
+    for way in found:
+        sizes = {"data": way.data, "tensor": way.tensor, "pipeline": way.pipeline, "micro_batches": way.micro_batches}
+        shares = pp.stage_shares(SHAPE, BATCH, TOKENS, **sizes)
+        assert way.sent == {axis: max(share.sent[axis] for share in shares) for axis in AXES}
+        assert way.nbytes == max(share.nbytes for share in shares)
+    one, four = (pp.stage_shares(SHAPE, BATCH, TOKENS, pipeline=p, micro_batches=8)[0] for p in (1, 3))
     assert four.in_flight == 3 and four.saved > one.saved / 2  # a third of the layers, three times
-
-
-def test_the_axis_that_talks_most_belongs_innermost():
-    story = Transformer(layers=24, width=2048, heads=16, vocabulary=256, context=1024)
-    sizes = {"data": 2, "tensor": 8, "pipeline": 4}
-    (way,) = [one for one in ways(64, story, 64, 1024, texts_at_once=2) if one[:3] == (2, 8, 4)]
-    orders = list(itertools.permutations(AXES))
-    found = {order: axis_seconds(way, order, node=8, inside=4e11, between=4e10) for order in orders}
-    first, *_, last = sorted(orders, key=lambda order: sum(found[order].values()))
-    assert first[-1] == "tensor" and last[-1] != "tensor"
-    assert found["data", "pipeline", "tensor"]["tensor"] * 10 == pytest.approx(
-        found["tensor", "data", "pipeline"]["tensor"]
-    )
-    shares = stage_shares(story, 64, 1024, micro_batches=16, **sizes)
-    assert way.micro_batches == 16 and way.sent == {axis: max(share.sent[axis] for share in shares) for axis in AXES}
 
 
 def test_a_micro_batch_has_as_many_texts_as_were_said_or_the_way_is_none():
     for batch, at_once in itertools.product((7, 8, 10, 12), (1, 2, 3, 4)):
-        found = ways(4, SHAPE, batch, TOKENS, texts_at_once=at_once)
+        found = pp.ways(4, SHAPE, batch, TOKENS, texts_at_once=at_once)
         assert all(way.data * way.micro_batches * at_once == batch for way in found)
         assert {way.data for way in found} == {data for data in (1, 2, 4) if batch % (data * at_once) == 0}
 
 
-@pytest.mark.parametrize("node", [1, 2, 3, 4, 5, 8, 12])
+@some("node", [1, 2, 3, 4, 5, 8, 12], keep=3)
 def test_an_axis_is_fast_exactly_if_none_of_its_groups_has_ranks_in_two_nodes(node):
     shape = Transformer(layers=4, width=48, heads=6, vocabulary=36, context=12)
-    for way in ways(12, shape, 12, TOKENS):
+    for way in pp.ways(12, shape, 12, TOKENS):
         for order in itertools.permutations(AXES):
-            seconds = axis_seconds(way, order, node, inside=4.0, between=1.0)
+            seconds = pp.axis_seconds(way, order, node, inside=4.0, between=1.0)
             for axis, groups in mesh_groups({axis: getattr(way, axis) for axis in order}).items():
                 crosses = any(rank // node != group[0] // node for group in groups for rank in group)
                 assert seconds[axis] == way.sent[axis] / (1.0 if crosses else 4.0), (way, order, axis)
-
-
-def test_an_order_of_other_axes_is_refused():
-    way = ways(4, SHAPE, BATCH, TOKENS)[0]
-    for order in (("data", "tensor"), ("data", "tensor", "tensor"), ("data", "tensor", "pipeline", "expert")):
-        with pytest.raises(ValueError, match="expected each of data, pipeline, tensor once, found data, tensor"):
-            axis_seconds(way, order)
-
-
-def test_seconds_of_a_ring_are_those_of_chapter_13():
-    (way,) = [one for one in ways(4, SHAPE, BATCH, TOKENS) if one.data == 4]
-    (share,) = stage_shares(SHAPE, BATCH, TOKENS, data=4, micro_batches=way.micro_batches)
-    seconds = axis_seconds(way, AXES, node=4, inside=1e9)
-    assert seconds == pytest.approx({"data": ring_seconds(share.gradients, 4, 1e9), "tensor": 0, "pipeline": 0})
-
-
-@pytest.mark.parametrize(
-    "options,words",
-    [
-        ({"data": 3}, "8 texts cannot be split over 3 data ranks"),
-        ({"micro_batches": 16}, "16 micro-batches each"),
-        ({"tensor": 3}, "4 heads"),
-        ({"pipeline": 7}, "1 to 6 stages"),
-        ({"pipeline": 0}, "pipeline"),
-        ({"schedule": "2F2B"}, "2F2B"),
-        ({"precision": "fp8"}, "expected precision to be one of 'fp32', 'bf16', 'mixed'; found 'fp8'"),
-        ({"pipeline": 2, "parts": [range(6)]}, "expected 2 parts, one for each stage, found 1"),
-        ({"pipeline": 2, "parts": [range(3), range(4, 6)]}, "layers 0 to 5 in order, each once"),
-    ],
-)
-def test_sizes_that_do_not_divide_are_refused(options, words):
-    with pytest.raises(ValueError, match=words):
-        stage_shares(SHAPE, BATCH, TOKENS, **options)
-
-
-@pytest.mark.parametrize("options", [{"schedule": "1f1b"}, {"precision": "fp8"}, {"hardware": "tpu"}])
-def test_an_option_that_no_way_could_be_of_is_refused_and_not_answered_with_no_way(options):
-    with pytest.raises(ValueError, match=next(iter(options.values()))):
-        ways(8, SHAPE, BATCH, TOKENS, **options)
-
-
-@pytest.mark.parametrize("sizes", [(0, 1), (8, 0)])
-def test_no_ranks_and_no_texts_are_refused(sizes):
-    with pytest.raises(ValueError, match="of at least 1, found 0"):
-        ways(sizes[0], SHAPE, BATCH, TOKENS, texts_at_once=sizes[1])
-
-
-@pytest.mark.parametrize("page", [axes, layout])
-def test_examples_in_the_pages_are_true(page):
-    assert doctest.testmod(page).failed == 0

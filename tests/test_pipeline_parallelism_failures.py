@@ -2,95 +2,35 @@
 
 import functools
 import gc
-import os
+from typing import NamedTuple
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+from memlab import pipeline_parallelism as pp
 from memlab.data_parallelism import DataParallel
 from memlab.memory_timeline import Meter
-from memlab.pipeline_parallelism import (
-    Pipeline,
-    forward_only,
-    gpipe,
-    one_forward_one_backward,
-    plan_pipeline,
-    with_messages,
-)
 from memlab.pipeline_parallelism.schedule import BACKWARD, FORWARD, Action
-from memlab.pipeline_parallelism.stage import StageRun
 from memlab.ranks import RankError, Traffic, imagined_ranks, mesh, one_rank, run_ranks
+from tests.harness import refused
 
 make = functools.partial
 SQUARE = make(nn.Linear, 6, 6, bias=False, dtype=torch.float64)
 LAYERS = [SQUARE, nn.Tanh, SQUARE, nn.Tanh]
+TIED = [("0.weight", "2.weight")]
 X = torch.arange(48, dtype=torch.float64).view(8, 6) / 48
 Y = X.flip(0)
+NEAR = {"rtol": 1e-13, "atol": 1e-15}
 
 
-def pipeline_of(layers=LAYERS, schedule=None, loss=F.mse_loss, x=X, parts=None):
-    return Pipeline(plan_pipeline(layers, schedule or gpipe(2, 4), x, parts=parts), loss)
+def pipeline_of(layers=LAYERS, schedule=None, loss=F.mse_loss, x=X, parts=None, tied=(), **options):
+    return pp.Pipeline(pp.plan_pipeline(layers, schedule or pp.gpipe(2, 4), x, parts=parts, tied=tied), loss, **options)
 
 
-@pytest.fixture(params=[0, 1], ids=["rank 0", "rank 1"])
-def rank(request):
-    """One of two imagined ranks."""
-    with imagined_ranks(2, rank=request.param):
-        yield request.param
-
-
-@pytest.fixture
-def first():
-    with imagined_ranks(2, rank=0):
-        yield
-
-
-@pytest.fixture
-def last():
-    with imagined_ranks(2, rank=1):
-        yield
-
-
-def refused(pipeline, error, match, x=X, y=Y, sent=0, **options):
-    """A step that raises before this rank has sent more than so many tensors."""
-    with Traffic() as traffic, pytest.raises(error, match=match):
-        pipeline.step(x, y, **options)
-    assert [message.name for message in traffic.records].count("send") == sent
-    assert all(not run.in_flight for run in pipeline.runs.values())
-
-
-def test_a_missing_batch_is_named(rank):
-    name, x, y = [("x on the rank of the first", None, Y), ("y on the rank of the last", X, None)][rank]
-    refused(pipeline_of(), ValueError, f"expected {name} stage, found None", x=x, y=y)
-
-
-@pytest.mark.parametrize(
-    "x, found",
-    [
-        (X.repeat(2, 1), r"\(4, 6\) float64"),
-        (X[:, :5], r"\(2, 5\) float64"),
-        (X.float(), r"\(2, 6\) float32"),
-        (X[:6], "4 micro-batches"),
-    ],
-)
-def test_another_batch_than_planned_is_refused_before_anything_is_sent(first, x, found):
-    refused(pipeline_of(), ValueError, found, x=x)
-
-
-def test_a_batch_that_would_wait_for_a_gradient_is_refused_but_in_evaluation():
-    made = nn.Linear(6, 6, dtype=torch.float64)(X)
-    with one_rank():
-        pipeline = pipeline_of(schedule=gpipe(1, 4))
-        for x in (made, list(made.chunk(4))):
-            refused(pipeline, ValueError, "expected x that needs no gradient.*; let what makes x be layer 0", x=x)
-            assert pipeline.evaluate(x).shape == (8, 6)
-
-
-def test_labels_of_another_batch_are_refused(last):
-    refused(pipeline_of(), ValueError, r"expected y whose micro-batches are 2 rows, as planned, found \(4, 6\)",
-            y=Y.repeat(2, 1))  # fmt: skip
+class Planted(Exception):
+    pass
 
 
 class Changing(nn.Module):
@@ -105,79 +45,92 @@ class Changing(nn.Module):
         return self.other(x) if self.calls > 2 else x
 
 
-@pytest.mark.parametrize(
-    "other, error, found",
-    [
-        (lambda x: x[:, :3], ValueError, r"\(2, 3\) float64 with a gradient for micro-batch 2"),
-        (lambda x: x.float(), ValueError, r"\(2, 6\) float32 with a gradient for micro-batch 2"),
-        (lambda x: x.detach(), ValueError, r"\(2, 6\) float64 for micro-batch 2"),
-        (lambda x: (x, x), ValueError, "for micro-batch 2"),
-        (lambda x: [x], TypeError, "found list"),
-    ],
-)
-def test_an_output_that_changes_is_refused_before_it_is_sent(first, other, error, found):
-    pipeline = pipeline_of([SQUARE, make(Changing, other), SQUARE], parts=[range(2), range(2, 3)])
-    refused(pipeline, error, f"expected stage 0 to return .*{found}", sent=2)
+class Step(NamedTuple):
+    """On which of two ranks, of which pipeline, which step; the error; how many tensors were sent before."""
+
+    rank: int
+    pipeline: dict
+    options: dict
+    error: type[Exception] = ValueError
+    sent: int = 0
 
 
-def test_autocast_that_the_plan_did_not_know_is_refused(first):
-    layers = [make(nn.Linear, 6, 6), make(nn.Linear, 6, 6)]
-    pipeline = pipeline_of(layers, x=X.float())
-    with torch.autocast("cpu", torch.bfloat16):
-        refused(pipeline, ValueError, "stage 0 .* bfloat16 .*under the same autocast", x=X.float())
+def changing(other, error=ValueError) -> Step:
+    layers = [SQUARE, make(Changing, other), SQUARE]
+    return Step(0, {"layers": layers, "parts": [range(2), range(2, 3)]}, {}, error, sent=2)
 
 
-@pytest.mark.parametrize(
-    "loss, error, match",
-    [
-        (lambda out, y: out - y, TypeError, r"a scalar, found a tensor of \(2, 6\)"),
-        (lambda out, y: 0.5, TypeError, "a scalar, found float"),
-        (lambda out, y: F.mse_loss(out, y).detach(), ValueError, "depends on a parameter to train"),
-    ],
-)
-def test_a_loss_that_is_no_scalar_with_a_gradient_is_refused(last, loss, error, match):
-    refused(pipeline_of(loss=loss), error, match)
+REFUSED = {
+    "expected x on the rank of the first stage, found None": Step(0, {}, {"x": None}),
+    "expected y on the rank of the last stage, found None": Step(1, {}, {"y": None}),
+    "found (4, 6) float64": Step(0, {}, {"x": X.repeat(2, 1)}),
+    "found (2, 5) float64": Step(0, {}, {"x": X[:, :5]}),
+    "found (2, 6) float32": Step(0, {}, {"x": X.float()}),
+    "4 micro-batches": Step(0, {}, {"x": X[:6]}),
+    "expected y whose micro-batches are 2 rows, as planned, found (4, 6)": Step(1, {}, {"y": Y.repeat(2, 1)}),
+    "expected stage 0 to return …(2, 3) float64 with a gradient for micro-batch 2": changing(lambda x: x[:, :3]),
+    "expected stage 0 to return …(2, 6) float32 with a gradient for micro-batch 2": changing(lambda x: x.float()),
+    "expected stage 0 to return …(2, 6) float64 for micro-batch 2": changing(lambda x: x.detach()),
+    "expected stage 0 to return …, (2, 6) float64 with a gradient for micro-batch 2": changing(lambda x: (x, x)),
+    "expected stage 0 to return …found list": changing(lambda x: [x], TypeError),
+    "a scalar, found a tensor of (2, 6)": Step(1, {"loss": lambda out, y: out - y}, {}, TypeError),
+    "a scalar, found float": Step(1, {"loss": lambda out, y: 0.5}, {}, TypeError),
+    "depends on a parameter to train": Step(1, {"loss": lambda out, y: F.mse_loss(out, y).detach()}, {}),
+    "found none; call evaluate": Step(0, {"schedule": pp.forward_only(2, 4)}, {}, RuntimeError),
+    **{
+        f"expected divide_by above 0 and finite…found {number}": Step(1, {}, {"divide_by": number})
+        for number in (0, -5, float("nan"), float("inf"), torch.tensor(0))
+    },
+}
 
 
-def test_a_loss_that_is_no_scalar_is_refused_in_evaluation_as_in_training(last):
-    pipeline = pipeline_of(loss=lambda out, y: (F.mse_loss(out, y), out))
-    with pytest.raises(TypeError, match="expected loss_fn to return a scalar, found tuple; take its mean"):
-        pipeline.evaluate(X, Y)
+@pytest.mark.parametrize("words", REFUSED)
+def test_a_step_that_cannot_be_is_refused_before_anything_wrong_is_sent(words):
+    step = REFUSED[words]
+    with imagined_ranks(2, step.rank):
+        pipeline = pipeline_of(**step.pipeline)
+        with Traffic() as traffic:
+            refused(lambda: pipeline.step(**{"x": X, "y": Y} | step.options), step.error, words)
+    assert [message.name for message in traffic.records].count("send") == step.sent
+    assert all(not run.in_flight for run in pipeline.runs.values())
 
 
-@pytest.mark.parametrize("number", [0, -5, float("nan"), float("inf"), torch.tensor(0)])
-def test_a_number_that_losses_cannot_be_divided_by_is_refused(last, number):
-    refused(pipeline_of(), ValueError, f"expected divide_by above 0 and finite.*found {number}", divide_by=number)
-
-
-def test_a_step_needs_gradients_and_backwards(first):
-    with torch.no_grad():
-        refused(pipeline_of(), RuntimeError, "call evaluate")
-    refused(pipeline_of(schedule=forward_only(2, 4)), RuntimeError, "call evaluate")
-
-
-def test_a_wrapper_that_would_average_one_micro_batch_only_is_refused():
+def test_a_batch_that_would_wait_for_a_gradient_and_a_step_without_gradients_are_refused_but_in_evaluation():
+    made = nn.Linear(6, 6, dtype=torch.float64)(X)
     with one_rank():
-        plan = plan_pipeline(LAYERS, gpipe(1, 4), X)
-        with pytest.raises(TypeError, match="found DistributedDataParallel"):
-            Pipeline(plan, F.mse_loss, wrap=nn.parallel.DistributedDataParallel)
+        pipeline = pipeline_of(schedule=pp.gpipe(1, 4))
+        for x in (made, list(made.chunk(4))):
+            words = "expected x that needs no gradient…; let what makes x be layer 0"
+            refused(lambda x=x: pipeline.step(x, Y), ValueError, words)
+            assert pipeline.evaluate(x).shape == (8, 6)
+        with torch.no_grad():
+            refused(lambda: pipeline.step(X, Y), RuntimeError, "call evaluate")
+        pipeline = pipeline_of(schedule=pp.gpipe(1, 4), loss=lambda out, y: (F.mse_loss(out, y), out))
+        words = "expected loss_fn to return a scalar, found tuple; take its mean"
+        refused(lambda: pipeline.evaluate(X, Y), TypeError, words)
+
+
+def test_autocast_that_the_plan_did_not_know_is_refused():
+    with imagined_ranks(2, rank=0):
+        pipeline = pipeline_of([make(nn.Linear, 6, 6), make(nn.Linear, 6, 6)], x=X.float())
+        with torch.autocast("cpu", torch.bfloat16):
+            refused(lambda: pipeline.step(X.float()), ValueError, "stage 0 …bfloat16 …under the same autocast")
+
+
+def test_a_wrapper_that_would_average_one_micro_batch_only_and_another_number_of_ranks_are_refused():
+    with imagined_ranks(3):
+        refused(pipeline_of, ValueError, "expected 2 ranks, as the schedule has, found 3")
+    with one_rank():
+        wrap = nn.parallel.DistributedDataParallel
+        refused(lambda: pipeline_of(schedule=pp.gpipe(1, 4), wrap=wrap), TypeError, "found DistributedDataParallel")
 
 
 @pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])
 def test_a_group_with_nccl_begins_with_a_talk_of_all_its_ranks(backend, monkeypatch):
     with one_rank(), Traffic() as traffic:
         monkeypatch.setattr(torch.distributed, "get_backend", lambda group=None: backend)
-        Pipeline(plan_pipeline(LAYERS, gpipe(1, 4), X), F.mse_loss)
+        pipeline_of(schedule=pp.gpipe(1, 4))
     assert [message.name for message in traffic.records] == ["all_reduce"]
-
-
-def test_another_number_of_ranks_is_refused():
-    with imagined_ranks(3), pytest.raises(ValueError, match="expected 2 ranks, as the schedule has, found 3"):
-        pipeline_of()
-
-
-class Planted(Exception):
-    pass
 
 
 def failing(where):
@@ -202,18 +155,18 @@ def failing(where):
             once()
         return F.mse_loss(out, y)
 
-    plan = plan_pipeline([SQUARE, nn.Tanh, SQUARE], gpipe(1, 4), X)
+    plan = pp.plan_pipeline([SQUARE, nn.Tanh, SQUARE], pp.gpipe(1, 4), X)
     plan = plan.__class__(**{**vars(plan), "layers": (*plan.layers, Fails), "parts": (range(4),)})
     torch.manual_seed(0)
     after = lambda action: once() if where == "after" and action.kind == BACKWARD else None  # noqa: E731
-    return Pipeline(plan, loss, after=after)
+    return pp.Pipeline(plan, loss, after=after)
 
 
 @pytest.mark.parametrize("where", ["forward", "loss", "backward", "after", "interrupt"])
 def test_after_an_error_nothing_is_left_and_the_next_step_is_as_ever(where):
     with one_rank():
         torch.manual_seed(0)
-        expected = pipeline_of([SQUARE, nn.Tanh, SQUARE], gpipe(1, 4))
+        expected = pipeline_of([SQUARE, nn.Tanh, SQUARE], pp.gpipe(1, 4))
         loss = expected.step(X, Y)
         pipeline = failing(where)
         with Meter(pipeline.modules[0], inputs=(X, Y)) as meter:
@@ -232,85 +185,6 @@ def test_after_an_error_nothing_is_left_and_the_next_step_is_as_ever(where):
             assert torch.equal(p.grad, q.grad)
 
 
-PLACES = [
-    (0, Action(FORWARD, 0, 2)),
-    (1, Action(FORWARD, 1, 0)),
-    (1, Action(BACKWARD, 1, 1)),
-    (0, Action(BACKWARD, 0, 3)),
-]
-
-
-def goes_on(rank, schedule):
-    """Gradients of the steps that follow steps in which one rank has raised, once at each place."""
-    plan = plan_pipeline(LAYERS, schedule, X, tied=[("0.weight", "2.weight")])
-    found = []
-    for culprit, place in PLACES:
-
-        def after(action, culprit=culprit, place=place, left=[1]):  # noqa: B006
-            if rank == culprit and action == place and left and left.pop():
-                raise Planted
-
-        torch.manual_seed(0)
-        pipeline = Pipeline(plan, F.mse_loss, after=after)
-        try:
-            pipeline.step(X, Y)
-        except Planted:
-            assert rank == culprit
-        for p in pipeline.parameters():
-            p.grad = None
-        loss = pipeline.step(X, Y)
-        outputs = pipeline.evaluate(X)
-        found.append(({n: p.grad for n, p in pipeline.named_parameters()}, loss, outputs))
-    return found
-
-
-@pytest.mark.parametrize("schedule", [gpipe(2, 4), one_forward_one_backward(2, 4)], ids=lambda s: s.name)
-def test_ranks_that_all_go_on_after_one_has_raised_are_in_step(schedule):
-    torch.manual_seed(0)
-    model = nn.Sequential(*[layer() for layer in LAYERS])
-    model[2].weight = model[0].weight
-    total = 0
-    for x, y in zip(X.chunk(4), Y.chunk(4), strict=True):
-        loss = F.mse_loss(model(x), y) / 4
-        loss.backward()
-        total += loss.detach()
-    for first, last in zip(*run_ranks(goes_on, 2, schedule), strict=True):
-        assert torch.equal(first[0]["0.weight"], last[0]["2.weight"])
-        torch.testing.assert_close(first[0]["0.weight"], model[0].weight.grad, rtol=1e-13, atol=1e-15)
-        assert first[1] is None and torch.equal(last[1], total)
-        torch.testing.assert_close(last[2], model(X).detach())
-
-
-def agrees(rank, schedule):
-    """Whether all ranks have ended a step, asked by each when its own has: it raises on the last in the 2nd loss."""
-    calls = []
-
-    def loss(out, y):
-        calls.append(out)
-        if len(calls) == 2:
-            raise Planted
-        return F.mse_loss(out, y)
-
-    pipeline = Pipeline(plan_pipeline(LAYERS, schedule, X, tied=[("0.weight", "2.weight")]), loss)
-    found = []
-    for _ in range(2):
-        well = torch.ones(1)
-        try:
-            pipeline.step(X, Y)
-        except Planted:
-            well.zero_()
-            pipeline.catch_up()
-        torch.distributed.all_reduce(well, torch.distributed.ReduceOp.MIN)
-        found.append(well.item())
-        pipeline.catch_up()  # nothing is owed
-    return found
-
-
-@pytest.mark.parametrize("schedule", [gpipe(2, 4), one_forward_one_backward(2, 4)], ids=lambda s: s.name)
-def test_ranks_may_agree_that_one_has_failed_before_the_next_step(schedule):
-    assert run_ranks(agrees, 2, schedule, timeout=20) == [[0, 1], [0, 1]]
-
-
 class Boom(nn.Module):
     """Fails with real numbers, and not while it is planned."""
 
@@ -321,10 +195,9 @@ class Boom(nn.Module):
 
 
 def test_what_a_failed_step_has_made_for_another_stage_of_this_rank_is_let_go():
-    schedule = with_messages("one rank", ["F0@0 F1@0 F0@1 F1@1 B0@1 B1@1 B0@0 B1@0"])
-    layers = [make(nn.Linear, 4, 1024), Boom]
+    schedule = pp.with_messages("one rank", ["F0@0 F1@0 F0@1 F1@1 B0@1 B1@1 B0@0 B1@0"])
     with one_rank(), Meter(inputs=(x := torch.randn(8, 4),)) as meter:
-        pipeline = pipeline_of(layers, schedule, x=x)
+        pipeline = pipeline_of([make(nn.Linear, 4, 1024), Boom], schedule, x=x)
         held = meter.event
         with pytest.raises(Planted):
             pipeline.step(x, x)
@@ -334,60 +207,54 @@ def test_what_a_failed_step_has_made_for_another_stage_of_this_rank_is_let_go():
     assert meter.timeline.totals[now] == meter.timeline.totals[held]
 
 
-def goes_on_beside_replicas(rank, clear):
-    """Gradients of two steps, of other rows each, after one that the first replica's last stage did not end."""
-    axes = mesh(data=2, pipeline=2)
-    data, pipeline = axes.get_group("data"), axes.get_group("pipeline")
-    first = axes.get_local_rank("data") == 0
+PLACES = [
+    (0, Action(FORWARD, 0, 2)),
+    (1, Action(FORWARD, 1, 0)),
+    (1, Action(BACKWARD, 1, 1)),
+    (0, Action(BACKWARD, 0, 3)),
+]
+SCHEDULES = {"GPipe": pp.gpipe(2, 4), "1F1B": pp.one_forward_one_backward(2, 4)}
 
-    def loss(out, y):
-        if first and fails:
-            raise fails.pop()
-        return F.mse_loss(out, y)
 
+def one_process(x=X, y=Y):
+    """The tied model, with the gradient of its loss, and the loss."""
     torch.manual_seed(0)
-    plan = plan_pipeline(LAYERS, one_forward_one_backward(2, 2), X[:4])
-    wrapped = Pipeline(plan, loss, group=pipeline, wrap=functools.partial(DataParallel, group=data))
-    fails, found = [], []
-    for step in range(4):
-        if step == 1:
-            fails.append(Planted())
-        mine = slice(0, 4) if first else slice(4, 8)
+    model = nn.Sequential(*[layer() for layer in LAYERS])
+    model[2].weight = model[0].weight
+    loss = F.mse_loss(model(x), y)
+    loss.backward()
+    return model, loss.detach()
+
+
+def goes_on(rank, schedule):
+    """Gradients of the steps that follow steps in which one rank has raised, once at each place."""
+    found = []
+    for culprit, place in PLACES:
+
+        def after(action, culprit=culprit, place=place, left=[1]):  # noqa: B006
+            if rank == culprit and action == place and left and left.pop():
+                raise Planted
+
+        torch.manual_seed(0)
+        pipeline = pipeline_of(schedule=schedule, tied=TIED, after=after)
         try:
-            wrapped.step(X[mine] + step, Y[mine])
+            pipeline.step(X, Y)
         except Planted:
-            assert first and step == 1
-        if step > 1:
-            found.append({n: p.grad.clone() for n, p in wrapped.named_parameters()})
-        for p in wrapped.parameters():
-            if clear == "None":
-                p.grad = None
-            else:
-                p.grad.zero_()
+            assert rank == culprit
+            if rank == 1:  # the next step would do it, too; after that nothing is owed
+                pipeline.catch_up()
+                pipeline.catch_up()
+        for p in pipeline.parameters():
+            p.grad = None
+        loss = pipeline.step(X, Y)
+        found.append(({n: p.grad for n, p in pipeline.named_parameters()}, loss, pipeline.evaluate(X)))
     return found
 
 
-@pytest.mark.parametrize("clear", ["None", "zero"])
-def test_replicas_stay_in_step_with_one_whose_step_has_raised(clear):
-    torch.manual_seed(0)
-    model = nn.Sequential(*[layer() for layer in LAYERS])
-    ranks = run_ranks(goes_on_beside_replicas, 4, clear, timeout=20)
-    for number, step in enumerate((2, 3)):
-        model.zero_grad()
-        F.mse_loss(model(X + step), Y).backward()
-        for name, p in model.named_parameters():
-            found = [rank[number][name] for rank in ranks if name in rank[number]]
-            assert len(found) == 2
-            for gradient in found:
-                torch.testing.assert_close(gradient, p.grad, rtol=1e-13, atol=1e-15)
-
-
-def goes_on_after_a_refused_batch(rank, bad):
+def after_a_refused_batch(rank, bad):
     """The losses of three steps, of other rows each. The first batch lacks what is read on one rank, or on both."""
-    plan = plan_pipeline(LAYERS, gpipe(2, 4), X, tied=[("0.weight", "2.weight")])
     torch.manual_seed(0)
-    pipeline = Pipeline(plan, F.mse_loss)
-    losses = []
+    pipeline, losses = pipeline_of(tied=TIED), []
     for step in range(3):
         x, y = X + step, Y * step
         try:
@@ -398,42 +265,90 @@ def goes_on_after_a_refused_batch(rank, bad):
     return losses
 
 
-@pytest.mark.parametrize("bad", ["x", "y", "x and y"])
-def test_a_batch_that_one_rank_refuses_does_not_put_it_a_step_ahead(bad):
+def on_two(rank):
+    found = {("goes on", name): goes_on(rank, schedule) for name, schedule in SCHEDULES.items()}
+    return found | {bad: after_a_refused_batch(rank, bad) for bad in ("x", "y", "xy")}
+
+
+@pytest.fixture(scope="module")
+def two():
+    return run_ranks(on_two, 2)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_ranks_that_all_go_on_after_one_has_raised_are_in_step(two, name):
+    model, loss = one_process()
+    for first, last in zip(*(rank["goes on", name] for rank in two), strict=True):
+        assert torch.equal(first[0]["0.weight"], last[0]["2.weight"])
+        torch.testing.assert_close(first[0]["0.weight"], model[0].weight.grad, **NEAR)
+        assert first[1] is None
+        torch.testing.assert_close(last[1], loss)
+        torch.testing.assert_close(last[2], model(X).detach())
+
+
+@pytest.mark.parametrize("bad", ["x", "y", "xy"])
+def test_a_batch_that_one_rank_refuses_does_not_put_it_a_step_ahead(two, bad):
+    for step in (1, 2):
+        torch.testing.assert_close(two[1][bad][step], one_process(X + step, Y * step)[1])
+
+
+def beside_replicas(rank):
+    """Gradients of two steps, of other rows each, after one that the first replica's last stage did not end."""
+    axes, found = mesh(data=2, pipeline=2), {"None": [], "zero": []}
+    data, pipeline = axes.get_group("data"), axes.get_group("pipeline")
+    first, fails = axes.get_local_rank("data") == 0, []
+
+    def loss(out, y):
+        if first and fails:
+            raise fails.pop()
+        return F.mse_loss(out, y)
+
+    for clear, gradients in found.items():
+        torch.manual_seed(0)
+        plan = pp.plan_pipeline(LAYERS, pp.one_forward_one_backward(2, 2), X[:4])
+        wrapped = pp.Pipeline(plan, loss, group=pipeline, wrap=functools.partial(DataParallel, group=data))
+        fails.clear()
+        for step in range(4):
+            if step == 1:
+                fails.append(Planted())
+            mine = slice(0, 4) if first else slice(4, 8)
+            try:
+                wrapped.step(X[mine] + step, Y[mine])
+            except Planted:
+                assert first and step == 1
+            if step > 1:
+                gradients.append({n: p.grad.clone() for n, p in wrapped.named_parameters()})
+            for p in wrapped.parameters():
+                if clear == "None":
+                    p.grad = None
+                else:
+                    p.grad.zero_()
+    return found
+
+
+def test_replicas_stay_in_step_with_one_whose_step_has_raised():
     torch.manual_seed(0)
     model = nn.Sequential(*[layer() for layer in LAYERS])
-    model[2].weight = model[0].weight
-    _, losses = run_ranks(goes_on_after_a_refused_batch, 2, bad, timeout=20)
-    for step in (1, 2):
-        torch.testing.assert_close(losses[step], F.mse_loss(model(X + step), Y * step).detach())
+    ranks = run_ranks(beside_replicas, 4)
+    for number, step in enumerate((2, 3)):
+        model.zero_grad()
+        F.mse_loss(model(X + step), Y).backward()
+        for clear in ranks[0]:
+            for name, p in model.named_parameters():
+                found = [rank[clear][number][name] for rank in ranks if name in rank[clear][number]]
+                assert len(found) == 2
+                for gradient in found:
+                    torch.testing.assert_close(gradient, p.grad, **NEAR)
 
 
-def ends(rank, how):
+def ends(rank):
     def loss(out, y):
-        if how == "raises":
-            raise Planted("in the loss")
-        if how == "exits":
-            os._exit(3)
-        raise KeyboardInterrupt
+        raise Planted("in the loss")
 
-    pipeline_of(schedule=one_forward_one_backward(2, 4), loss=loss).step(X, Y)
+    pipeline_of(schedule=pp.one_forward_one_backward(2, 4), loss=loss).step(X, Y)
 
 
-@pytest.mark.parametrize(
-    "how, said", [("raises", "Planted"), ("exits", "exit code 3"), ("interrupt", "KeyboardInterrupt")]
-)
-def test_a_rank_that_fails_in_mid_schedule_ends_the_launch_by_name(how, said):
-    with pytest.raises(RankError, match=f"rank 1 .*{said}") as error:
-        run_ranks(ends, 2, how, timeout=20)
+def test_a_rank_that_fails_in_mid_schedule_ends_the_launch_by_name():
+    with pytest.raises(RankError, match="rank 1 .*Planted") as error:
+        run_ranks(ends, 2)
     assert error.value.rank == 1
-
-
-def test_a_stage_by_itself_says_which_it_is():
-    run = StageRun(nn.Linear(6, 6), stage=3, planned=pipeline_wires())
-    with pytest.raises(ValueError, match=r"expected stage 3 to return \(2, 6\) float64"):
-        run.forward(1, (X[:2].float(),))
-    assert not run.in_flight
-
-
-def pipeline_wires():
-    return plan_pipeline(LAYERS, gpipe(2, 4), X).wires[0]

@@ -1,4 +1,4 @@
-"""A GPT as layers: the plain GPT's weights and values, with and without a tensor group; its norm and its state."""
+"""A GPT as layers on data x tensor x pipeline: the plain GPT's weights, values, steps, norm and state."""
 
 from __future__ import annotations
 
@@ -11,19 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from memlab import pipeline_parallelism as pp
 from memlab.book.workloads import GPT, name_in_layers
+from memlab.data_parallelism import DataParallel, ZeroOptimizer, fully_shard
+from memlab.data_parallelism import full_state_dict as whole_of_shards
 from memlab.memory_timeline import imagine
-from memlab.pipeline_parallelism import (
-    Pipeline,
-    clip_grad_norm_,
-    full_state_dict,
-    gpipe,
-    gpt_layers,
-    gpt_loss,
-    interleaved,
-    load_full_state_dict,
-    plan_pipeline,
-)
 from memlab.ranks import ALONE, Traffic, imagined_ranks, mesh, one_rank, place_in, run_ranks
 from memlab.tensor_parallelism import TensorParallelGPT
 from tests.tensor_parallelism_helpers import raised
@@ -42,11 +34,8 @@ def text(batch: int = 4, tokens: int = 8) -> tuple[Tensor, Tensor]:
     return found[:, :-1], found[:, 1:]
 
 
-# ---- without a process group
-
-
 def test_without_a_process_group_it_is_the_plain_gpt_to_the_bit_in_weights_and_rounding_in_values():
-    layers = made(gpt_layers(**SIZES, dtype=torch.float64))
+    layers = made(pp.gpt_layers(**SIZES, dtype=torch.float64))
     torch.set_default_dtype(torch.float64)
     try:
         torch.manual_seed(0)
@@ -56,8 +45,11 @@ def test_without_a_process_group_it_is_the_plain_gpt_to_the_bit_in_weights_and_r
     state = {name_in_layers(name, 2): p for name, p in plain.state_dict().items()}
     assert state.keys() == layers.state_dict().keys()
     assert all(torch.equal(p, state[name]) for name, p in layers.state_dict().items())
+    dropping = made(pp.gpt_layers(**SIZES, dropout=0.5, dtype=torch.float64))
+    assert not torch.equal(dropping(text()[0]), dropping(text()[0]))
+    assert torch.equal(dropping.eval()(text()[0]), layers(text()[0]))
     x, y = text(tokens=5)
-    loss, expected = gpt_loss(layers(x), y), plain(x, y)
+    loss, expected = pp.gpt_loss(layers(x), y), plain(x, y)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-14)
     loss.backward()
     expected.backward()
@@ -69,11 +61,10 @@ def test_without_a_process_group_it_is_the_plain_gpt_to_the_bit_in_weights_and_r
 @pytest.mark.parametrize(
     "more", [{}, {"kv_heads": 2, "hidden": 48}, {"sequence_parallel": True, "keep_gathered": True}]
 )
-@pytest.mark.parametrize("rank", [0, 1])
-def test_on_ranks_of_a_tensor_group_weights_are_those_of_the_whole_split_gpt_to_the_bit(more, rank):
-    with imagined_ranks(4, rank):
+def test_on_ranks_of_a_tensor_group_weights_are_those_of_the_whole_split_gpt_to_the_bit(more):
+    with imagined_ranks(4, rank=1):
         group = mesh(data=2, tensor=2).get_group("tensor")
-        layers = made(gpt_layers(**SIZES, **more, group=group))
+        layers = made(pp.gpt_layers(**SIZES, **more, group=group))
         torch.manual_seed(0)
         whole = TensorParallelGPT(**SIZES, **more, group=group)
         state = {name_in_layers(name, 2): p for name, p in whole.state_dict().items()}
@@ -81,127 +72,57 @@ def test_on_ranks_of_a_tensor_group_weights_are_those_of_the_whole_split_gpt_to_
         assert all(torch.equal(p, state[name]) for name, p in layers.state_dict().items())
 
 
-@pytest.mark.parametrize("tensor", [2, 4])
-def test_with_sequence_parallel_a_stage_sends_its_tensor_ranks_share_of_the_stream(tensor):
-    sent = {}
-    for sequence_parallel in (False, True):
-        with imagined_ranks(2 * tensor):
-            group = mesh(pipeline=2, tensor=tensor).get_group("tensor")
-            layers = gpt_layers(**SIZES, group=group, sequence_parallel=sequence_parallel)
-            ((wire,),) = plan_pipeline(layers, gpipe(2, 2), text()[0]).wires
-        sent[sequence_parallel] = wire.nbytes
-    assert sent == {False: 2 * 8 * 16 * 4, True: 2 * 8 * 16 * 4 // tensor}
-
-
 def test_alone_is_a_group_of_one_that_travels():
     assert place_in(ALONE) == (0, 1) and repr(ALONE) == "ALONE"
     copies = copy.deepcopy(ALONE), pickle.loads(pickle.dumps(ALONE)), cloudpickle.loads(cloudpickle.dumps(ALONE))
     assert all(each is ALONE for each in copies)
-    plan = plan_pipeline(gpt_layers(**SIZES), gpipe(2, 2), text()[0])
+    plan = pp.plan_pipeline(pp.gpt_layers(**SIZES), pp.gpipe(2, 2), text()[0])
     assert cloudpickle.loads(cloudpickle.dumps(plan)).layers[0].keywords["group"] is ALONE
     with pytest.raises(RuntimeError, match="expected a process group"):
         place_in()
 
 
-def test_dropout_is_drawn_in_training_and_not_in_eval():
-    layers = made(gpt_layers(**SIZES, dropout=0.5))
-    x, _ = text()
-    assert not torch.equal(layers(x), layers(x))
-    layers.eval()
-    assert torch.equal(layers(x), made(gpt_layers(**SIZES)).eval()(x))
-
-
-@pytest.mark.parametrize(
-    ("sizes", "x", "words"),
-    [
-        ({"heads": 3}, text()[0], "3 heads cannot share a width of 16"),
-        ({}, text(tokens=9)[0], "expected at most 8 tokens (the context), found 9"),
-        ({}, torch.zeros(2, 0, dtype=torch.int64), "expected at least one text of at least one token"),
-    ],
-)
-def test_what_a_gpt_cannot_be_or_read_is_refused_when_it_is_planned(sizes, x, words):
-    with pytest.raises(ValueError) as error:
-        plan_pipeline(gpt_layers(**SIZES | sizes), gpipe(2, 2), x)
-    assert words in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "tokens", "words"),
-    [
-        ({"vocabulary": 31}, 8, "31 entries of the vocabulary cannot be split over 4 ranks"),
-        ({"context": 10}, 8, "10 positions of the context cannot be split over 4 ranks"),
-        ({"heads": 2}, 8, "2 heads cannot be split over 4 ranks"),
-        ({"sequence_parallel": True}, 6, "6 tokens cannot be split over 4 ranks"),
-    ],
-)
-def test_sizes_that_tensor_ranks_do_not_divide_are_refused_when_they_are_planned(sizes, tokens, words):
-    with imagined_ranks(4):
-        group = torch.distributed.group.WORLD
-        with pytest.raises(ValueError) as error:
-            plan_pipeline(gpt_layers(**SIZES | sizes, group=group), gpipe(1, 1), text(tokens=tokens)[0])
-    assert words in str(error.value)
-
-
-# ---- norms and states, on one rank
-
-
-def trained_once(schedule, group=None, tensor_group=None, tied=TIED, seed=0) -> Pipeline:
-    plan = plan_pipeline(gpt_layers(**SIZES, group=tensor_group, dtype=torch.float64), schedule, text()[0], tied=tied)
+def trained_once(schedule, group=None, tensor_group=None, tied=TIED, seed=0) -> pp.Pipeline:
+    plan = pp.plan_pipeline(
+        pp.gpt_layers(**SIZES, group=tensor_group, dtype=torch.float64), schedule, text()[0], tied=tied
+    )
     torch.manual_seed(seed)
-    pipeline = Pipeline(plan, functools.partial(gpt_loss, group=tensor_group), group=group)
+    pipeline = pp.Pipeline(plan, functools.partial(pp.gpt_loss, group=tensor_group), group=group)
     pipeline.step(*text())
     return pipeline
 
 
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
-def test_norms_are_pytorchs_own(norm_type):
+def test_norms_are_pytorchs_own_and_others_are_refused(norm_type):
     with one_rank("cpu"):
-        pipeline, other = trained_once(gpipe(1, 2)), trained_once(gpipe(1, 2))
-        norm = clip_grad_norm_(pipeline, 0.5, norm_type)
+        pipeline, other = trained_once(pp.gpipe(1, 2)), trained_once(pp.gpipe(1, 2))
+        norm = pp.clip_grad_norm_(pipeline, 0.5, norm_type)
         expected = torch.nn.utils.clip_grad_norm_(list(other.parameters()), 0.5, norm_type)
         assert norm.dtype == torch.float64 and norm.item() == pytest.approx(expected.item(), rel=1e-14)
         for p, q in zip(pipeline.parameters(), other.parameters(), strict=True):
             assert torch.allclose(p.grad, q.grad, rtol=1e-13, atol=0)
-
-
-def test_norms_of_no_kind_and_norms_that_are_not_finite_are_refused():
-    with one_rank("cpu"):
-        pipeline = trained_once(gpipe(1, 2))
         with pytest.raises(ValueError, match="norm_type above 0"):
-            clip_grad_norm_(pipeline, 1.0, 0.0)
+            pp.clip_grad_norm_(pipeline, 1.0, 0.0)
         next(pipeline.parameters()).grad.fill_(torch.nan)
         with pytest.raises(RuntimeError, match="expected a finite norm"):
-            clip_grad_norm_(pipeline, 1.0, error_if_nonfinite=True)
+            pp.clip_grad_norm_(pipeline, 1.0, error_if_nonfinite=True)
 
 
-@pytest.mark.parametrize("rank", [0, 3, 6])
+@pytest.mark.parametrize("rank", [0, 3])
 def test_on_imagined_ranks_norms_and_states_run_and_a_state_has_this_ranks_layers(rank):
     with imagine("H100-80GB"), imagined_ranks(8, rank):
         axes = mesh(data=2, pipeline=2, tensor=2)
         split = {"group": axes.get_group("tensor")}
         x = torch.zeros(4, 8, dtype=torch.int64)
-        plan = plan_pipeline(gpt_layers(**SIZES, **split), gpipe(2, 2), x, tied=TIED)
-        pipeline = Pipeline(plan, functools.partial(gpt_loss, **split), group=axes.get_group("pipeline"))
-        pipeline.step(x, x)
-        norm = clip_grad_norm_(pipeline, 1.0, tensor_group=split["group"])
-        state = full_state_dict(pipeline, split["group"])
-        load_full_state_dict(pipeline, state, split["group"])
-    assert norm.shape == () and {name[0] for name in state} == ({"0", "1", "3"} if rank == 0 else set())
-
-
-def test_a_norm_of_stages_in_parts_is_refused_without_their_tensor_group():
-    with imagine("H100-80GB"), imagined_ranks(4):
-        axes = mesh(pipeline=2, tensor=2)
-        split = {"group": axes.get_group("tensor")}
-        x = torch.zeros(4, 8, dtype=torch.int64)
-        plan = plan_pipeline(gpt_layers(**SIZES, **split), gpipe(2, 2), x, tied=TIED)
-        pipeline = Pipeline(plan, functools.partial(gpt_loss, **split), group=axes.get_group("pipeline"))
+        plan = pp.plan_pipeline(pp.gpt_layers(**SIZES, **split), pp.gpipe(2, 2), x, tied=TIED)
+        pipeline = pp.Pipeline(plan, functools.partial(pp.gpt_loss, **split), group=axes.get_group("pipeline"))
         pipeline.step(x, x)
         with pytest.raises(ValueError, match="cut for 2 ranks and a group of 1; give that group"):
-            clip_grad_norm_(pipeline, 1.0)
-
-
-# ---- and on several
+            pp.clip_grad_norm_(pipeline, 1.0)
+        norm = pp.clip_grad_norm_(pipeline, 1.0, tensor_group=split["group"])
+        state = pp.full_state_dict(pipeline, split["group"])
+        pp.load_full_state_dict(pipeline, state, split["group"])
+    assert norm.shape == () and {name[0] for name in state} == ({"0", "1", "3"} if rank == 0 else set())
 
 
 class Twice(torch.nn.Module):
@@ -218,14 +139,14 @@ class Twice(torch.nn.Module):
 
 def of_one_weight(group) -> list[tuple]:
     """Of a full state, with a tie between two stages and without: names, which weights share memory, bytes sent."""
-    plan = plan_pipeline([Twice, Twice], gpipe(2, 2), torch.zeros(4, 4), tied=[("0.down.weight", "1.up.weight")])
-    pipeline = Pipeline(plan, torch.nn.functional.mse_loss, group=group)
-    other = plan_pipeline([Twice, Twice], gpipe(2, 2), torch.zeros(4, 4))
-    apart = Pipeline(other, torch.nn.functional.mse_loss, group=group)
+    plan = pp.plan_pipeline([Twice, Twice], pp.gpipe(2, 2), torch.zeros(4, 4), tied=[("0.down.weight", "1.up.weight")])
+    pipeline = pp.Pipeline(plan, torch.nn.functional.mse_loss, group=group)
+    other = pp.plan_pipeline([Twice, Twice], pp.gpipe(2, 2), torch.zeros(4, 4))
+    apart = pp.Pipeline(other, torch.nn.functional.mse_loss, group=group)
     found = []
     for each in (pipeline, apart):
         with Traffic() as traffic:
-            state = full_state_dict(each)
+            state = pp.full_state_dict(each)
         sent = sum(message.sent_bytes for message in traffic.records if message.name == "send")
         places = [t.data_ptr() for name, t in state.items() if name.endswith("weight")]
         found.append((list(state), [places.index(place) for place in places], sent))
@@ -248,46 +169,49 @@ class Counting(torch.nn.Linear):
 
 def of_extra_states(group, tensor) -> list:
     """The extra states of a full state, this rank's counts after loading it in two ways, and the error without one."""
-    plan = plan_pipeline([Counting, Counting], gpipe(2, 2), torch.zeros(4, 4))
-    pipeline = Pipeline(plan, torch.nn.functional.mse_loss, group=group)
+    plan = pp.plan_pipeline([Counting, Counting], pp.gpipe(2, 2), torch.zeros(4, 4))
+    pipeline = pp.Pipeline(plan, torch.nn.functional.mse_loss, group=group)
     (layer,) = (layer for stage in pipeline.layers.values() for layer in stage)
     layer.count = 5 + torch.distributed.get_rank()
-    state = full_state_dict(pipeline, tensor)
+    state = pp.full_state_dict(pipeline, tensor)
     found = [{name: value for name, value in state.items() if "extra" in name}]
     for given in (state, gathered(state)):
         layer.count = 0
-        load_full_state_dict(pipeline, given, tensor)
+        pp.load_full_state_dict(pipeline, given, tensor)
         found.append(layer.count)
     lacking = {name: t for name, t in state.items() if name != "1._extra_state"}
-    return [*found, raised(lambda: load_full_state_dict(pipeline, lacking, tensor))]
+    return [*found, raised(lambda: pp.load_full_state_dict(pipeline, lacking, tensor))]
 
 
 def on_four(rank: int) -> dict:
     axes = mesh(pipeline=2, tensor=2)
     pipeline, tensor = axes.get_group("pipeline"), axes.get_group("tensor")
-    whole = trained_once(interleaved(2, 2, 2), pipeline, tensor)
-    state = full_state_dict(whole, tensor)
+    whole = trained_once(pp.interleaved(2, 2, 2), pipeline, tensor)
+    state = pp.full_state_dict(whole, tensor)
     found = {"state": state, "shared": state and state[TIED[0][0]] is state[TIED[0][1]]}
     found["of one weight"] = of_one_weight(pipeline)
     found["extra states"] = of_extra_states(pipeline, tensor)
-    found["norm"] = clip_grad_norm_(whole, 1.0, tensor_group=tensor).item()
+    found["norm"] = pp.clip_grad_norm_(whole, 1.0, tensor_group=tensor).item()
 
-    again = trained_once(gpipe(2, 2), pipeline, tensor, seed=5)  # other weights, other stages
+    again = trained_once(pp.gpipe(2, 2), pipeline, tensor, seed=5)  # other weights, other stages
     for name, given in {"from one rank": state, "from each": gathered(state)}.items():
         with torch.no_grad():
             for p in again.parameters():
                 p.zero_()
-        load_full_state_dict(again, given, tensor)
-        found[name] = full_state_dict(again, tensor)
+        pp.load_full_state_dict(again, given, tensor)
+        found[name] = pp.full_state_dict(again, tensor)
 
-    lacking = {name: t for name, t in gathered(state).items() if name != "2.norm1.weight"}
-    found["lacking"] = raised(lambda: load_full_state_dict(again, lacking, tensor))
-    found["too many"] = raised(
-        lambda: load_full_state_dict(again, gathered(state) | {"9.weight": torch.ones(1)}, tensor)
-    )
+    whole = gathered(state)
     other = {name: t[:1] if name == "3.head.weight" else torch.zeros_like(t) for name, t in state.items()}
-    found["unlike"] = raised(lambda: load_full_state_dict(again, other, tensor))
-    found["unharmed"] = full_state_dict(again, tensor)
+    found["said"] = [
+        raised(lambda: pp.load_full_state_dict(again, given, tensor))  # noqa: B023
+        for given in (
+            {n: t for n, t in whole.items() if n != "2.norm1.weight"},
+            whole | {"9.weight": whole["2.norm1.bias"]},
+            other,
+        )
+    ]
+    found["unharmed"] = pp.full_state_dict(again, tensor)
     return found
 
 
@@ -304,7 +228,7 @@ def ranks() -> list[dict]:
 
 
 def test_a_full_state_is_the_plain_models_in_its_order_and_on_the_first_rank_only(ranks):
-    plain = made(gpt_layers(**SIZES, dtype=torch.float64)).state_dict()
+    plain = made(pp.gpt_layers(**SIZES, dtype=torch.float64)).state_dict()
     plain[TIED[0][1]] = plain[TIED[0][0]]
     state = ranks[0]["state"]
     assert list(state) == list(plain)
@@ -335,13 +259,174 @@ def test_a_full_state_loads_into_other_stages_from_one_rank_or_from_each(ranks):
 
 def test_a_state_of_another_model_is_refused_on_every_rank_and_nothing_is_loaded(ranks):
     for rank in ranks:
-        assert "KeyError" in rank["lacking"] and "found no 2.norm1.weight (1 missing)" in rank["lacking"]
-        assert "KeyError" in rank["too many"] and "found also 9.weight (1 too many)" in rank["too many"]
-        assert "ValueError: expected 3.head.weight of shape (32, 16), found (1, 16)" in rank["unlike"]
+        lacking, too_many, unlike = rank["said"]
+        assert "KeyError" in lacking and "found no 2.norm1.weight (1 missing)" in lacking
+        assert "KeyError" in too_many and "found also 9.weight (1 too many)" in too_many
+        assert "ValueError: expected 3.head.weight of shape (32, 16), found (1, 16)" in unlike
     assert all(torch.equal(p, ranks[0]["state"][name]) for name, p in ranks[0]["unharmed"].items())
 
 
 def test_the_norm_on_stages_and_tensor_ranks_is_that_of_the_whole_with_its_tied_table_once(ranks):
     with one_rank("cpu"):
-        expected = torch.nn.utils.clip_grad_norm_(list(trained_once(gpipe(1, 2)).parameters()), 1.0).item()
+        expected = torch.nn.utils.clip_grad_norm_(list(trained_once(pp.gpipe(1, 2)).parameters()), 1.0).item()
     assert [rank["norm"] for rank in ranks] == pytest.approx([expected] * 4, rel=1e-13)
+
+
+LAYERS, WIDTH, HEADS, CONTEXT, VOCABULARY, BATCH, STEPS = 4, 16, 4, 8, 32, 8, 4
+FOUR_BLOCKS = (LAYERS, WIDTH, HEADS, CONTEXT, VOCABULARY)
+TABLE_AND_HEAD = [("0.token_embedding.weight", f"{LAYERS + 1}.head.weight")]
+ADAM = {"lr": 1e-2, "eps": 1e-6}  # a key's bias has no gradient but rounding, which a small eps would make a step of
+CLIP = 0.5
+UNTIED = {"ZeRO 2"}
+LAST_STAGES = {"1F1B": 1, "data x tensor": 4, "2 x 2 x 2": 4}  # how many ranks have one, if not 2
+
+
+def texts(step: int) -> Tensor:
+    """(BATCH, CONTEXT + 1)"""
+    return torch.randint(VOCABULARY, (BATCH, CONTEXT + 1), generator=torch.Generator().manual_seed(step))
+
+
+def plain(tied: bool, clip: bool) -> tuple[dict[str, Tensor], list[float], list[float]]:
+    """The book's GPT in one process, parameters under a pipeline's names, losses, norms."""
+    torch.manual_seed(0)
+    model = GPT(layers=LAYERS, width=WIDTH, heads=HEADS, context=CONTEXT, vocabulary=VOCABULARY)
+    if tied:
+        model.head.weight = model.token_embedding.weight
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAM)
+    losses, norms = [], []
+    for step in range(STEPS):
+        loss = model(texts(step)[:, :-1], texts(step)[:, 1:])
+        loss.backward()
+        if clip:
+            norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return {name_in_layers(name, LAYERS): p for name, p in model.state_dict().items()}, losses, norms
+
+
+def sharded(stage, group):
+    """Both tables as units of their own, so that the tied copies are cut alike."""
+    for name, module in stage.named_modules():
+        if name.endswith(("token_embedding", "head")):
+            fully_shard(module, group=group)
+    return fully_shard(stage, group=group)
+
+
+def trained(axes, schedule, *, kind="replicas", tied=True, sequence_parallel=False):
+    """Some steps on this rank of a mesh: the whole state dict (on one rank), losses and norms."""
+    data, tensor = axes.get_group("data"), axes.get_group("tensor")
+    split = {"group": tensor if tensor.size() > 1 else None}
+    layers = pp.gpt_layers(*FOUR_BLOCKS, sequence_parallel=sequence_parallel, **split)
+    rows = BATCH // data.size()
+    mine = slice(data.rank() * rows, (data.rank() + 1) * rows)
+    plan = pp.plan_pipeline(layers, schedule, texts(0)[mine, :-1], tied=TABLE_AND_HEAD if tied else [])
+    torch.manual_seed(0)
+    wraps = {"replicas": functools.partial(DataParallel, group=data), "shards": functools.partial(sharded, group=data)}
+    wrap = wraps.get(kind) if data.size() > 1 else None
+    loss_fn = functools.partial(pp.gpt_loss, **split)
+    pipeline = pp.Pipeline(plan, loss_fn, group=axes.get_group("pipeline"), wrap=wrap)
+    if kind.startswith("zero"):
+        make = functools.partial(ZeroOptimizer, optimizer_class=torch.optim.AdamW, stage=int(kind[-1]), group=data)
+    else:
+        make = torch.optim.AdamW
+    optimizer = make(pipeline.parameters(), **ADAM)
+    losses, norms = [], []
+    for step in range(STEPS):
+        loss = pipeline.step(texts(step)[mine, :-1], texts(step)[mine, 1:])
+        if tied and not kind.startswith("zero"):
+            shards = data if kind == "shards" else None
+            norms.append(pp.clip_grad_norm_(pipeline, CLIP, tensor_group=split["group"], shard_group=shards).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(None if loss is None else loss.item())
+    if kind == "shards":
+        state = {name: t for stage in pipeline.modules.values() for name, t in whole_of_shards(stage).items()}
+    else:
+        state = pp.full_state_dict(pipeline, split["group"])
+    copies = [tie.copies[0].detach() for tie in pipeline.tied.ties] if kind != "shards" else []
+    return state, losses, norms, copies
+
+
+def trains_on_four(rank):
+    by = {
+        "4 stages": mesh(data=1, pipeline=4, tensor=1),
+        "data x pipeline": mesh(data=2, pipeline=2, tensor=1),
+        "pipeline x tensor": mesh(data=1, pipeline=2, tensor=2),
+        "data x tensor": mesh(data=2, pipeline=1, tensor=2),
+    }
+    two = pp.one_forward_one_backward(2, 2)
+    return {
+        "1F1B": trained(by["4 stages"], pp.one_forward_one_backward(4, 4)),
+        "data x pipeline, interleaved": trained(by["data x pipeline"], pp.interleaved(2, 2, 2)),
+        "pipeline x tensor": trained(by["pipeline x tensor"], two),
+        "pipeline x tensor, sequence parallel": trained(by["pipeline x tensor"], two, sequence_parallel=True),
+        "data x tensor": trained(by["data x tensor"], pp.gpipe(1, 2)),
+        "ZeRO 2": trained(by["data x pipeline"], two, kind="zero2", tied=False),
+        "ZeRO 1, tied": trained(by["data x pipeline"], two, kind="zero1"),
+        "ZeRO 3": trained(by["data x pipeline"], two, kind="shards"),
+    }
+
+
+def on_eight(rank):
+    axes = mesh(data=2, pipeline=2, tensor=2)
+    return {"2 x 2 x 2": trained(axes, pp.one_forward_one_backward(2, 2), sequence_parallel=True)}
+
+
+@pytest.fixture(scope="module")
+def runs():
+    """By name: of each rank (state, losses, norms, copies)."""
+    with torch.random.fork_rng():
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)
+        try:
+            reference = {
+                "clipped": plain(tied=True, clip=True),
+                "tied": plain(tied=True, clip=False),
+                "untied": plain(tied=False, clip=False),
+            }
+        finally:
+            torch.set_default_dtype(before)
+    four, eight = run_ranks(in_double, 4, trains_on_four), run_ranks(in_double, 8, on_eight)
+    return reference, {name: [each[name] for each in found] for found in (four, eight) for name in found[0]}
+
+
+def in_double(rank, function):
+    torch.set_default_dtype(torch.float64)
+    return function(rank)
+
+
+def expected_of(runs, name: str) -> tuple:
+    reference, _ = runs
+    return reference["untied" if name in UNTIED else "tied" if name == "ZeRO 1, tied" else "clipped"]
+
+
+def test_steps_on_every_mesh_are_those_of_one_process_with_its_losses_and_norms(runs):
+    """The last stages have the losses of their share of the batch. A tied table counts once in the norm."""
+    for name, ranks in runs[1].items():
+        state, losses, norms = expected_of(runs, name)
+        whole = {key: p for found, *_ in ranks for key, p in found.items()}
+        assert whole.keys() == state.keys(), name
+        for key, p in state.items():
+            assert (whole[key] - p).norm() <= 1e-12 * p.norm(), (name, key)
+        told = [own for _, own, *_ in ranks if own[0] is not None]
+        assert len(told) == LAST_STAGES.get(name, 2), name
+        assert torch.tensor(told, dtype=torch.float64).mean(0).tolist() == pytest.approx(losses, rel=1e-12), name
+        assert max(norms, default=1) > CLIP
+        for _, _, own, _ in ranks:
+            assert own == pytest.approx([] if name.startswith("ZeRO") and name != "ZeRO 3" else norms, rel=1e-12)
+
+
+def test_tied_copies_are_equal_to_the_bit_after_some_steps(runs):
+    for name, ranks in runs[1].items():
+        tensors = 2 if "tensor" in name or name == "2 x 2 x 2" else 1
+        for tensor in range(tensors):
+            copies = [copy for _, _, _, found in ranks[tensor::tensors] for copy in found]
+            assert all(torch.equal(copies[0], copy) for copy in copies), name
+        assert bool(copies) == (name not in {*UNTIED, "ZeRO 3", "data x tensor"}), name
+
+
+def test_a_full_state_is_on_the_first_rank_of_the_pipeline_and_of_the_tensor_group_and_nowhere_else(runs):
+    holders = {name: [rank for rank, (state, *_) in enumerate(ranks) if state] for name, ranks in runs[1].items()}
+    assert holders["1F1B"] == holders["pipeline x tensor"] == [0]
+    assert holders["data x pipeline, interleaved"] == [0, 2] and holders["2 x 2 x 2"] == [0, 4]

@@ -1,8 +1,7 @@
-"""A pipeline's plan: it knows what stages send, leaves no trace, and refuses in one process what ranks could not do."""
+"""A pipeline's plan: what it knows; and all that is refused in one process, with words that say what to do."""
 
 from __future__ import annotations
 
-import doctest
 import functools
 import itertools
 import pickle
@@ -13,20 +12,16 @@ import pytest
 import torch
 from torch import distributed, nn
 
+from memlab import pipeline_parallelism as pp
+from memlab.memory_arithmetic import Transformer
 from memlab.memory_timeline import Meter, imagine
-from memlab.pipeline_parallelism import (
-    Wire,
-    balance,
-    balancing,
-    forward_only,
-    gpipe,
-    gpt_layers,
-    plan,
-    plan_pipeline,
-)
+from memlab.pipeline_parallelism.__main__ import main
 from memlab.pipeline_parallelism.balancing import even_parts
 from memlab.pipeline_parallelism.plan import split_batch
+from memlab.pipeline_parallelism.tied import check_tied
 from memlab.ranks import Traffic, imagined_ranks, run_ranks
+from memlab.ranks.point_to_point import begin
+from tests.harness import refusals, refused
 
 linear = functools.partial(functools.partial, nn.Linear)
 LAYERS = [linear(16, 16), nn.Tanh, linear(16, 16), linear(16, 4)]
@@ -82,64 +77,56 @@ def wires_of_a_run(layers, parts, x):
         for number in part:
             x = layers[number](x)
         out = x if isinstance(x, tuple) else (x,)
-        found.append(tuple(Wire(tuple(t.shape), t.dtype, t.requires_grad) for t in out))
+        found.append(tuple(pp.Wire(tuple(t.shape), t.dtype, t.requires_grad) for t in out))
     return tuple(found)
-
-
-# ---- what a plan knows
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3])
 def test_wires_are_what_a_real_run_has_at_the_cuts(stages):
     layers = [linear(16, 16), TwoStreams, OneStream]
-    made = plan_pipeline(layers, gpipe(stages, 4), X)
+    made = pp.plan_pipeline(layers, pp.gpipe(stages, 4), X)
     assert made.wires == wires_of_a_run([layer() for layer in layers], made.parts, X[:2])
 
 
 def test_frozen_layers_send_no_gradients_and_neither_does_an_evaluation():
     frozen = nn.Linear(16, 16).requires_grad_(False)
-    made = plan_pipeline([frozen, *LAYERS], gpipe(5, 2), X)
+    made = pp.plan_pipeline([frozen, *LAYERS], pp.gpipe(5, 2), X)
     assert [wire.gradient for (wire,) in made.wires] == [False, True, True, True]
-    assert not any(wire.gradient for (wire,) in plan_pipeline(LAYERS, forward_only(4, 2), X).wires)
+    assert not any(wire.gradient for (wire,) in pp.plan_pipeline(LAYERS, pp.forward_only(4, 2), X).wires)
 
 
 def test_wires_have_the_dtype_of_the_autocast_under_which_the_plan_is_made():
     with torch.autocast("cpu", torch.bfloat16):
-        made = plan_pipeline(LAYERS, gpipe(2, 2), X)
+        made = pp.plan_pipeline(LAYERS, pp.gpipe(2, 2), X)
         assert made.wires == wires_of_a_run([layer() for layer in LAYERS], made.parts, X[:4])
     assert made.wires[0][0].dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("kind", [nn.Sequential, lambda *layers: nn.ModuleList(layers), lambda *layers: layers])
-def test_layers_may_be_any_list_of_modules(kind):
-    made = plan_pipeline(kind(*[layer() for layer in LAYERS]), gpipe(2, 2), X)
-    assert [type(layer) for layer in made.layers] == [nn.Linear, nn.Tanh, nn.Linear, nn.Linear]
+def test_layers_may_be_any_list_of_modules_also_on_meta():
+    layers = [nn.Linear(16, 16, device="meta"), nn.Tanh(), nn.Linear(16, 16), nn.Linear(16, 4)]
+    for kind in (nn.Sequential, lambda *layers: nn.ModuleList(layers), lambda *layers: layers):
+        made = pp.plan_pipeline(kind(*layers), pp.gpipe(2, 2), X)
+        assert made.layers == tuple(layers) and made.wires == pp.plan_pipeline(LAYERS, pp.gpipe(2, 2), X).wires
+    assert layers[0].weight.is_meta
+    pp.plan_pipeline([layers[2], nn.Tanh(), layers[2]], pp.gpipe(1, 2), X)  # within one stage a layer may stand twice
 
 
 def test_a_plan_of_functions_travels_without_weights_and_says_what_it_is():
     big = [linear(16, 4096), linear(4096, 16)]
-    made = plan_pipeline(big, gpipe(2, 2), X)
+    made = pp.plan_pipeline(big, pp.gpipe(2, 2), X)
     assert len(pickle.dumps(made)) < 2_000 and pickle.loads(pickle.dumps(made)).wires == made.wires
     assert [one.parameter_bytes for one in made.facts] == [4 * 4096 * 17, 4 * (4096 + 1) * 16]
-    assert made.wire_bytes(0) == 4 * 4 * 4096 and made.batch == Wire((8, 16), torch.float32, False)
+    assert made.wire_bytes(0) == 4 * 4 * 4096 and made.batch == pp.Wire((8, 16), torch.float32, False)
     said = str(made)
     for words in ("stage 0  rank 0  layer 0: Linear", "(4, 4096) float32: 64.0 KiB", "gradients back 64.0 KiB"):
         assert words in said
-    assert "2 × Block" in str(plan_pipeline(gpt_layers(4, 8, 2, 4, 8), gpipe(2, 1), torch.zeros(1, 4).long()))
-
-
-def test_ties_are_named_and_may_lie_within_a_stage():
-    made = plan_pipeline(LAYERS, gpipe(2, 2), X, tied=[("0.weight", "2.weight")], parts=[range(3), range(3, 4)])
-    assert made.tied == (("0.weight", "2.weight"),) and "0.weight = 2.weight, on stage 0" in str(made)
+    assert "2 × Block" in str(pp.plan_pipeline(pp.gpt_layers(4, 8, 2, 4, 8), pp.gpipe(2, 1), torch.zeros(1, 4).long()))
 
 
 def test_micro_batches_may_come_as_a_list():
     parts = [torch.zeros(2, 16) for _ in range(4)]
-    assert plan_pipeline(LAYERS, gpipe(2, 4), parts).wires == plan_pipeline(LAYERS, gpipe(2, 4), X).wires
+    assert pp.plan_pipeline(LAYERS, pp.gpipe(2, 4), parts) == pp.plan_pipeline(LAYERS, pp.gpipe(2, 4), X)
     assert all(a is b for a, b in zip(split_batch(parts, 4), parts, strict=True))
-
-
-# ---- what a plan leaves behind
 
 
 def test_planning_leaves_modules_and_random_numbers_as_they_were():
@@ -157,37 +144,18 @@ def test_planning_leaves_modules_and_random_numbers_as_they_were():
     before = pickle.dumps([layer.state_dict() for layer in layers[:4]]), torch.random.get_rng_state()
     others = random.getstate(), of_numpy()
     grad, times = layers[0].weight.grad, layers[3].times
-    plan_pipeline([*layers, functools.partial(Layer, note)], gpipe(3, 1), X)
+    pp.plan_pipeline([*layers, functools.partial(Layer, note)], pp.gpipe(3, 1), X)
     assert pickle.dumps([layer.state_dict() for layer in layers[:4]]) == before[0]
     assert torch.equal(torch.random.get_rng_state(), before[1])
     assert others == (random.getstate(), of_numpy())
     assert layers[0].weight.grad is grad and layers[3].times == times and not layers[3].training and layers[1].training
 
 
-def test_modules_on_meta_are_planned_as_those_in_memory():
-    layers = [nn.Linear(16, 16, device="meta"), nn.ReLU(inplace=True), nn.Linear(16, 4)]
-    assert (
-        plan_pipeline(layers, gpipe(2, 2), X).wires
-        == plan_pipeline(LAYERS, gpipe(2, 2), X, parts=[range(1), range(1, 4)]).wires
-    )
-    assert layers[0].weight.is_meta
-
-
 def test_no_meter_sees_a_plan_and_no_budget_counts_it():
     with imagine("H100-80GB", "1 KiB"), Meter() as meter:
-        inside = plan_pipeline(LAYERS, gpipe(2, 2), X)
+        inside = pp.plan_pipeline(LAYERS, pp.gpipe(2, 2), X)
     assert len(meter.timeline) == 0
-    assert inside.wires == plan_pipeline(LAYERS, gpipe(2, 2), X).wires
-
-
-def test_a_module_imagined_on_a_card_is_planned_like_a_real_one():
-    with imagine("H100-80GB") as gpu, imagined_ranks(4, rank=1):
-        group = torch.distributed.group.WORLD
-        layers = [make() for make in gpt_layers(2, 8, 4, 8, 8, group=group)]
-        x = torch.zeros(4, 8, dtype=torch.int64)
-        made = plan_pipeline(layers, gpipe(2, 2), x)
-        assert made.wires == ((Wire((2, 8, 8), torch.float32, True),),)
-        assert gpu.capacity_bytes and layers[0].group is group
+    assert inside.wires == pp.plan_pipeline(LAYERS, pp.gpipe(2, 2), X).wires
 
 
 def plans_alone(rank):
@@ -205,80 +173,15 @@ def plans_alone(rank):
         return x
 
     with Traffic() as traffic:
-        made = plan_pipeline(
-            [*gpt_layers(1, 8, 4, 8, 8, group=group), lambda: Layer(talk)], gpipe(2, 2), t(4, 8).long()
+        made = pp.plan_pipeline(
+            [*pp.gpt_layers(1, 8, 4, 8, 8, group=group), lambda: Layer(talk)], pp.gpipe(2, 2), t(4, 8).long()
         )
     return made.wires, traffic.sent_bytes
 
 
 def test_planning_sends_nothing_even_where_layers_talk_to_each_other():
     (wires, sent_bytes), _ = run_ranks(plans_alone, 2)
-    assert wires == ((Wire((2, 8, 8), torch.float32, True),),) and sent_bytes == 0
-
-
-# ---- what a plan refuses
-
-REFUSED = {
-    "more stages than layers": ({"schedule": gpipe(5, 2)}, "at most 4 stages for 4 layers"),
-    "a batch that does not divide": ({"schedule": gpipe(2, 3)}, "3 micro-batches divide, found 8 rows"),
-    "no rows": ({"x": X[:0]}, "at least one row"),
-    "a scalar": ({"x": torch.tensor(1.0)}, "at least one row"),
-    "no tensor": ({"x": {"x": X}}, "list of micro-batches, found dict"),
-    "too few micro-batches": ({"x": [X]}, "list of 2 micro-batches, found 1"),
-    "too few parts": ({"parts": [range(4)]}, "expected 2 parts"),
-    "an empty part": ({"parts": [range(4), range(0)]}, "found none on stage 1"),
-    "a gap": ({"parts": [range(1), range(2, 4)]}, "layers 0 to 3 in order"),
-    "parts twice": ({"parts": [range(3), range(2, 4)]}, "layers 0 to 3 in order"),
-    "no list": ({"layers": nn.Linear(16, 4)}, "list of layers, found one Linear"),
-    "no layer": ({"layers": [*LAYERS, 3]}, "layer 4 to be a module"),
-    "a function of no module": ({"layers": [*LAYERS, dict]}, "layer 4 to make a module"),
-    "no schedule": ({"schedule": "GPipe"}, "expected a Schedule"),
-    "lazy": ({"layers": [*LAYERS, nn.LazyLinear(3)]}, "say its sizes"),
-    "a size too many": (
-        {"layers": [*LAYERS, linear(5, 5)]},
-        r"layer 4 \(Linear\) of stage 1 cannot take \(4, 4\) float32 from layer 3 \(Linear\) of stage 1",
-    ),
-    "a dict": ({"layers": [lambda: Layer(lambda x: {"x": x}), *LAYERS]}, "tuple of tensors, found dict"),
-    "a tuple with None": ({"layers": [lambda: Layer(lambda x: (x, None)), *LAYERS]}, "found .*NoneType"),
-    "a tuple of one": ({"layers": [lambda: Layer(lambda x: (x,)), *LAYERS]}, "found a tuple of 1"),
-    "sparse": ({"layers": [*LAYERS, lambda: Layer(lambda x: x.to_sparse())]}, "dense tensors|depend on values"),
-    "a mask": ({"layers": [*LAYERS, lambda: Layer(lambda x: x[x > 0])]}, "do not depend on values.*layer 4"),
-    "an item": ({"layers": [*LAYERS, lambda: Layer(lambda x: x[: int(x.sum())])]}, "do not depend on values"),
-    "a shape by a counter": ({"layers": [Counts(), linear(1, 4), *LAYERS]}, "cannot take"),
-    "an output by a counter": ({"layers": [*LAYERS, Counts]}, r"stage 1 to return one shape.*\(4, 2\).*\(4, 1\)"),
-    "micro-batches of other lengths": ({"x": [X[:4], X[:3]]}, "stage 0 to return one shape"),
-    "nothing to train": ({"layers": [nn.Tanh, nn.Tanh]}, "parameters to train, found none"),
-    "a tie with nobody": ({"tied": [("0.weight", "1.weight")]}, "'1.weight'"),
-    "a tie outside": ({"tied": [("0.weight", "9.weight")]}, "'9.weight'"),
-    "a tie of other shapes": ({"tied": [("0.weight", "3.weight")]}, "alike"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_work_is_refused_in_one_process(case):
-    options, words = REFUSED[case]
-    options = {"layers": LAYERS, "schedule": gpipe(2, 2), "x": X} | options
-    with pytest.raises((ValueError, TypeError), match=f"(?s){words}"):
-        plan_pipeline(**options)
-
-
-def test_a_parameter_on_two_stages_is_refused_and_told_how_to_tie_it():
-    layer, other = nn.Linear(16, 16), nn.Linear(16, 16)
-    other.weight = layer.weight
-    for layers in ([layer, nn.Tanh(), layer], [layer, nn.Tanh(), other], [lambda: layer, nn.Tanh, lambda: other]):
-        with pytest.raises(ValueError, match=r"tied=\[\('0.weight', '2.weight'\)\]"):
-            plan_pipeline(layers, gpipe(2, 2), X)
-        plan_pipeline(layers, gpipe(1, 2), X)
-
-
-def test_layers_of_a_group_that_is_not_there_are_refused_as_they_say_it():
-    with imagined_ranks(2):
-        layers = gpt_layers(1, 8, 4, 8, 8, group=distributed.group.WORLD)
-    with pytest.raises((RuntimeError, ValueError), match="process group"):
-        plan_pipeline(layers, gpipe(2, 2), torch.zeros(4, 8, dtype=torch.int64))
-
-
-# ---- balance
+    assert wires == ((pp.Wire((2, 8, 8), torch.float32, True),),) and sent_bytes == 0
 
 
 def cuts(layers, stages):
@@ -290,10 +193,10 @@ def cuts(layers, stages):
 @pytest.mark.parametrize("by_stage", [False, True])
 def test_no_cut_has_a_cheaper_dearest_stage_or_as_cheap_a_one_and_is_more_even(layers, stages, by_stage):
     draw = random.Random(layers)
-    for _ in range(20):
+    for _ in range(10):
         table = [[draw.choice([0, 1, 2, 3, 7, 50]) for _ in range(layers)] for _ in range(stages)]
         cost = functools.partial(lambda table, layer, stage: table[stage if by_stage else 0][layer], table)
-        found = balance(cost, stages, layers) if by_stage else balance(table[0], stages)
+        found = pp.balance(cost, stages, layers) if by_stage else pp.balance(table[0], stages)
 
         def worth(cut, cost=cost):
             each = [sum(cost(layer, stage) for layer in part) for stage, part in enumerate(cut)]
@@ -303,39 +206,225 @@ def test_no_cut_has_a_cheaper_dearest_stage_or_as_cheap_a_one_and_is_more_even(l
 
 
 def test_equal_layers_are_cut_evenly_and_later_stages_get_the_rest_also_of_fractions():
-    assert [len(part) for part in balance([1] * 10, 4)] == [2, 2, 3, 3]
-    assert [len(part) for part in balance([0.1] * 10, 4)] == [2, 2, 3, 3]
-    assert [len(part) for part in balance([0] * 10, 4)] == [2, 2, 3, 3]
+    for cost in (1, 0.1, 0):
+        assert [len(part) for part in pp.balance([cost] * 10, 4)] == [2, 2, 3, 3]
     for layers, stages in itertools.combinations_with_replacement(range(9, 0, -1), 2):
-        assert even_parts(layers, stages) == balance([1] * layers, stages)
+        assert even_parts(layers, stages) == pp.balance([1] * layers, stages)
+
+
+TOKENS = torch.zeros(4, 8, dtype=torch.int64)
+GPT = {"layers": 2, "width": 16, "heads": 4, "context": 8, "vocabulary": 32}
+EQUAL = pp.StageCost()
+SHAPE = Transformer(layers=4, width=32, heads=4, vocabulary=34, context=12)
+
+
+class Twice(nn.Module):
+    """A layer that has its weight under two names."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.b.weight = self.a.weight
+
+    def forward(self, x):
+        return self.b(self.a(x))
+
+
+def plan(layers=LAYERS, schedule=None, x=X, **options):
+    return pp.plan_pipeline(layers, schedule or pp.gpipe(2, 2), x, **options)
+
+
+def returning(function):
+    return plan([lambda: Layer(function), *LAYERS])
+
+
+def shared(middle):
+    layer, other = nn.Linear(16, 16), nn.Linear(16, 16)
+    other.weight = layer.weight
+    plan([layer, nn.Tanh(), layer if middle is None else other])
+
+
+def gpt(x=TOKENS, stages=2, **sizes):
+    return plan(pp.gpt_layers(**GPT | sizes), pp.gpipe(stages, 1), x)
+
+
+def split_gpt(x=TOKENS, **sizes):
+    with imagined_ranks(4):
+        return gpt(x, 1, group=distributed.group.WORLD, **sizes)
+
+
+def other_group():
+    with imagined_ranks(2):
+        layers = pp.gpt_layers(**GPT, group=distributed.group.WORLD)
+    plan(layers, x=TOKENS)
+
+
+def tied(*names):
+    check_tied([nn.Linear(2, 3, bias=False), nn.Linear(3, 4, bias=False)], [names])
+
+
+def ordered(*texts):
+    return pp.with_messages("", texts)
+
+
+def shares(**options):
+    return pp.stage_shares(SHAPE, 8, 12, **options)
+
+
+def order(*axes):
+    return pp.axis_seconds(pp.ways(4, SHAPE, 8, 12)[0], axes)
+
+
+SAID = {  # what is said → the call
+    # a plan
+    "at most 4 stages for 4 layers": lambda: plan(schedule=pp.gpipe(5, 2)),
+    "3 micro-batches divide, found 8 rows": lambda: plan(schedule=pp.gpipe(2, 3)),
+    "at least one row, (batch, …), found shape (0, 16)": lambda: plan(x=X[:0]),
+    "at least one row, (batch, …), found shape ()": lambda: plan(x=torch.tensor(1.0)),
+    "list of micro-batches, found dict": (lambda: plan(x={"x": X}), TypeError),
+    "list of 2 micro-batches, found 1": lambda: plan(x=[X]),
+    "expected 2 parts": lambda: plan(parts=[range(4)]),
+    "found none on stage 1": lambda: plan(parts=[range(4), range(0)]),
+    "layers 0 to 3 in order, each once": lambda: plan(parts=[range(1), range(2, 4)]),
+    "list of layers, found one Linear": (lambda: plan(nn.Linear(16, 4)), TypeError),
+    "layer 4 to make a module": (lambda: plan([*LAYERS, dict]), TypeError),
+    "expected a Schedule": (lambda: plan(schedule="GPipe"), TypeError),
+    "say its sizes": lambda: plan([*LAYERS, nn.LazyLinear(3)]),
+    "layer 4 (Linear) of stage 1 cannot take (4, 4) float32 from layer 3": lambda: plan([*LAYERS, linear(5, 5)]),
+    "tuple of tensors, found dict": lambda: returning(lambda x: {"x": x}),
+    "found (…NoneType": lambda: returning(lambda x: (x, None)),
+    "found a tuple of 1": lambda: returning(lambda x: (x,)),
+    "do not depend on values…layer 0": lambda: returning(lambda x: x[x > 0]),
+    "stage 1 to return one shape…(4, 2)…(4, 1)": lambda: plan([*LAYERS, Counts]),
+    "stage 0 to return one shape": lambda: plan(x=[X[:4], X[:3]]),
+    "parameters to train, found none": lambda: plan([nn.Tanh, nn.Tanh]),
+    "found '1.weight'": lambda: plan(tied=[("0.weight", "1.weight")]),
+    "(16, 16) torch.float32 trained, found (4, 16)…alike": lambda: plan(tied=[("0.weight", "3.weight")]),
+    "found '0.weight' of stage 0 to be '2.weight' of stage 1…say tied=[('0.weight', '2.weight')]": lambda: shared(None),
+    "make them separately and say tied=[('0.weight', '2.weight')]": lambda: shared("another layer with its weight"),
+    "at least one layer, found none": lambda: plan([], pp.gpipe(1, 1)),
+    "process group": (other_group, (RuntimeError, ValueError)),
+    # of a GPT
+    "3 heads cannot share a width of 16": lambda: gpt(heads=3),
+    "at most 8 tokens (the context), found 9": lambda: gpt(torch.zeros(4, 9, dtype=torch.int64)),
+    "at least one text of at least one token": lambda: gpt(torch.zeros(2, 0, dtype=torch.int64)),
+    "31 entries of the vocabulary cannot be split over 4 ranks": lambda: split_gpt(vocabulary=31),
+    "10 positions of the context cannot be split over 4 ranks": lambda: split_gpt(context=10),
+    "2 heads cannot be split over 4 ranks": lambda: split_gpt(heads=2),
+    "6 tokens cannot be split over 4 ranks": lambda: split_gpt(TOKENS[:, :6], sequence_parallel=True),
+    # ties
+    "found '1.bias'; layer 1 has 1.weight": lambda: tied("0.weight", "1.bias"),
+    "found '7.weight'; there are 2 layers": lambda: tied("0.weight", "7.weight"),
+    "expected 1.weight as 0.weight, which it is tied to, (3, 2) …, found (4, 3)": lambda: tied("0.weight", "1.weight"),
+    "'1.b.weight' is a parameter of (0.weight, 1.a.weight), too; make one group": lambda: plan(
+        [linear(16, 16), Twice, linear(16, 16)],
+        pp.gpipe(3, 1),
+        tied=[("0.weight", "1.a.weight"), ("1.b.weight", "2.weight")],
+    ),
+    # schedules
+    "expected stages of at least 1, found 0": lambda: pp.gpipe(0, 2),
+    "expected micro_batches of at least 1, found -1": lambda: pp.one_forward_one_backward(2, -1),
+    "expected ranks of at least 1": lambda: pp.interleaved(0, 4, 4),
+    "expected chunks of at least 1": lambda: pp.interleaved(2, 0, 4),
+    "expected stages as an int, found True": (lambda: pp.forward_only(True, 2), TypeError),
+    "expected stages as an int, found tensor": (lambda: pp.gpipe(torch.tensor(2), 2), TypeError),
+    "micro-batches that 4 ranks divide, found 6; pick 8": lambda: pp.interleaved(4, 2, 6),
+    "for each of 2 stages, none above the one before, found [1, 2]": lambda: pp.one_forward_one_backward(
+        2, 4, in_flight=[1, 2]
+    ),
+    "for each of 2 stages, none above the one before, found [2]": lambda: pp.one_forward_one_backward(
+        2, 4, in_flight=[2]
+    ),
+    "expected B0 of stage 1 on rank 1, found none; put it in": lambda: ordered("F0 B0", "F0"),
+    "expected F1 of stage 0 on rank 0, found none": lambda: ordered("F0 F2 B0 B2"),
+    "each computation once, found F0 of stage 0 twice on rank 0": lambda: ordered("F0 B0 F0", "F0 B0"),
+    "expected stage 0 on one rank, found F0 of stage 0 on rank 1 and others on rank 0": lambda: ordered(
+        "F0 B0", "F0@0 F0 B0"
+    ),
+    "stages 0 to 2, found stage 1 on no rank": lambda: ordered("F0 B0", "F0@2 B0@2"),
+    "a stage on each of 2 ranks, found stages on ranks [0]": lambda: ordered("F0 B0", ""),
+    "rank 0 waits with B0 of stage 0 for F0 of stage 0; rank 1 waits with F0": lambda: ordered("B0 F0", "F0 B0"),
+    "rank 0 waits with B0 of stage 0 for B0 of stage 1; rank 1 waits with F1": lambda: ordered(
+        "F0 B0 F1 B1", "F0 F1 B0 B1"
+    ),
+    "forwards and backwards only, found send F0 of stage 0 on rank 0; take it out": (
+        lambda: pp.with_messages("", [[pp.Action("send activation", 0, 0)]])
+    ),
+    "found weights0 of stage 0 on rank 0": lambda: pp.with_messages("", [[pp.Action("weights", 0, 0)]]),
+    **{
+        f"expected F or B and a micro-batch, as in F0 or B3@2, found '{word}": (
+            lambda word=word: pp.with_messages("", [f"F0 {word} B0"])
+        )
+        for word in ("f0", "F0@", "F-1", "F0,B0")
+    },
+    **{
+        f"expected a stage on each of {lists} ranks, found stages on ranks {list(at)}": (
+            lambda at=at, lists=lists: pp.Schedule("", 1, at, ((),) * lists)
+        )
+        for at, lists in (((0, 2), 2), ((0, 0), 2), ((), 0))
+    },
+    # costs and closed forms
+    "found -2": lambda: pp.balance([1, -2], 1),
+    "1 to 2 stages for 2 layers, found 3": lambda: pp.balance([1, 2], 3),
+    "layers=": lambda: pp.balance(lambda layer, stage: 1, 2),
+    "expected a cost for each of 3 stages, found 2": lambda: pp.simulate(pp.gpipe(3, 2), [pp.StageCost()] * 2),
+    "saved_bytes of at least 0, found -1": lambda: pp.StageCost(saved_bytes=-1),
+    "forward_seconds of at least 0, found nan": lambda: pp.StageCost(float("nan")),
+    "of at least 0 and link_bytes_per_second above 0, found -1": lambda: pp.simulate(pp.gpipe(2, 2), EQUAL, -1.0),
+    "'GPipe', '1F1B', 'interleaved 1F1B'; found 'gpipe'": lambda: pp.in_flight("gpipe", 0, 2, 2),
+    "a stage from 0 to 3, found 4": lambda: pp.in_flight("1F1B", 4, 4, 2),
+    "stages that 3 chunks divide, found 4": lambda: pp.in_flight("interleaved 1F1B", 0, 4, 4, chunks=3),
+    "stages of at least 1, found 0": lambda: pp.bubble_share(0, 2),
+    # three axes
+    "8 texts cannot be split over 3 data ranks": lambda: shares(data=3),
+    "16 micro-batches each": lambda: shares(micro_batches=16),
+    "4 heads": lambda: shares(tensor=3),
+    "1 to 6 stages": lambda: shares(pipeline=7),
+    "pipeline of at least 1": lambda: shares(pipeline=0),
+    "2F2B": lambda: shares(schedule="2F2B"),
+    "expected precision to be one of 'fp32', 'bf16', 'mixed'; found 'fp8'": lambda: shares(precision="fp8"),
+    "expected 2 parts, one for each stage, found 1": lambda: shares(pipeline=2, parts=[range(6)]),
+    "1f1b": lambda: pp.ways(8, SHAPE, 8, 12, schedule="1f1b"),
+    "ranks of at least 1, found 0": lambda: pp.ways(0, SHAPE, 8, 12),
+    "texts_at_once of at least 1, found 0": lambda: pp.ways(8, SHAPE, 8, 12, texts_at_once=0),
+    "each of data, pipeline, tensor once, found data, tensor": lambda: order("data", "tensor"),
+}
+
+
+def cases(table: dict) -> dict:
+    """By what is said, which names the case, too."""
+    pairs = {words: value if isinstance(value, tuple) else (value, ValueError) for words, value in table.items()}
+    return {words: (call, error, words) for words, (call, error) in pairs.items()}
+
+
+@refusals(cases(SAID))
+def test_it_is_refused_and_the_error_says_what_to_do(call, error, words):
+    refused(call, error, words)
+
+
+@pytest.mark.parametrize(("name", "peer"), [("receive", 2), ("send", -1), ("Send", 1)])
+def test_a_message_to_nobody_is_refused_before_anything_is_sent(name, peer):
+    with imagined_ranks(2), Traffic() as traffic, pytest.raises(ValueError, match="a rank of the group, 0 to 1"):
+        begin([("send", torch.zeros(3), 1), (name, torch.zeros(3), peer)])
+    assert not traffic.records
 
 
 @pytest.mark.parametrize(
-    "costs,stages,words",
+    ("wrong", "words"),
     [
-        ([1, 2], 3, "1 to 2 stages"),
-        ([1, 2], 0, "1 to 2 stages"),
-        ([1, -2], 1, "found -2"),
-        ([1, float("nan")], 1, "nan"),
+        ("--ranks 0", "expected at least one rank, found 0"),
+        ("--steps 0", "expected at least one step, found 0"),
+        ("--micro-batches 0", "expected at least 1 as --micro-batches, found 0"),
+        ("--data -1", "expected at least 1 as --data, found -1"),
+        ("--ranks 6 --data 4", "take a multiple of 4"),
+        ("--schedule interleaved --ranks 3", "expected --micro-batches that 3 ranks divide, found 8"),
+        ("--schedule interleaved --ranks 8", "expected at most 8 stages, a layer each, found 16"),
+        ("--imagined 9", "expected at most 8 stages, a layer each, found 9"),
+        ("--data 2 --micro-batches 16", "pick numbers whose product divides 16"),
+        ("--ranks 3 --tensor 3", "8 heads cannot be split over 3 ranks"),
     ],
 )
-def test_costs_that_are_none_and_stages_without_layers_are_refused(costs, stages, words):
-    with pytest.raises(ValueError, match=words):
-        balance(costs, stages)
-    with pytest.raises(ValueError, match="layers="):
-        balance(lambda layer, stage: 1, 2)
-
-
-@pytest.mark.parametrize("page", [plan, balancing])
-def test_examples_in_the_pages_are_true(page):
-    assert doctest.testmod(page).failed == 0
-
-
-def test_a_plan_from_a_list_of_micro_batches_knows_the_batch_that_it_makes():
-    layers, whole = [nn.Linear(4, 4), nn.Tanh()], torch.zeros(6, 4)
-    assert plan_pipeline(layers, gpipe(2, 3), list(whole.split(2))) == plan_pipeline(layers, gpipe(2, 3), whole)
-
-
-def test_a_plan_wants_a_layer():
-    with pytest.raises(ValueError, match="at least one layer, found none"):
-        plan_pipeline([], gpipe(1, 1), torch.zeros(2, 2))
+def test_the_example_refuses_numbers_that_do_not_go_together(wrong, words, capsys):
+    with pytest.raises(SystemExit):
+        main(wrong.split())
+    assert words in " ".join(capsys.readouterr().err.split())

@@ -22,17 +22,23 @@ from memlab.book.steps import build, metered_step
 from memlab.memory_arithmetic import PRESETS, Transformer, training_step
 from memlab.memory_timeline import Meter, imagine
 from memlab.units import format_bytes
+from tests.harness import refusals, refused
 from tests.memory_timeline_helpers import one_thread  # noqa: F401
+from tests.tiers import some
 
 GPT = Transformer(3, 32, 4, 64, 16)
 LLAMA = Transformer(3, 32, 4, 64, 16, kv_heads=2, hidden=48, family="llama")
+SHALLOW = dataclasses.replace(GPT, layers=1)
 
 
-@pytest.mark.parametrize("model", [GPT, LLAMA, dataclasses.replace(GPT, layers=1)], ids=["GPT", "Llama", "one block"])
-@pytest.mark.parametrize("first_step", [False, True])
-def test_every_moment_is_predicted_to_the_byte_and_lies_in_its_own_stretch(model, first_step):
-    step = training_step(model, 2, 16, hardware="cpu", first_step=first_step)
-    timeline = metered_step(model, 2, 16, first_step=first_step)
+STEPS = [(model, {"first_step": first}) for model in (GPT, LLAMA, SHALLOW) for first in (False, True)]
+NOTHING_MADE = [(GPT, {"optimizer": "sgd"}), (GPT, {"implementation": "fused"})]  # where the optimizer steps
+
+
+@pytest.mark.parametrize(("model", "options"), STEPS + NOTHING_MADE, ids=str)
+def test_every_moment_is_predicted_to_the_byte_and_lies_in_its_own_stretch(model, options):
+    step = training_step(model, 2, 16, hardware="cpu", **options)
+    timeline = metered_step(model, 2, 16, **options)
     measured = measured_moments(timeline, model)
     assert measured == {name: step.moment(name).nbytes for name in measured}
     assert max(measured.values()) == timeline.peak_bytes
@@ -41,25 +47,6 @@ def test_every_moment_is_predicted_to_the_byte_and_lies_in_its_own_stretch(model
     assert all(before[1] < after[0] for before, after in itertools.pairwise(places))
     assert places[0][0] == 0 and places[-1][1] == len(timeline)
     assert {row[-1] for row in moments_table(step, timeline).rows} == {0}
-
-
-@pytest.mark.parametrize("options", [{"optimizer": "sgd"}, {"implementation": "fused"}], ids=str)
-def test_a_moment_in_which_nothing_is_made_is_as_full_as_what_was_there_before(options):
-    step, timeline = training_step(GPT, 2, 16, hardware="cpu", **options), metered_step(GPT, 2, 16, **options)
-    assert {row[-1] for row in moments_table(step, timeline).rows} == {0}
-
-
-@pytest.mark.parametrize("layers", [1, 2, 4])
-def test_a_step_of_a_model_with_other_blocks_has_no_stretches(layers):
-    with pytest.raises(ValueError, match="expected one metered step of .*layers=.*; found Timeline"):
-        stretches(metered_step(GPT, 2, 16), dataclasses.replace(GPT, layers=layers))
-
-
-def test_what_is_no_training_step_has_no_stretches():
-    with Meter() as meter:
-        torch.ones(3)
-    with pytest.raises(ValueError, match="expected one metered step of .*: forward, backward, optimizer"):
-        stretches(meter.timeline, GPT)
 
 
 def test_the_picture_says_every_moment_and_draws_a_ceiling_for_each():
@@ -72,14 +59,15 @@ def test_the_picture_says_every_moment_and_draws_a_ceiling_for_each():
     assert picture.png().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"precision": "bf16", "implementation": "fused"}, {"precision": "autocast"}, {"precision": "mixed"}]
+@some(
+    "options",
+    [{}, {"precision": "bf16", "implementation": "fused"}, {"precision": "autocast"}, {"precision": "mixed"}],
+    keep=3,
 )
 def test_the_step_can_be_imagined_too(options):
     with imagine("H100-80GB"):
         timeline = metered_step(GPT, 2, 16, **options)
-    predicted = training_step(GPT, 2, 16, **options).peak_bytes
-    assert timeline.peak_bytes == predicted
+    assert timeline.peak_bytes == training_step(GPT, 2, 16, **options).peak_bytes
     assert torch.get_default_dtype() is torch.float32
 
 
@@ -87,31 +75,52 @@ def test_terms_are_listed_from_the_largest_and_the_rest_is_summed():
     step = training_step(GPT, 2, 16)
     table = terms(step.peak, top=3)
     assert len(table.rows) == 4 and table.rows[-1][2] == f"… {len(step.peak) - 3} more"
-    assert len(terms(step.peak).rows) == len(step.peak)
+    ordered = sorted((term.nbytes for term in step.peak), reverse=True)
+    assert table.rows[-1][0] == format_bytes(sum(ordered[3:]))
+    assert [row[0] for row in terms(step.peak).rows] == [format_bytes(nbytes) for nbytes in ordered]
     largest = max(step.peak, key=lambda term: term.nbytes)
-    assert table.rows[0] == [
-        format_bytes(largest.nbytes),
-        largest.category.replace("_", " "),
-        largest.name,
-        largest.formula,
-        largest.source,
-    ]
+    words = largest.category.replace("_", " "), largest.name, largest.formula, largest.source
+    assert table.rows[0] == [format_bytes(largest.nbytes), *words]
 
 
-def test_what_has_no_model_in_the_book_is_refused():
-    with pytest.raises(ValueError, match="dataclasses.replace"):
-        build(PRESETS["GPT-2 small"])
-    with pytest.raises(ValueError, match="expected precision to be one of .*'mixed'.*; found 'fp8'"):
-        metered_step(GPT, 1, 8, precision="fp8")
+def of_another_model(**sizes):
+    return lambda: stretches(metered_step(GPT, 2, 16), dataclasses.replace(GPT, **sizes))
+
+
+def of_no_step():
+    with Meter() as meter:
+        torch.ones(3)
+    stretches(meter.timeline, GPT)
+
+
+REFUSALS = {
+    "fewer blocks": (of_another_model(layers=1), ValueError, "expected one metered step of …layers=…; found Timeline"),
+    "more blocks": (of_another_model(layers=4), ValueError, "expected one metered step of …layers=…; found Timeline"),
+    "no step": (of_no_step, ValueError, "expected one metered step of …: forward, backward, optimizer"),
+    "no model of the book": (lambda: build(PRESETS["GPT-2 small"]), ValueError, "dataclasses.replace"),
+    "no precision": (lambda: metered_step(GPT, 1, 8, precision="fp8"), ValueError, "precision …'mixed'…; found 'fp8'"),
+    "no slider": (lambda: what_if(widht=256), TypeError, "expected sliders among layers, …, imagined; found 'widht'"),
+    "no place of a slider": (
+        lambda: what_if(layers=5),
+        ValueError,
+        "expected layers to start at one of [2, …], found 5",
+    ),
+}
+
+
+@refusals(REFUSALS)
+def test_what_is_no_step_no_model_and_no_slider_is_refused(call, error, words):
+    refused(call, error, words)
 
 
 # ---- what if
 
 
-def test_wherever_the_sliders_stand_the_prediction_adds_up():
+@some("places", [60, 500], keep=1)
+def test_wherever_the_sliders_stand_the_prediction_adds_up(places):
     grid = list(itertools.product(*SLIDERS.values()))
-    corners = itertools.product(*((values[0], values[-1]) for values in SLIDERS.values()))
-    for values in [*corners, *grid[:: len(grid) // 500]]:
+    corners = list(itertools.product(*((values[0], values[-1]) for values in SLIDERS.values())))
+    for values in [*corners[:: 500 // places], *grid[:: len(grid) // places]]:
         step = Asked(*values).step()
         assert step.peak_bytes == sum(step.peak.by_category().values()) == max(m.nbytes for m in step.moments)
         assert step.peak_bytes > step.parameters.nbytes > 0
@@ -119,26 +128,21 @@ def test_wherever_the_sliders_stand_the_prediction_adds_up():
 
 def test_the_bars_say_what_was_asked_and_which_card_holds_it():
     sliders = what_if(layers=2, width=256, tokens=256, batch=1)
-    assert "0.03 billion parameters" in sliders.picture.figure.axes[0].get_title(loc="left")
-    assert "which fits T4-16GB" in sliders.picture.figure.axes[0].get_title(loc="left")
+
+    def title(picture):
+        return picture.figure.axes[0].get_title(loc="left")
+
+    assert "0.03 billion parameters" in title(sliders.picture) and "which fits T4-16GB" in title(sliders.picture)
     imagined = sliders.at(**sliders.start | {"imagined": True})
     assert "imagined: " in imagined.alt and "imagined: " not in sliders.picture.alt
     large = sliders.at(**sliders.start | {"layers": 96, "width": 12288})
-    assert "which fits none of the cards" in large.figure.axes[0].get_title(loc="left")
-    assert "H200-141GB" in large.alt
+    assert "which fits none of the cards" in title(large) and "H200-141GB" in large.alt
     thick = sliders.at(**sliders.start | {"width": 2048, "heads": 4})
-    assert "no fused kernel for heads of 512" in thick.figure.axes[0].get_title(loc="left")
+    assert "no fused kernel for heads of 512" in title(thick)
     mixed = Asked(2, 256, 16, 256, 1, "mixed", "adamw")
     imagined = {name: nbytes for name, nbytes in predictions._imagined(mixed).items() if nbytes}
     assert imagined == mixed.step().peak.by_category()
-
-
-def test_the_sliders_begin_where_they_are_told_to_or_say_where_they_may():
     assert what_if(layers=2, width=256, imagined=True).start["imagined"] is True
-    with pytest.raises(TypeError, match="expected sliders among layers, .*, imagined; found 'widht'"):
-        what_if(widht=256)
-    with pytest.raises(ValueError, match=r"expected layers to start at one of \[2, .*\], found 5"):
-        what_if(layers=5)
 
 
 def test_the_cards_are_in_order_of_their_capacity():

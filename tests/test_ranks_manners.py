@@ -18,7 +18,8 @@ import psutil
 import pytest
 from torch import distributed
 
-from memlab.ranks import torchrun
+from memlab.ranks import one_rank, run_ranks, server, torchrun
+from tests.harness import refused
 
 ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="processes are watched through POSIX signals here")
@@ -106,6 +107,20 @@ def test_ranks_end_by_themselves_when_their_launcher_is_killed(folder):
     assert leftovers(processes, folder) == ([], [])
 
 
+def test_an_interrupt_waits_until_a_block_is_through_and_a_second_one_does_not_wait():
+    done = []
+    with pytest.raises(KeyboardInterrupt), server.uninterrupted():
+        os.kill(os.getpid(), signal.SIGINT)
+        done.append("first")
+    with pytest.raises(KeyboardInterrupt), server.uninterrupted():
+        os.kill(os.getpid(), signal.SIGINT)
+        done.append("second")
+        os.kill(os.getpid(), signal.SIGINT)
+        done.append("never")
+    assert done == ["first", "second"] and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.thorough
 def test_an_interrupt_at_any_moment_of_a_launch_leaves_nothing(folder):
     (folder / "tmp").mkdir()
     code = """
@@ -146,6 +161,9 @@ def work(rank):
     with Meter() as meter:
         kept = torch.ones(10)
     torch.distributed.all_reduce(kept)
+    every = [None, None]
+    torch.distributed.all_gather_object(every, Found(None, rank))  # pickle looks for its class in __main__
+    assert [each.total for each in every] == [0, 1]
     return Found(meter.timeline, kept.sum().item())
 """
 USE = """
@@ -160,12 +178,6 @@ def fails(rank):
     torch.distributed.barrier()
 
 run_ranks(fails, 2)
-"""
-HANG = "run_ranks(lambda rank: time.sleep(1000), 2)"
-LEFT = """
-import psutil
-ranks = [rank for child in psutil.Process().children() for rank in child.children()]
-print(len(psutil.wait_procs(ranks, timeout=5)[1]), run_ranks(lambda rank: rank, 2))
 """
 
 
@@ -185,18 +197,10 @@ def kernel_in(folder: Path):
         manager.cleanup_resources()
 
 
-@pytest.fixture(scope="module")
-def kernel(tmp_path_factory):
-    with kernel_in(tmp_path_factory.mktemp("kernel")) as both:
-        yield both
-
-
-def ran(client, code: str, while_busy=None) -> tuple[str, str]:
+def ran(client, code: str) -> tuple[str, str]:
     """What a cell prints, and the error that ends it."""
     printed, error = [], ""
     asked = client.execute(code)
-    if while_busy is not None:
-        while_busy()
     while True:
         message = client.get_iopub_msg(timeout=60)
         if message["parent_header"].get("msg_id") != asked:
@@ -211,21 +215,23 @@ def ran(client, code: str, while_busy=None) -> tuple[str, str]:
             return "".join(printed), error
 
 
-def test_a_function_of_a_cell_runs_in_ranks_and_its_lines_are_quoted(kernel):
-    assert ran(kernel[1], DEFINE) == ("", "")
-    printed, error = ran(kernel[1], USE)
-    assert error == ""
-    assert printed.splitlines() == [
-        "rank 0 │ hello from a cell",
-        "rank 1 │ hello from a cell",
-        "[True, True] [20.0, 20.0]",
-        "{'kept = torch.ones(10)'}",
-    ]
-    _, error = ran(kernel[1], FAIL)
+def test_a_function_of_a_cell_runs_in_ranks_and_its_lines_are_quoted(folder):
+    with kernel_in(folder) as (_, client):
+        assert ran(client, DEFINE) == ("", "")
+        printed, error = ran(client, USE)
+        assert error == ""
+        assert printed.splitlines() == [
+            "rank 0 │ hello from a cell",
+            "rank 1 │ hello from a cell",
+            "[True, True] [20.0, 20.0]",
+            "{'kept = torch.ones(10)'}",
+        ]
+        _, error = ran(client, FAIL)
     assert error.startswith("RankError: rank 1 raised ValueError: in a cell\n")
     assert '    raise ValueError("in a cell")\n' in error
 
 
+@pytest.mark.thorough
 def test_a_kernel_that_is_shut_down_does_not_wait_to_be_killed_and_leaves_nothing(folder):
     with kernel_in(folder) as (manager, client):
         assert ran(client, "from memlab.ranks import run_ranks\nrun_ranks(lambda rank: rank, 2)")[1] == ""
@@ -239,96 +245,41 @@ def test_a_kernel_that_is_shut_down_does_not_wait_to_be_killed_and_leaves_nothin
         assert list((folder / "tmp").glob("pymp-*")) == []
 
 
-def test_interrupting_the_kernel_ends_the_ranks_and_the_next_launch_works(kernel):
-    def interrupt():
-        time.sleep(1.5)
-        kernel[0].interrupt_kernel()
-
-    ran(kernel[1], DEFINE)
-    _, error = ran(kernel[1], HANG, while_busy=interrupt)
-    assert error.startswith("KeyboardInterrupt")
-    assert ran(kernel[1], LEFT) == ("0 [0, 1]\n", "")
-
-
 # ---- under torchrun
 
 EXAMPLE = """
-import sys, torch
+import os, torch
 from memlab.ranks import run_ranks
 
 def total(rank, factor):
     print(f"a line of rank {rank}\\n", end="", flush=True)
-    x = torch.ones(2) * factor
-    torch.distributed.all_reduce(x)
-    if sys.argv[2:] and rank == 1:
-        raise ValueError("under torchrun")
+    x = torch.nn.Parameter(torch.ones(2) * factor)
+    torch.optim.AdamW([x])  # imports torch's compiler, whose imports must not keep the group
+    torch.distributed.all_reduce(x.data)
     return rank, x.tolist()
 
-results = run_ranks(total, int(sys.argv[1]), 3.0)
+results = run_ranks(total, 2, 3.0)
 assert not torch.distributed.is_initialized()
+threads = f"/proc/self/task"
+names = [open(f"{threads}/{task}/comm").read() for task in os.listdir(threads)] if os.path.isdir(threads) else []
+assert not [name for name in names if "gloo" in name], names
 print(f"results {results}\\n", end="", flush=True)
 """
 
 
-def under_torchrun(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
+def test_the_same_file_runs_under_torchrun_every_rank_has_all_results_and_no_thread_outlives_the_group(folder):
     (folder / "tmp").mkdir()
     (folder / "example.py").write_text(EXAMPLE)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    return subprocess.run(
-        [*command, folder / "example.py", *arguments],
-        env=environment(folder),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "example.py"]
+    done = subprocess.run(
+        command, cwd=folder, env=environment(folder), capture_output=True, text=True, timeout=120, check=False
     )
-
-
-def test_the_same_file_runs_under_torchrun_and_every_rank_has_all_results(folder):
-    done = under_torchrun(folder, "2")
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == [
         "a line of rank 0",
         "a line of rank 1",
         *["results [(0, [6.0, 6.0]), (1, [6.0, 6.0])]"] * 2,
     ]
-
-
-def test_under_torchrun_another_number_of_ranks_is_told_with_the_command(monkeypatch):
-    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match=r"expected 3 ranks, .*found 2 \(WORLD_SIZE\).*torchrun --nproc-per-node 3"):
-        torchrun.run_this_rank(print, 3, (), 1.0)
-
-
-def test_a_rank_of_torchruns_raises_its_own_error(folder):
-    done = under_torchrun(folder, "2", "fail")
-    assert done.returncode != 0 and "ValueError: under torchrun" in done.stderr
-    assert "results" not in done.stdout
-
-
-ENDED = """
-import os, torch
-from memlab.ranks import run_ranks
-
-def train(rank):
-    p = torch.nn.Parameter(torch.ones(2))
-    torch.optim.AdamW([p])  # imports torch's compiler, whose imports must not keep the group
-
-run_ranks(train, 1)
-print(sorted({open(f"/proc/self/task/{task}/comm").read().strip() for task in os.listdir("/proc/self/task")}))
-"""
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="a thread's name is read in /proc")
-def test_no_thread_of_the_group_outlives_it_under_torchrun(folder):
-    (folder / "ended.py").write_text(ENDED)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
-    done = subprocess.run(
-        [*command, folder / "ended.py"], env=environment(folder), capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    assert "gloo" not in done.stdout and "python" in done.stdout
 
 
 def test_a_single_rank_of_torchruns_forms_a_group_and_ends_it(monkeypatch):
@@ -338,15 +289,18 @@ def test_a_single_rank_of_torchruns_forms_a_group_and_ends_it(monkeypatch):
     given = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     for name, value in given.items():
         monkeypatch.setenv(name, value)
-    from memlab.ranks import one_rank, run_ranks
-
     hook = sys.excepthook
     assert run_ranks(lambda rank: json.dumps(rank), 1) == ["0"]
-    assert sys.excepthook is hook
-    with one_rank("cpu"), pytest.raises(RuntimeError, match="expected no process group, since run_ranks forms one"):
-        run_ranks(print, 1)
-    with pytest.raises(RuntimeError, match="expected run_ranks outside of ranks, found it in rank 0: use this rank's"):
-        run_ranks(lambda rank: run_ranks(print, 1), 1)
-    with pytest.raises(RuntimeError, match="found that the function ended it: leave that to run_ranks"):
-        run_ranks(lambda rank: distributed.destroy_process_group(), 1)
+    with one_rank("cpu"):
+        words = "expected no process group, since run_ranks forms one"
+        refused(lambda: run_ranks(print, 1), RuntimeError, words)
+    nested = lambda rank: run_ranks(print, 1)  # noqa: E731
+    ends = lambda rank: distributed.destroy_process_group()  # noqa: E731
+    words = "expected run_ranks outside of ranks, found it in rank 0: use this rank's"
+    refused(lambda: run_ranks(nested, 1), RuntimeError, words)
+    refused(lambda: run_ranks(ends, 1), RuntimeError, "found that the function ended it: leave that to run_ranks")
+    refused(lambda: run_ranks(lambda rank: 1 / rank, 1), ZeroDivisionError, "")  # an error is the rank's own
+    assert not distributed.is_initialized()
+    words = "expected 3 ranks, …found 1 (WORLD_SIZE)…torchrun --nproc-per-node 3"
+    refused(lambda: torchrun.run_this_rank(print, 3, (), 1.0), ValueError, words)
     assert sys.excepthook is hook and run_ranks(lambda rank: rank, 1) == [0]

@@ -12,6 +12,7 @@ from torch import distributed
 
 from memlab.memory_timeline import Meter, imagine
 from memlab.ranks import Traffic, imagined_ranks, mesh, mesh_groups, one_rank, run_ranks
+from tests.harness import refusals, refused
 
 MESHES = [
     {"data": 2, "pipeline": 2, "tensor": 2},
@@ -54,43 +55,50 @@ def test_a_size_of_minus_one_is_what_is_left():
         assert mesh(data=8, tensor=-1).shape == (8, 1)
 
 
-@pytest.mark.parametrize(
-    ("axes", "words"),
-    [
-        ({}, "expected at least one axis and its size, as mesh(data=2, tensor=2), found none"),
-        ({"data": 0}, "expected a number of ranks along data, 1 or more, found 0"),
-        ({"data": -2, "tensor": -1}, "expected a number of ranks along data, 1 or more, found -2"),
-        ({"data": 2.0}, "found 2.0"),
-        ({"data": True}, "found True"),
-        ({"data": None}, "found None"),
-        ({"data": -1, "tensor": -1}, "expected one axis of -1, which is what is left, found data and tensor"),
-        (
-            {"data": 2, "tensor": 2},
-            "expected axes whose product is 8, the number of ranks, found data=2 · tensor=2; data=4 or tensor=4 would",
-        ),
-        ({"data": 3, "tensor": 2}, "found data=3 · tensor=2; data=4 would do"),
-        ({"data": 3, "tensor": 5}, "sizes whose product divides 8 (1, 2, 4, 8), and -1 for what is left, would do"),
-        ({"data": -1, "tensor": 3}, "sizes whose product divides 8 (1, 2, 4, 8), and -1"),
-        ({"data": 16}, "data=8 would do"),
-    ],
-    ids=str,
-)
+SIZES = {
+    "none": ({}, "expected at least one axis and its size, as mesh(data=2, tensor=2), found none"),
+    "zero": ({"data": 0}, "expected a number of ranks along data, 1 or more, found 0"),
+    "below": ({"data": -2, "tensor": -1}, "expected a number of ranks along data, 1 or more, found -2"),
+    "a fraction": ({"data": 2.0}, "found 2.0"),
+    "a yes": ({"data": True}, "found True"),
+    "two left": ({"data": -1, "tensor": -1}, "expected one axis of -1, which is what is left, found data and tensor"),
+    "too few": (
+        {"data": 2, "tensor": 2},
+        "is 8, the number of ranks, found data=2 · tensor=2; data=4 or tensor=4",
+    ),
+    "one of two": ({"data": 3, "tensor": 2}, "found data=3 · tensor=2; data=4 would do"),
+    "neither": ({"data": 3, "tensor": 5}, "sizes whose product divides 8 (1, 2, 4, 8), and -1 for what is left, would"),
+    "left of none": ({"data": -1, "tensor": 3}, "sizes whose product divides 8 (1, 2, 4, 8), and -1"),
+    "too many": ({"data": 16}, "data=8 would do"),
+}
+
+
+@pytest.mark.parametrize(("axes", "words"), SIZES.values(), ids=SIZES)
 def test_sizes_that_do_not_make_the_ranks_are_refused_and_the_error_says_which_would(axes, words):
     with imagined_ranks(8):
-        with pytest.raises(ValueError) as error:
-            mesh(**axes)
-        assert words in str(error.value)
+        refused(lambda: mesh(**axes), ValueError, words)
 
 
-def test_groups_in_words_refuse_what_is_no_size():
-    for axes in ({}, {"data": 0}, {"data": -1}, {"data": "2"}):
-        with pytest.raises(ValueError, match="expected"):
-            mesh_groups(axes)
+def within(group):
+    with group:
+        pass
 
 
-def test_without_a_process_group_a_mesh_says_where_one_is():
-    with pytest.raises(RuntimeError, match=r"run_ranks\(fn, 4\)"):
-        mesh(data=1)
+@refusals(
+    {
+        "no axes": (lambda: mesh_groups({}), ValueError, "expected at least one axis"),
+        "what is left": (lambda: mesh_groups({"data": -1}), ValueError, "1 or more, found -1"),
+        "no process group": (lambda: mesh(data=1), RuntimeError, "run_ranks(fn, 4)"),
+        "words": (lambda: within(imagined_ranks("4")), TypeError, "expected world as a whole number, found '4'"),
+        "a fraction": (lambda: within(imagined_ranks(4, 1.0)), TypeError, "expected rank as a whole number, found 1.0"),
+        "no ranks": (lambda: within(imagined_ranks(0)), ValueError, "expected 0 ≤ rank < world, found rank 0 of 0"),
+        "rank 2": (lambda: within(imagined_ranks(2, 2)), ValueError, "expected 0 ≤ rank < world, found rank 2 of 2"),
+        "rank -1": (lambda: within(imagined_ranks(2, -1)), ValueError, "expected 0 ≤ rank < world, found rank -1"),
+        "a TPU": (lambda: within(one_rank("tpu")), ValueError, "expected device \"cpu\"…found 'tpu'; leave it out"),
+    }
+)
+def test_ranks_that_cannot_be_are_refused(call, error, words):
+    refused(call, error, words)
 
 
 @pytest.mark.parametrize("rank", [0, 3, 6])
@@ -117,26 +125,21 @@ def test_one_rank_is_a_mesh_of_ones_and_nothing_is_left_behind():
     assert not distributed.is_initialized() and threading.active_count() == threads
 
 
-@pytest.mark.parametrize("group", [lambda: one_rank("cpu"), lambda: imagined_ranks(2)], ids=["one rank", "imagined"])
-def test_a_block_that_ends_the_group_itself_ends_as_it_would(group):
-    hook = sys.excepthook
-    with pytest.raises(ZeroDivisionError), group():
-        distributed.destroy_process_group()
-        _ = 1 / 0
-    assert sys.excepthook is hook and not distributed.is_initialized()
-
-
 @pytest.mark.parametrize(
-    ("group", "error", "message"),
-    [
-        (lambda: imagined_ranks("4"), TypeError, "expected world as a whole number, found '4'"),
-        (lambda: imagined_ranks(4, 1.0), TypeError, "expected rank as a whole number, found 1.0"),
-        (lambda: one_rank("tpu"), ValueError, "expected device \"cpu\".*found 'tpu'; leave it out"),
-    ],
+    "group", [lambda: one_rank("cpu"), lambda: imagined_ranks(64, 2)], ids=["one rank", "imagined"]
 )
-def test_ranks_that_cannot_be_are_refused(group, error, message):
-    with pytest.raises(error, match=message), group():
-        pass
+def test_a_group_ends_with_its_block_after_an_error_or_if_the_block_ends_it_itself_and_takes_no_other_over(group):
+    hook = sys.excepthook
+    with group() as made:
+        assert distributed.get_world_size() == made.size() and distributed.get_rank() in (0, 2)
+        refused(lambda: within(group()), RuntimeError, "expected no process group")
+        assert distributed.is_initialized()
+    for early in (False, True):
+        with pytest.raises(ZeroDivisionError), group():
+            if early:
+                distributed.destroy_process_group()
+            _ = 1 / 0
+        assert sys.excepthook is hook and not distributed.is_initialized()
 
 
 def sums(rank):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import pickle
-import sys
 import threading
 
 import pytest
@@ -28,44 +27,12 @@ from memlab.ranks import (
     run_ranks,
     send,
 )
+from tests.harness import refusals, refused
 
 RANKS = 4
 
 
 # ---- one of many, imagined
-
-
-def reduced(state, bucket):
-    distributed.all_reduce(bucket.buffer())
-    done = torch.futures.Future()
-    done.set_result(bucket.buffer())
-    return done
-
-
-def test_rank_2_of_64_is_imagined_and_gone_afterwards():
-    hook = sys.excepthook
-    with imagined_ranks(64, rank=2) as mesh:
-        assert (distributed.get_rank(), distributed.get_world_size(), mesh.size()) == (2, 64, 64)
-        whole = torch.empty(64 * 3)
-        all_gather(whole, torch.ones(3))
-    assert not distributed.is_initialized() and sys.excepthook is hook
-
-
-@pytest.mark.parametrize("group", [lambda: imagined_ranks(2), lambda: one_rank("cpu")], ids=["imagined", "alone"])
-def test_a_group_that_was_there_is_not_taken_over_and_an_error_ends_ones_own(group):
-    with group():
-        with pytest.raises(RuntimeError, match="expected no process group"), group():
-            pass
-        assert distributed.is_initialized()
-    with pytest.raises(ZeroDivisionError), group():
-        1 / 0  # noqa: B018
-    assert not distributed.is_initialized()
-
-
-@pytest.mark.parametrize(("world", "rank"), [(0, 0), (2, 2), (2, -1)])
-def test_a_rank_is_one_of_its_world(world, rank):
-    with pytest.raises(ValueError, match=f"expected 0 ≤ rank < world, found rank {rank} of {world}"):
-        imagined_ranks(world, rank).__enter__()
 
 
 @pytest.mark.parametrize("ranks_first", [False, True])
@@ -93,15 +60,6 @@ def test_a_record_names_the_moment_at_which_the_collective_began():
         kept += [torch.zeros(4), torch.zeros(8)]
         distributed.all_reduce(kept[2])
     assert [meter.timeline.totals[record.event] for record in traffic.records] == [440 + 8, 440 + 8 + 16 + 32]
-
-
-def test_ddp_runs_on_imagined_ranks_with_a_hook_that_says_when_a_bucket_is_through():
-    with imagined_ranks(8):
-        model = DistributedDataParallel(torch.nn.Linear(10, 10))
-        model.register_comm_hook(None, reduced)
-        with Traffic() as traffic:
-            model(torch.ones(2, 10)).sum().backward()
-    assert traffic.by_name() == {"all_reduce": 2 * 440 * 7 // 8}
 
 
 # ---- formulas
@@ -149,21 +107,6 @@ def test_a_librarys_collective_is_counted_by_its_algorithms_formula(call, name, 
     assert formula(call) == [Message(name, whole, sent, received, RANKS, exact=False)]
 
 
-@pytest.mark.parametrize("name", ["all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce"])
-def test_what_all_ranks_send_is_what_all_receive(name):
-    calls = {
-        "all_reduce": lambda: distributed.all_reduce(X),
-        "all_gather": lambda: all_gather(X, X[:10]),
-        "reduce_scatter": lambda: reduce_scatter(X[:10], X),
-        "broadcast": lambda: distributed.broadcast(X, 2),
-        "reduce": lambda: distributed.reduce(X, 2),
-    }
-    records = [formula(calls[name], rank)[0] for rank in range(RANKS)]
-    total = sum(record.sent_bytes for record in records)
-    assert total == sum(record.received_bytes for record in records)
-    assert total == N * (RANKS - 1) * (2 if name == "all_reduce" else 1)
-
-
 def test_alone_nothing_is_sent():
     with one_rank("cpu"), Traffic() as traffic:
         distributed.all_reduce(X)
@@ -172,11 +115,21 @@ def test_alone_nothing_is_sent():
     assert [record.sent_bytes for record in traffic.records] == [0, 0, 0]
 
 
-@pytest.mark.parametrize("ranks", range(1, 9))
-def test_the_formula_is_rounded_up_to_whole_bytes(ranks):
-    assert ring_bytes("all_reduce", 1001, ranks) == math.ceil(2 * 1001 * (ranks - 1) / ranks)
-    with pytest.raises(ValueError, match="expected one of all_reduce, .* found 'barrier'"):
-        ring_bytes("barrier", 1, ranks)
+def test_the_formula_is_rounded_up_to_whole_bytes():
+    for ranks in range(1, 9):
+        assert ring_bytes("all_reduce", 1001, ranks) == math.ceil(2 * 1001 * (ranks - 1) / ranks)
+
+
+@refusals(
+    {
+        "a barrier": (lambda: ring_bytes("barrier", 1, 2), ValueError, "expected one of all_reduce, …found 'barrier'"),
+        "no ranks": (lambda: ring_bytes("all_reduce", 1, 0), ValueError, "expected at least one rank, found 0"),
+        "below 0": (lambda: ring_bytes("all_reduce", -12, 2), ValueError, "expected tensor_bytes as a whole number"),
+        "half a byte": (lambda: ring_bytes("all_reduce", 0.5, 2), ValueError, "tensor_bytes as a whole number"),
+    }
+)
+def test_what_no_ring_sends_is_refused(call, error, words):
+    refused(call, error, words)
 
 
 def test_what_dtensor_says_is_counted_and_a_barrier_is_no_traffic():
@@ -214,22 +167,60 @@ def test_sends_are_counted_in_every_thread_and_by_every_open_traffic():
     assert (outer.sent_bytes, outer.received_bytes, outer.exact) == (2 * N + 40, 40, True)
 
 
-def test_traffic_of_real_ranks_travels_with_its_records():
-    def talks(rank, world):
-        with Traffic() as traffic:
-            exchange(torch.ones(7), (rank + 1) % world, torch.empty(7), (rank - 1) % world)
-            distributed.all_reduce(torch.ones(9))
-            model = DistributedDataParallel(torch.nn.Linear(4, 4))
-            before = len(traffic.records)
-            model(torch.ones(2, 4)).sum().backward()
-        return traffic, before
+def talks(rank):
+    world = distributed.get_world_size()
+    with Traffic() as traffic:
+        exchange(torch.ones(7), (rank + 1) % world, torch.empty(7), (rank - 1) % world)
+        distributed.all_reduce(torch.ones(9))
+        model = DistributedDataParallel(torch.nn.Linear(4, 4))
+        before = len(traffic.records)
+        model(torch.ones(2, 4)).sum().backward()
+    return traffic, before
 
-    for traffic, before in run_ranks(talks, 3, 3):
+
+def no_rows_of_rank_0(rank):
+    counts = [[0, 0, 0], [2, 1, 0], [1, 1, 1]]  # what each rank sends to each
+    sends, receives = counts[rank], [counts[other][rank] for other in range(3)]
+    out = torch.empty(sum(receives), 3)
+    with Traffic() as traffic:
+        distributed.all_to_all_single(out, torch.ones(sum(sends), 3), receives, sends)
+    return traffic.sent_bytes, traffic.received_bytes
+
+
+def uneven_pieces(rank):
+    pieces = [torch.ones(2 * (r + 1)) for r in range(3)]
+    with Traffic() as traffic:
+        distributed.reduce_scatter(torch.empty_like(pieces[rank]), pieces)
+    return traffic.sent_bytes, traffic.received_bytes
+
+
+def sparse(rank):
+    tensor = torch.eye(4).to_sparse()
+    with Traffic() as traffic:
+        distributed.all_reduce(tensor)
+    return tensor.to_dense()[0, 0].item(), traffic.sent_bytes
+
+
+@pytest.fixture(scope="module")
+def real():
+    every = run_ranks(lambda rank: [each(rank) for each in (talks, no_rows_of_rank_0, uneven_pieces, sparse)], 3)
+    return [list(column) for column in zip(*every, strict=True)]
+
+
+def test_traffic_of_real_ranks_travels_with_its_records(real):
+    for traffic, before in real[0]:
         names = [record.name for record in traffic.records]
         assert names[:3] == ["send", "receive", "all_reduce"] and names[before:] == ["all_reduce"]
         assert traffic.by_name()["send"] == 28 and traffic.records[2].sent_bytes == 2 * 36 * 2 // 3
         assert traffic.records[-1].sent_bytes == math.ceil(2 * 80 * 2 / 3) and not traffic.exact
     assert pickle.loads(pickle.dumps(traffic)).records == traffic.records
+
+
+def test_uneven_and_sparse_tensors_are_counted_as_the_algorithms_send_them(real):
+    assert real[1] == [(0, 3 * 12), (2 * 12, 12), (2 * 12, 0)]
+    assert real[2] == [(48 - 8, 48 - 24), (48 - 16, 48 - 8), (48 - 24, 48 - 16)]  # of pieces of 8, 16 and 24 bytes
+    whole = 4 * 4 + 2 * 4 * 8  # values, and two indices of each
+    assert real[3] == [(3.0, math.ceil(2 * whole * 2 / 3))] * 3
 
 
 def test_after_an_error_nothing_is_counted_any_more():
@@ -239,17 +230,6 @@ def test_after_an_error_nothing_is_counted_any_more():
         send(X, 1)
         1 / 0  # noqa: B018
     assert len(traffic.records) == 1 and page._OPEN == []
-
-
-def test_traffic_does_not_change_what_is_computed():
-    def trained(watch):
-        torch.manual_seed(0)
-        with one_rank("cpu") as mesh, watch:
-            model = fully_shard(torch.nn.Linear(8, 8), mesh=mesh)
-            model(torch.ones(2, 8)).square().sum().backward()
-            return model.weight.grad.to_local()
-
-    assert torch.equal(trained(Traffic()), trained(Meter()))
 
 
 # ---- staged through the host
@@ -287,40 +267,6 @@ def test_main_memory_needs_no_staging_and_gloo_asks_for_it_on_a_gpu():
 # ---- what has no usual shape
 
 
-def test_a_rank_that_sends_no_rows_receives_those_of_the_others():
-    def rows(rank):
-        counts = [[0, 0], [2, 1]]  # what each rank sends to each
-        sends, receives = counts[rank], [counts[other][rank] for other in range(2)]
-        out = torch.empty(sum(receives), 3)
-        with Traffic() as traffic:
-            distributed.all_to_all_single(out, torch.ones(sum(sends), 3), receives, sends)
-        return traffic.sent_bytes, traffic.received_bytes
-
-    assert run_ranks(rows, 2) == [(0, 2 * 12), (2 * 12, 0)]
-
-
-def test_uneven_pieces_of_a_reduce_scatter_are_counted_as_the_ring_sends_them():
-    def uneven(rank):
-        pieces = [torch.ones(2 * (r + 1)) for r in range(4)]
-        with Traffic() as traffic:
-            distributed.reduce_scatter(torch.empty_like(pieces[rank]), pieces)
-        return traffic.sent_bytes, traffic.received_bytes
-
-    sizes = [8, 16, 24, 32]
-    assert run_ranks(uneven, 4) == [(80 - sizes[rank], 80 - sizes[rank - 1]) for rank in range(4)]
-
-
-def test_sparse_gradients_are_reduced_inside_a_traffic():
-    def reduced(rank):
-        sparse = torch.eye(4).to_sparse()
-        with Traffic() as traffic:
-            distributed.all_reduce(sparse)
-        return sparse.to_dense()[0, 0].item(), traffic.sent_bytes
-
-    whole = 4 * 4 + 2 * 4 * 8  # values, and two indices of each
-    assert run_ranks(reduced, 2) == [(2.0, whole)] * 2
-
-
 def test_dtensors_change_of_the_sharded_dimension_is_an_all_to_all():
     with imagined_ranks(4), Traffic() as traffic:
         group = distributed.group.WORLD.group_name
@@ -330,14 +276,7 @@ def test_dtensors_change_of_the_sharded_dimension_is_an_all_to_all():
 
 def test_a_message_that_was_not_sent_is_not_counted():
     with imagined_ranks(2), Traffic() as traffic:
-        with pytest.raises(ValueError, match="expected another rank than this one, found 0; copy the tensor"):
-            exchange(torch.ones(3), 0, torch.ones(3), 0)
-        with pytest.raises(ValueError, match="rank 'one'"):
-            send(torch.ones(3), "one")
+        for peer, words in ((0, "expected another rank than this one, found 0; copy the tensor"), (2, "0 to 1…rank 2")):
+            refused(lambda peer=peer: exchange(torch.ones(3), peer, torch.ones(3), peer), ValueError, words)
+        refused(lambda: send(torch.ones(3), "one"), ValueError, "rank 'one'")
     assert traffic.records == []
-
-
-@pytest.mark.parametrize("nbytes", [-12, 0.5])
-def test_bytes_that_no_tensor_has_are_refused(nbytes):
-    with pytest.raises(ValueError, match="expected tensor_bytes as a whole number"):
-        ring_bytes("all_reduce", nbytes, 2)

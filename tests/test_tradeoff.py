@@ -21,17 +21,19 @@ def test_a_budget_chooses_the_least_recomputation_below_it(budget, says):
     assert says in draw_tradeoff({"optimal": CURVE}, budget=budget).alt
 
 
-def test_of_equal_recomputation_the_lower_peak_is_chosen():
-    two = [Way(5 * MiB, 0.4), Way(4 * MiB, 0.4)]
-    assert "allows 4.0 MiB" in draw_tradeoff({"optimal": two}, budget=8 * MiB).alt
-
-
 def test_a_budget_below_every_way_and_a_curve_without_one_are_refused():
     with pytest.raises(ValueError, match=r"at least 3,145,728 bytes, the lowest peak there is; found 5"):
         draw_tradeoff({"optimal": CURVE}, budget=5)
     for nothing in ({}, {"optimal": []}):
         with pytest.raises(ValueError, match="at least one way in each curve"):
             draw_tradeoff(nothing)
+
+
+def test_of_equal_recomputation_the_lower_peak_is_chosen_and_peaks_that_read_alike_are_one_budget():
+    two = [Way(5 * MiB, 0.4), Way(4 * MiB, 0.4)]
+    assert "allows 4.0 MiB" in draw_tradeoff({"optimal": two}, budget=8 * MiB).alt
+    alike = explore_tradeoff({"optimal": [Way(100 * MiB + n, 1 / (1 + n)) for n in range(3)]})
+    assert list(alike.choices["budget"].values()) == [100 * MiB]
 
 
 def test_only_the_first_curve_answers_to_the_budget_and_marks_are_named():
@@ -57,8 +59,3 @@ def test_the_slider_has_every_peak_once_and_not_too_many_and_begins_where_it_is_
     assert len(budgets) <= MOST_BUDGETS and budgets[0] == MiB and budgets[-1] == 499 * MiB
     for values in one.grid():
         assert one.at(**values).png().startswith(b"\x89PNG")
-
-
-def test_peaks_that_read_alike_are_one_budget():
-    alike = explore_tradeoff({"optimal": [Way(100 * MiB + n, 1 / (1 + n)) for n in range(3)]})
-    assert list(alike.choices["budget"].values()) == [100 * MiB]

@@ -18,8 +18,15 @@ from jupyter_client.manager import start_new_kernel
 from memlab.book import warm
 
 
+@pytest.fixture(scope="module")
+def server():
+    """All kernels here are forked from one server."""
+    yield
+    warm._stop()
+
+
 @pytest.fixture
-def start(monkeypatch):
+def start(server, monkeypatch):
     """A function that starts a warm kernel and gives its manager and a function that runs code there."""
     monkeypatch.setenv("JUPYTER_PATH", os.environ.get("JUPYTER_PATH", ""))
     begun = []
@@ -39,7 +46,6 @@ def start(monkeypatch):
     for manager, client in begun:
         client.stop_channels()
         manager.shutdown_kernel(now=True)
-    warm._stop()
 
 
 def gone(pid):
@@ -53,26 +59,18 @@ def gone(pid):
     return False
 
 
-def test_a_warm_kernel_has_torch_and_its_compiler_and_none_of_the_checks(start):
-    _, run = start()
+def test_warm_kernels_have_torch_and_what_they_are_given_and_share_nothing(start, tmp_path):
+    (_, first), (_, second) = start(), start(cwd=str(tmp_path), env={**os.environ, "GIVEN": "yes"})
     names = ("torch", "torch._dynamo", "memlab.book.checks")
-    assert run(f"import sys; print([name in sys.modules for name in {names}])") == "[True, True, False]\n"
+    assert first(f"import sys; print([name in sys.modules for name in {names}])") == "[True, True, False]\n"
     gpu = torch.cuda.is_available()
-    assert run("import torch; print(torch.get_num_threads(), torch.cuda.is_available())") == f"1 {gpu}\n"
-
-
-def test_kernels_of_one_server_share_nothing_and_draw_different_numbers(start):
-    (_, first), (_, second) = start(), start()
-    first("import torch; torch.left_behind = 1")
+    assert first("import torch; print(torch.get_num_threads(), torch.cuda.is_available())") == f"1 {gpu}\n"
+    first("torch.left_behind = 1")
     assert second("import torch; print(hasattr(torch, 'left_behind'))") == "False\n"
+    assert second("import os; print(os.getcwd(), os.environ['GIVEN'])") == f"{Path(tmp_path).resolve()} yes\n"
     assert first("import random; print(random.random())") != second("import random; print(random.random())")
     pids = [run("import os; print(os.getpid(), os.getppid())").split() for run in (first, second)]
     assert pids[0][0] != pids[1][0] and pids[0][1] == pids[1][1] == str(warm._servers[-1].pid)
-
-
-def test_a_warm_kernel_works_in_the_folder_and_environment_that_it_is_given(start, tmp_path):
-    _, run = start(cwd=str(tmp_path), env={**os.environ, "GIVEN": "yes"})
-    assert run("import os; print(os.getcwd(), os.environ['GIVEN'])") == f"{Path(tmp_path).resolve()} yes\n"
 
 
 def test_a_warm_kernel_is_interrupted_and_killed_like_any_other(start):
@@ -112,14 +110,11 @@ os._exit(0)
     assert all(gone(int(pid)) for pid in printed.split())
 
 
-def test_where_a_fork_is_not_safe_kernels_start_as_usual(monkeypatch):
-    monkeypatch.setattr(sys, "platform", "darwin")
+def test_offering_twice_changes_nothing_more_and_where_a_fork_is_not_safe_kernels_start_as_usual(monkeypatch):
     monkeypatch.setenv("JUPYTER_PATH", "before")
-    assert warm.offer() == "" and os.environ["JUPYTER_PATH"] == "before"
-
-
-def test_offering_twice_changes_nothing_more(monkeypatch):
-    monkeypatch.setenv("JUPYTER_PATH", "before")
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "platform", "darwin")
+        assert warm.offer() == "" and os.environ["JUPYTER_PATH"] == "before"
     warm.offer()
     once = os.environ["JUPYTER_PATH"]
     assert warm.offer() == "memlab-warm" and os.environ["JUPYTER_PATH"] == once

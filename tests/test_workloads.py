@@ -24,6 +24,7 @@ from memlab.book.workloads import (
     text,
     text_batch,
 )
+from tests.harness import refusals, refused
 
 SMALL = {"layers": 2, "width": 32, "heads": 4, "context": 16, "vocabulary": 64}
 
@@ -62,13 +63,15 @@ def test_a_block_is_torchs_own_transformer_layer():
     torch.testing.assert_close(block(x), theirs(x, src_mask=mask, is_causal=True), rtol=1e-10, atol=1e-12)
 
 
-def test_a_gpt_does_not_look_ahead():
-    model = GPT(**SMALL)
-    x = torch.randint(64, (1, 16))
-    changed = x.clone()
-    changed[0, 10:] = (changed[0, 10:] + 1) % 64
-    same = model(x)[0, :10] - model(changed)[0, :10]
-    assert same.abs().max() < 1e-5 < (model(x)[0, 10:] - model(changed)[0, 10:]).abs().max()
+def test_a_model_does_not_look_ahead_and_a_llama_knows_positions():
+    for model in (GPT(**SMALL), Llama(**SMALL, kv_heads=1)):
+        x = torch.randint(64, (1, 16))
+        changed = x.clone()
+        changed[0, 10:] = (changed[0, 10:] + 1) % 64
+        same = model(x)[0, :10] - model(changed)[0, :10]
+        assert same.abs().max() < 1e-5 < (model(x)[0, 10:] - model(changed)[0, 10:]).abs().max()
+    swapped = x[:, [1, 0, *range(2, 16)]]
+    assert (model(x)[0, 5] - model(swapped)[0, 5]).abs().max() > 1e-5
 
 
 def test_a_gpt_has_the_parameters_that_the_closed_form_counts():
@@ -108,26 +111,21 @@ def test_a_llama_is_transformers_own():
     torch.testing.assert_close(ours(x), theirs(x).logits, rtol=1e-5, atol=1e-6)  # both make the angles in FP32
 
 
-def test_a_llama_does_not_look_ahead_and_knows_positions():
-    model = Llama(**SMALL, kv_heads=1)
-    x = torch.randint(64, (1, 16))
-    changed = x.clone()
-    changed[0, 10:] = (changed[0, 10:] + 1) % 64
-    same = model(x)[0, :10] - model(changed)[0, :10]
-    assert same.abs().max() < 1e-5 < (model(x)[0, 10:] - model(changed)[0, 10:]).abs().max()
-    swapped = x[:, [1, 0, *range(2, 16)]]
-    assert (model(x)[0, 5] - model(swapped)[0, 5]).abs().max() > 1e-5
+TOKENS = torch.zeros(1, 17, dtype=torch.int64)
+REFUSALS = {
+    "odd heads": (lambda: LlamaConfig(width=32, heads=32), ValueError, "rotary positions need"),
+    "no shares": (lambda: LlamaConfig(width=32, heads=4, kv_heads=3), ValueError, "kv_heads that divide heads"),
+    "too many tokens": (lambda: GPT(**SMALL)(TOKENS), ValueError, "expected at most 16 tokens"),
+    "too many for a Llama": (lambda: Llama(**SMALL)(TOKENS), ValueError, "expected at most 16 tokens"),
+    "no width for the heads": (lambda: GPT(width=30), ValueError, "4 heads cannot share a width of 30"),
+    "another attention": (lambda: GPT(attention="flash"), ValueError, "expected attention="),
+    "too much text": (lambda: text(10**9), ValueError, "holds … bytes"),
+}
 
 
-@pytest.mark.parametrize(
-    ("sizes", "message"),
-    [({"heads": 32}, "rotary positions need"), ({"heads": 4, "kv_heads": 3}, "pick kv_heads that divide heads")],
-)
-def test_a_llama_of_impossible_sizes_is_refused(sizes, message):
-    with pytest.raises(ValueError, match=message):
-        LlamaConfig(width=32, **sizes)
-    with pytest.raises(ValueError, match="expected at most 16 tokens"):
-        Llama(**SMALL)(torch.zeros(1, 17, dtype=torch.int64))
+@refusals(REFUSALS)
+def test_what_cannot_be_built_is_refused(call, error, words):
+    refused(call, error, words)
 
 
 @pytest.mark.parametrize(
@@ -160,20 +158,6 @@ def test_a_gpt_learns_the_text():
     assert model(x, y).item() < first / 2
 
 
-@pytest.mark.parametrize(
-    ("sizes", "match"),
-    [({"width": 30}, "4 heads cannot share a width of 30"), ({"attention": "flash"}, "expected attention=")],
-)
-def test_sizes_that_cannot_be_built_are_refused(sizes, match):
-    with pytest.raises(ValueError, match=match):
-        GPT(**sizes)
-
-
-def test_more_tokens_than_the_context_are_refused():
-    with pytest.raises(ValueError, match="at most 16 tokens"):
-        GPT(**SMALL)(torch.zeros(1, 17, dtype=torch.long))
-
-
 def test_text_is_the_standard_librarys_own_bytes():
     first = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[0].read_bytes()
     assert bytes(text(len(first)).tolist()) == first
@@ -182,25 +166,16 @@ def test_text_is_the_standard_librarys_own_bytes():
     assert bytes(text(100).tolist()) == first[:100], "a reader who changes the text changes only a copy"
 
 
-def test_more_text_than_there_is_is_refused():
-    with pytest.raises(ValueError, match=r"holds [\d,]+ bytes"):
-        text(10**9)
-
-
-def test_a_batch_is_windows_of_the_text_with_targets_one_byte_later():
+def test_a_batch_is_windows_of_the_text_with_targets_one_byte_later_and_leaves_torchs_random_numbers_alone():
+    before = torch.get_rng_state()
     x, y = text_batch(4, 32, seed=3, nbytes=50_000)
+    assert torch.equal(torch.get_rng_state(), before)
     assert x.shape == y.shape == (4, 32) and x.dtype == y.dtype == torch.int64
     assert torch.equal(x[:, 1:], y[:, :-1])
     whole = bytes(text(50_000).tolist())
     assert all(bytes(row.tolist()) in whole for row in x)
     assert torch.equal(x, text_batch(4, 32, seed=3, nbytes=50_000)[0])
     assert not torch.equal(x, text_batch(4, 32, seed=4, nbytes=50_000)[0])
-
-
-def test_asking_for_a_batch_leaves_torchs_random_numbers_alone():
-    before = torch.get_rng_state()
-    text_batch(2, 8, nbytes=10_000)
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_lengths_are_a_committed_list_of_positive_whole_numbers():
