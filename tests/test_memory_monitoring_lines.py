@@ -33,26 +33,19 @@ from tests.tiers import some
 ROWS, WIDTH = 8, 64
 
 
-@pytest.fixture(autouse=True)
-def what_is_there_already_is_not_searched():
-    """Tests are quick when the collector passes over all that pytest and libraries have made. No mode is left."""
+@pytest.fixture(autouse=True, scope="module")
+def collected():
     gc.collect()
-    gc.freeze()
     yield
     gc.unfreeze()
+
+
+@pytest.fixture(autouse=True)
+def what_is_there_already_is_not_searched(collected):
+    """Tests are quick when the collector passes over all that pytest and libraries have made. No mode is left."""
+    gc.freeze()
+    yield
     assert _get_current_dispatch_mode_stack() == []
-
-
-def test_a_leak_at_every_third_step_has_its_mean_rate():
-    kept = []
-
-    def step(number):
-        part = torch.zeros(120)
-        if number % 3 == 0:
-            kept.append(part[:1])  # a view keeps the whole storage
-
-    (row,) = watched(step)
-    assert row.bytes_per_step == 160 and row.storages_per_step == 1 / 3
 
 
 def watched(step, steps=24, warm_up=3, watch=None):

@@ -23,6 +23,7 @@ from memlab.offloading import OffloadedOptimizer, host_gradients, host_link, hos
 from memlab.ranks import run_ranks
 from memlab.units import MiB
 from tests.harness import refusals, refused
+from tests.late_streams import late_streams
 from tests.tiers import pairs, some
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -700,78 +701,15 @@ def test_what_cannot_be_offloaded_is_refused(call, error, words):
 # ---- the link, with streams that run as late as they may
 
 
-class Late(torch.utils._python_dispatch.TorchDispatchMode):
-    """A stand-in for a stream: copies issued in it happen when somebody waits for them, and not before."""
-
-    def __init__(self, device=None):
-        super().__init__()
-        self.waiting = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.aten.copy_.default:
-            self.waiting.append(args[:2])
-            return args[0]
-        return func(*args, **(kwargs or {}))
-
-    def run(self, count: int) -> None:
-        while count > 0 and self.waiting:
-            target, source = self.waiting.pop(0)
-            with torch.no_grad():
-                target.copy_(source)
-            count -= 1
-
-    def synchronize(self):
-        self.run(len(self.waiting))
-
-    def wait_stream(self, other):
-        if other is not None:
-            other.synchronize()
-
-    def record_event(self):
-        return LateEvent(self)
-
-
-class LateEvent:
-    def __init__(self, stream):
-        self.stream, self.last = stream, stream.waiting[-1] if stream.waiting else None
-
-    def synchronize(self):
-        waiting = [id(pair) for pair in self.stream.waiting]
-        if id(self.last) in waiting:
-            self.stream.run(waiting.index(id(self.last)) + 1)
-
-
-class Now:
-    """The stream on which the device computes: it is never behind."""
-
-    waiting = ()
-
-    def synchronize(self):
-        pass
-
-    def wait_stream(self, other):
-        other.synchronize()
-
-
 @pytest.fixture
 def late_device(monkeypatch):
     """CPU tensors pass for a device's, and the two ways of the link are late."""
-    streams = []
-
-    def stream(device=None):
-        streams.append(Late())
-        return streams[-1]
-
     memory = lambda nbytes: torch.full((nbytes,), 123, dtype=torch.uint8)  # noqa: E731
     monkeypatch.setattr(host_link, "LINKED", ("cpu",))
     monkeypatch.setattr(host_optimizer, "in_main_memory", lambda tensor: not isinstance(tensor, nn.Parameter))
     monkeypatch.setattr(host_gradients, "pinned_bytes", memory)
     monkeypatch.setattr(host_link, "pinned_bytes", memory)
-    monkeypatch.setattr(torch.cuda, "Stream", stream)
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: Now())
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: None)
-    return streams
+    return late_streams(monkeypatch)
 
 
 @pairs("gradients, dtype, chunk_bytes, place", [False, True], [BF16, FP32], [1, 200, None], ["cpu", "file"])
