@@ -45,9 +45,9 @@ ANSWERS = {
     "pipeline_parallelism": exercises_pipeline_parallelism,
 }
 NOTEBOOKS = {path.stem: path for path in sources()}
-DEFAULT = 12
-"""How many wrong answers of each exercise run by default: the first ones, since those stand in front that together
-reach every reason which a check has to refuse an answer; the others are marked thorough."""
+DEFAULT = 8
+"""How many wrong answers of each exercise run by default: the first ones. Those in front differ most in the reason for
+which they are refused; the others are marked thorough."""
 
 
 @functools.cache
