@@ -44,14 +44,13 @@ class Segment:
 
 
 class Naive:
-    """The knobs are what a tampered one turns: another rounding, first fit, another largest rest."""
+    """rounding: what a tampered one does otherwise."""
 
-    def __init__(self, capacity=None, max_split=None, expandable=False, rounding=512, fit="best", rest=MiB):
+    def __init__(self, capacity=None, max_split=None, expandable=False, rounding=512):
         self.capacity = float("inf") if capacity is None else capacity
         self.max_split = float("inf") if max_split is None else max_split
         self.expandable, self.segments = expandable, []
-        self.rounding, self.fit, self.rest = rounding, fit, rest
-        self.log, self.calls, self.retries, self.ooms = [], 0, 0, 0
+        self.rounding, self.log, self.calls, self.retries, self.ooms = rounding, [], 0, 0, 0
 
     # ---- what it holds
 
@@ -113,7 +112,7 @@ class Naive:
         if pool[0] == "small" or self.expandable:
             taken = size if rest >= 512 else cell[0]
         else:
-            taken = size if rest > self.rest and size < self.max_split else cell[0]
+            taken = size if rest > MiB and size < self.max_split else cell[0]
         segment.cut(cell, taken, "used")[2] = nbytes
         self.calls += 1
         return at
@@ -127,8 +126,7 @@ class Naive:
         segment.tidy()
 
     def cached(self, pool, size):
-        fits = [(cell[0], at) for at, cell, _ in self.cells("free", pool) if cell[0] >= size]
-        fits = sorted(fits) if self.fit == "best" else fits
+        fits = sorted((cell[0], at) for at, cell, _ in self.cells("free", pool) if cell[0] >= size)
         if not fits:
             return None
         found = {at: (at, cell, segment) for at, cell, segment in self.cells("free", pool)}

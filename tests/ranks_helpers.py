@@ -95,17 +95,6 @@ def raises(rank, culprit):
     meet()
 
 
-def raises_in_backward(rank, culprit):
-    def hook(gradient):
-        if rank == culprit:
-            raise ArithmeticError(f"planted in {rank}")
-        distributed.all_reduce(gradient)
-
-    x = torch.ones(8, requires_grad=True)
-    x.register_hook(hook)
-    x.square().sum().backward()
-
-
 def raises_what_cannot_travel(rank, culprit):
     if rank == culprit:
         raise Unfriendly(1, 2)
@@ -148,7 +137,6 @@ def returns_a_generator(rank, culprit):
 # What each does, and what the launch says.
 FAULTS = {
     raises: r"rank {} raised ValueError: planted in {}",
-    raises_in_backward: r"rank {} raised ArithmeticError: planted in {}",
     raises_what_cannot_travel: r"rank {} raised (.*)Unfriendly: two arguments",
     leaves_by_sys_exit: r"rank {} raised SystemExit: 0",
     is_killed_in_a_collective: r"rank {} was killed by SIGKILL, .*memory runs out",

@@ -2,7 +2,6 @@
 
 import random
 import re
-from http import HTTPStatus
 
 import pytest
 import torch
@@ -124,7 +123,6 @@ def test_on_random_traces_every_decision_is_the_naive_allocators(kind, seeds):
     ("nbytes", "allocated", "reserved"),
     [
         (1, 512, 2 * MiB),
-        (512, 512, 2 * MiB),
         (513, 1024, 2 * MiB),
         (MiB, MiB, 2 * MiB),
         (MiB + 1, MiB + 512, 20 * MiB),
@@ -132,7 +130,6 @@ def test_on_random_traces_every_decision_is_the_naive_allocators(kind, seeds):
         (10 * MiB - 511, 10 * MiB, 10 * MiB),
         (11 * MiB, 12 * MiB, 12 * MiB),  # a rest of exactly 1 MiB is not split off
         (11 * MiB - 512, 11 * MiB - 512, 12 * MiB),  # one of 512 B more is
-        (12 * MiB + 1, 12 * MiB + 512, 14 * MiB),
         (200 * MiB - 1, 200 * MiB, 200 * MiB),
     ],
 )
@@ -167,21 +164,6 @@ def test_out_of_memory_says_what_cuda_says_and_where_the_unallocated_bytes_are()
         allocator.malloc(2 * GiB)
     assert (allocator.num_ooms, allocator.num_alloc_retries) == (2, 2)
     assert repr(allocator) == "CachingAllocator(510.0 MiB allocated, 1,020.0 MiB reserved)"
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_after_running_out_the_allocator_is_whole_and_usable(kind):
-    allocator, _ = KINDS[kind](60 * MiB, random.Random(0))
-    blocks = [allocator.malloc(size) for size in (15 * MiB, 18 * MiB, 100)]
-    allocated = allocator.allocated_bytes
-    with pytest.raises(OutOfMemory):
-        allocator.malloc(50 * MiB)
-    check_counts(allocator)
-    assert allocator.allocated_bytes == allocated
-    for block in blocks:
-        allocator.free(block)
-    assert allocator.malloc(39 * MiB).requested == 39 * MiB
-    check_counts(allocator)
 
 
 def test_a_device_gives_the_lowest_gap_that_is_large_enough_and_counts_bytes_apart_from_addresses():
@@ -238,27 +220,6 @@ def test_an_oversize_block_is_neither_split_nor_given_to_a_request_much_smaller(
         allocator.free(allocator.malloc(found * MiB))
         allocator.malloc(40 * MiB)
         assert allocator.reserved_bytes == reserved * MiB
-
-
-@pytest.mark.parametrize(
-    ("capacity", "sizes", "request_mib", "given_back", "retries"),
-    [
-        (150, (30, 45, 60, 10), 65, [60, 46], 0),  # no one is enough: the largest, until they are together
-        (150, (30, 45, 60, 10), 38, [], 0),  # that of 45 MiB does
-        (110, (30, 34, 30, 10), 60, [34, 30], 0),
-        (150, (30, 60, 46, 10), 24, [30], 0),  # the smallest that is large enough, though all are too large to have
-        (100, (10, 30, 10), 80, [30, 10, 10], 1),  # together they are not: the whole cache goes
-    ],
-)
-def test_on_a_full_card_oversize_blocks_go_before_the_whole_cache_does(
-    capacity, sizes, request_mib, given_back, retries
-):
-    allocator = MaxSplitAllocator(30 * MiB, capacity * MiB)
-    for block in [allocator.malloc(size * MiB) for size in sizes]:
-        allocator.free(block)
-    allocator.malloc(request_mib * MiB)
-    assert [d.size // MiB for d in allocator.decisions if d.action == "segment_free"] == given_back
-    assert allocator.num_alloc_retries == retries
 
 
 # ---- expandable segments
@@ -323,17 +284,6 @@ def test_a_timelines_births_deaths_and_changes_of_size_are_mallocs_and_frees(cha
     assert requests(timeline_of(*changes)) == trace
 
 
-def test_resize_of_a_real_storage_is_a_request_and_a_free():
-    with Meter() as meter:
-        x = torch.empty(1000, dtype=torch.uint8)
-        x.untyped_storage().resize_(3000)
-        x.untyped_storage().resize_(0)
-        del x
-    assert requests(meter.timeline) == [(0, 1000), (1, 3000), (0, FREE), (1, FREE)]
-    assert CachingAllocator().replay(meter.timeline).peak_requested_bytes == 4000
-    assert meter.timeline.peak_bytes == 3000
-
-
 def test_a_metered_step_is_replayed_request_by_request():
     model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64))
     optimizer = torch.optim.AdamW(model.parameters())
@@ -367,21 +317,6 @@ def test_what_is_noted_follows_each_event_and_decisions_are_counted_by_events():
     assert done == Replay() and done.overhead == 1 and done.external_fragmentation(0) == 0 and done.peak_event == 0
 
 
-@pytest.mark.thorough
-def test_a_million_events():
-    rng, names, trace = random.Random(0), [], []
-    for i in range(10**6):
-        if names and (len(names) >= 500 or rng.random() < 0.45):
-            trace.append((names.pop(rng.randrange(len(names))), FREE))
-        else:
-            trace.append((i, rng.choice(SIZES)))
-            names.append(i)
-    allocator = CachingAllocator()
-    done = allocator.replay(trace)
-    assert len(done.reserved) == 10**6 + 1 and done.reserved[-1] == allocator.reserved_bytes
-    check_counts(allocator)
-
-
 # ---- bad input
 
 
@@ -412,8 +347,6 @@ REFUSALS = {
     "fewer than 0 bytes": (lambda: CachingAllocator().malloc(-1), ValueError, "expected a request"),
     "a float": (lambda: CachingAllocator().malloc(1.0), TypeError, "expected a request"),
     "a bool": (lambda: CachingAllocator().malloc(True), TypeError, "expected a request"),
-    "an enum": (lambda: CachingAllocator().malloc(HTTPStatus.OK), TypeError, "expected a request"),
-    "a capacity below 0": (lambda: CachingAllocator(-1), ValueError, "expected a size"),
     "a capacity of a float": (lambda: CachingAllocator(1.5), TypeError, "expected a size"),
     "a capacity in words": (lambda: FirstFit("much"), ValueError, "expected a size"),
     "too small a max_split_size": (lambda: MaxSplitAllocator(20 * MiB - 1), ValueError, "at least 20.0 MiB…found"),
@@ -425,9 +358,7 @@ REFUSALS = {
         TypeError,
         "event 1: expected a request …as an int…found 1.5",
     ),
-    "a size of a bool": (replayed(("a", True)), TypeError, "event 0: …found True"),
     "a plan of a free too many": (planned((0, 8), (0, FREE), (0, FREE)), ValueError, "event 2: expected"),
-    "a plan of a free of nothing": (planned((0, FREE)), ValueError, "event 0: expected"),
     "a plan of an id in use": (planned((0, 8), (0, 8)), ValueError, "event 1: expected"),
     "a plan of a size below 0": (planned((0, -2)), ValueError, "event 0: expected"),
     "a plan of a size of a float": (

@@ -4,8 +4,6 @@ import re
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from memlab.caching_allocator.allocator import CachingAllocator
 from memlab.caching_allocator.oom import explain_oom, read_oom
@@ -80,6 +78,8 @@ def test_the_shortest_message_of_every_vendor_is_read(name):
     assert oom.elsewhere == 18 * GiB
     assert "neither free nor PyTorch's" in by_meaning(explain_oom(text), "neither free").meaning
     assert read_oom(text.replace("capacity", "capacty")).total == 80 * GiB  # as older versions had it
+    rounded = read_oom(message(2 * GiB, 80 * GiB, 18 * GiB, 60 * GiB, 3 * GiB, process=62 * GiB, name=name))
+    assert rounded.besides == rounded.elsewhere == 0  # never below
     text = text.replace(" of which 1024.00 MiB is free", "")
     assert read_oom(text).free is read_oom(text).elsewhere is None and len(explain_oom(text)) == 5
 
@@ -132,13 +132,9 @@ OLDER = (
 
 REFUSALS = {
     "nothing": expects(""),
-    "a card without words": expects("CUDA error: out of memory"),
-    "no size": expects("CUDA out of memory. Tried to allocate more than 1EB memory."),
     "part of it": expects(FULL.replace("Of the allocated memory", "Of it")),
-    "another part": expects("Of the allocated memory 1.00 GiB is allocated by PyTorch"),
-    "long": expects("x" * 100_000),
     "a long number": expects("CUDA out of memory. Tried to allocate " + "9" * 6000 + " GiB."),
-    "another error": expects(RuntimeError("CUDA error: out of memory")),
+    "another error, and long": expects(RuntimeError("CUDA error: out of memory" * 1000)),
     "an older version's": expects(OLDER, words="PyTorch 2.1 or newer, found an older one"),
     "a rejection without its size": expects(
         "CUDA out of memory. Allocation was preemptively rejected because it would exceed a limit.",
@@ -154,25 +150,6 @@ def test_foreign_text_is_refused_with_what_was_expected(call, error, words):
     with pytest.raises(error) as raised:
         call()
     assert len(str(raised.value)) < 400
-
-
-@settings(max_examples=40, derandomize=True, deadline=None)
-@given(st.lists(st.integers(0, 200 * GiB), min_size=9, max_size=9), st.booleans(), st.booleans(), st.booleans())
-def test_figures_are_read_to_the_two_decimals_they_have(sizes, has_process, has_limit, has_others):
-    asked, free, allocated, unallocated, process, private, allowed, other, more = sizes
-    total = 801 * GiB + more  # so that all the processes fit together
-    options = {"process": process} if has_process else {}
-    options |= {"allowed": allowed} if has_limit else {}
-    options |= {"others": [(5, other)]} if has_others else {}
-    oom = read_oom(message(asked, total, free, allocated, unallocated, private=private, **options))
-    wanted = {"asked": asked, "total": total, "free": free, "allocated": allocated, "unallocated": unallocated}
-    wanted |= {"process": process if has_process else None, "allowed": allowed if has_limit else None}
-    wanted |= {"private": private or None, "others": other if has_others else None}
-    for name, nbytes in wanted.items():
-        found = getattr(oom, name)
-        assert found == nbytes or abs(found - nbytes) <= (0.005 * GiB if nbytes > GiB else 0.005 * MiB), name
-    for row in explain_oom(oom_error(asked, total, free, allocated, unallocated)):
-        assert row.nbytes >= 0
 
 
 def oom_error(*figures):

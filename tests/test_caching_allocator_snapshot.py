@@ -4,37 +4,31 @@ import copy
 import json
 import os
 import pickle
-import pickletools
 import random
 import re
 import struct
 import tracemalloc
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from torch.cuda import _memory_viz
 
 from memlab.book import snapshots
 from memlab.book.snapshots import recorded_snapshots
 from memlab.caching_allocator.allocator import CachingAllocator
 from memlab.caching_allocator.compare import compare
-from memlab.caching_allocator.device import Device
 from memlab.caching_allocator.expandable_segments import ExpandableAllocator
 from memlab.caching_allocator.max_split_size import MaxSplitAllocator
 from memlab.caching_allocator.pickles import read_snapshot
 from memlab.caching_allocator.records import Block, DeviceRecord, Event, Segment
 from memlab.caching_allocator.snapshot import Snapshot, record_snapshot
-from memlab.caching_allocator.start import resume, segments_at_start
+from memlab.caching_allocator.start import segments_at_start
 from memlab.units import GiB, KiB, MiB
 from tests.caching_allocator_naive import NaiveGPU, block_row, whole_dump
 from tests.harness import refusals, refused
-from tests.tiers import pairs, some
+from tests.tiers import some
 
 
 def work(gpu, steps, seed=0, *, streams=(0,), live=None, largest=40 * MiB, empty=0.01):
@@ -71,33 +65,18 @@ def all_equal(found):
     return found
 
 
-# ---- the format
+# ---- a pickle, read as data
 
 
-def test_pytorchs_own_viewers_read_the_snapshots_of_these_tests():
-    gpu = recorded()
-    dump = copy.deepcopy(gpu.dump())
-    assert f"{len(gpu.trace)} entries" in _memory_viz.trace(dump)
-    assert f"segments: {len(gpu.segments)}" in _memory_viz.segsum(dump)
-    assert _memory_viz.memory(dump, format_flamegraph=str).startswith("stream_0")
-
-
-@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+@pytest.mark.parametrize("protocol", [2, 5])
 def test_what_pickle_wrote_is_read_as_it_was_and_stack_traces_only_when_asked_for(protocol, tmp_path):
     shared = [1, 2]
     dump = recorded().dump() | {"more": (None, True, 1.5, (), (1,), (1, 2), (1, 2, 3, 4), -(2**40), 2**63, {"a": []})}
-    dump |= {"shared": [shared, shared, (shared,)], "raw": b"abc" * 200 * (protocol > 2)}
-    raw = pickle.dumps(dump, protocol)
-    if protocol == 2:
-        del dump["raw"]
-        raw = pickle.dumps(dump, protocol)
+    dump |= {"shared": [shared, shared, (shared,)]}
     path = tmp_path / "dump.pickle"
-    path.write_bytes(raw)
-    assert read_snapshot(raw, frames=True) == read_snapshot(path, frames=True) == dump
-    assert "secret" in str(dump) and "secret" not in str(read_snapshot(raw))
-
-
-# ---- hostile files
+    path.write_bytes(pickle.dumps(dump, protocol))
+    assert read_snapshot(path.read_bytes(), frames=True) == read_snapshot(path, frames=True) == dump
+    assert "secret" in str(dump) and "secret" not in str(read_snapshot(path))
 
 
 class Calls:
@@ -108,13 +87,11 @@ class Calls:
         return self.call
 
 
-@pairs("protocol, where", range(6), ["segments", "frames", "first"])
-def test_a_pickle_that_would_run_a_command_runs_nothing(protocol, where, tmp_path):
+@pytest.mark.parametrize("protocol", [0, 2, 4])
+def test_a_pickle_that_would_run_a_command_runs_nothing(protocol, tmp_path):
     mark = tmp_path / "it-ran"
     call = Calls(os.system, f"touch {mark}")
-    dump = {"first": call} if where == "first" else {}
-    dump |= {"segments": [{"frames": call}] if where == "frames" else [call], "device_traces": []}
-    raw = pickle.dumps(dump, protocol)
+    raw = pickle.dumps({"segments": [{"frames": call}], "device_traces": []}, protocol)
     with pytest.raises(ValueError, match="nothing of the file was run|another protocol"):
         read_snapshot(raw)
     assert not mark.exists()
@@ -123,39 +100,6 @@ def test_a_pickle_that_would_run_a_command_runs_nothing(protocol, where, tmp_pat
 
 
 HEAD = b"\x80\x04"
-CALLING = {
-    "GLOBAL": (b"cos\nsystem\n.", "import os system"),
-    "STACK_GLOBAL": (b"\x8c\x02os\x8c\x06system\x93.", "import os.system"),
-    "REDUCE": (b"]\x85R.", "call a function"),
-    "BUILD": (b"}}b.", "__setstate__"),
-    "NEWOBJ": (b"])\x81.", "__new__"),
-    "INST": (b"(ios\nsystem\n.", "import os system and call it"),
-    "OBJ": (b"(]o.", "call a class"),
-    "EXT1": (b"\x82\x01.", "import what a registry lists under 1"),
-    "PERSID": (b"Pname\n.", "persistent_load"),
-    "NEXT_BUFFER": (b"\x97.", "what no snapshot needs"),
-}
-
-
-@pytest.mark.parametrize("name", CALLING)
-def test_every_opcode_that_is_no_data_is_named_with_its_place_and_what_it_would_do(name):
-    program, would = CALLING[name]
-    with pytest.raises(ValueError, match=rf"opcode {name} at byte \d+: it would .*{would}"):
-        read_snapshot(HEAD + program)
-
-
-def test_every_opcode_of_pickle_is_either_data_or_refused():
-    data = {"PROTO", "FRAME", "STOP", "MARK", "NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2"}
-    data |= {"LONG1", "LONG4", "BINFLOAT", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8", "SHORT_BINBYTES"}
-    data |= {"BINBYTES", "BINBYTES8", "EMPTY_LIST", "EMPTY_DICT", "EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"}
-    data |= {"APPEND", "APPENDS", "SETITEM", "SETITEMS", "MEMOIZE", "BINPUT", "LONG_BINPUT", "BINGET", "LONG_BINGET"}
-    argument = {"decimalnl_short": b"1\n", "decimalnl_long": b"1L\n", "floatnl": b"1\n", "stringnl": b"'a'\n"}
-    for opcode in pickletools.opcodes:
-        if opcode.name not in data:
-            kind = opcode.arg.name if opcode.arg else ""
-            more = argument.get(kind, b"a\n" * opcode.arg.n if opcode.arg and opcode.arg.n > 0 else b"a\na\n")
-            with pytest.raises(ValueError, match="it would|truncated"):
-                read_snapshot(HEAD + b"](" + opcode.code.encode("latin-1") + more + b".")
 
 
 def inside(program):
@@ -163,53 +107,35 @@ def inside(program):
     return HEAD + b"}(\x8c\x08segments" + program + b"\x8c\x0ddevice_traces]u."
 
 
-def doubling(pair):
-    return b"".join(bytes([*b"h", i, *b"h", i]).join(pair) for i in range(60))
-
-
-def broad(levels):
-    """Lists of a hundred lists, one and the same, and so on: 100 ** levels for whoever walks them."""
-    return b"(]\x94" + b"".join(b"]\x94(" + bytes([*b"h", i]) * 100 + b"e" for i in range(levels)) + b"t"
-
-
-def declared(opcode, kind, length):
-    return inside(opcode + struct.pack(kind, length) + b"abc")
-
-
+# Lists of a hundred lists, one and the same, and so on: 100 ** 6 for whoever walks them.
+BROAD = b"(]\x94" + b"".join(b"]\x94(" + bytes([*b"h", i]) * 100 + b"e" for i in range(6)) + b"t"
 TWICE = b"]\x94]\x94(h\x00eh\x00h\x01a"  # a list, a list that holds it, and then the other way round as well
-BOMBS = {
+HOSTILE = {
+    "an import": (HEAD + b"cos\nsystem\n.", r"opcode GLOBAL at byte \d+: it would import os system"),
+    "a call": (HEAD + b"]\x85R.", "it would call a function"),
+    "an unknown opcode": (HEAD + b"\x97.", "what no snapshot needs"),
     "a list within itself": (inside(b"]\x94h\x00a"), "finished, so none holds itself"),
-    "a dict within itself": (inside(b"}\x94\x8c\x01ah\x00s"), "finished, so none holds itself"),
     "two lists within each other": (inside(b"(" + TWICE + b"t"), "finished, so none holds itself"),
-    "doubling lists": (inside(b"(]\x94" + doubling((b"]\x94(", b"e")) + b"t"), "counted as seen"),
-    "broad lists": (inside(broad(6)), "more than 10,000,000 values"),
+    "broad lists": (inside(BROAD), "more than 10,000,000 values"),
     "deep lists": (inside(b"]" * 2000 + b"a" * 1999), "deeper than 32"),
     "empty lists without end": (inside(b"]" * 120_000), "too many values"),
     "memo entries without end": (inside(b"]" + b"\x94" * 500_000), "remembered twice"),
-    "text of a huge declared length": (declared(b"\x8d", "<Q", 2**62), "truncated"),
-    "a number of a huge declared length": (declared(b"\x8b", "<i", 2**31 - 1), "truncated"),
+    "text of a huge declared length": (inside(b"\x8d" + b"\xff" * 7 + b"\x3fabc"), "truncated"),
     "a number of a megabyte": (inside(b"\x8b" + struct.pack("<i", 10**6) + b"\x11" * 10**6), "more than 64 bits"),
-    "a frame of a huge length": (HEAD + b"\x95" + struct.pack("<Q", 2**63) + b"]", "truncated"),
-    "a memo entry that is not there": (inside(b"h\x07"), "never put there"),
     "a mark that is not there": (HEAD + b"]e.", "never put there"),
     "values from beyond a mark": (inside(b"(K\x01K\x02(K\x03\x87K\x05K\x06tt"), "never put there"),
     "a key without a value": (inside(b"}(\x8c\x01au"), "a key that has no value"),
     "a list as a key": (inside(b"}(]]u"), "a key that is no text"),
-    "a key twice": (inside(b"}(\x8c\x01aN\x8c\x01aNu"), "there already"),
-    "values for a number": (inside(b"K\x01]a"), "no list to put values into"),
-    "nothing": (b"", "something else"),
     "two values": (HEAD + b"]].", "or several"),
-    "a mark left": (HEAD + b"](.", "or several"),
     "more after the end": (inside(b"]") + b"]", "1 bytes more after its end"),
     "text": (b"hello, this is no pickle at all\n", "something else"),
     "a list, as old snapshots were": (pickle.dumps([]), "no dict with segments"),
-    "protocol 6": (b"\x80\x06].", "another protocol"),
 }
 
 
-@pytest.mark.parametrize("name", BOMBS)
+@pytest.mark.parametrize("name", HOSTILE)
 def test_a_damaged_or_malicious_file_is_told_so_in_bounded_memory(name):
-    raw, words = BOMBS[name]
+    raw, words = HOSTILE[name]
     tracemalloc.start()
     try:
         with pytest.raises(ValueError, match=f"^these bytes: expected a pickled CUDA memory .*{words}") as error:
@@ -218,51 +144,13 @@ def test_a_damaged_or_malicious_file_is_told_so_in_bounded_memory(name):
     finally:
         tracemalloc.stop()
     assert len(str(error.value)) < 400
-
-
-def test_a_program_without_a_trick_is_read_and_a_file_cut_off_anywhere_is_refused():
-    read = read_snapshot(inside(b"(]\x94h\x00}\x8c\x01aK\x01st"))
-    assert read == {"segments": ([], [], {"a": 1}), "device_traces": []}
-    raw = pickle.dumps(NaiveGPU().dump(), 4)
-    for length in range(len(raw)):
-        with pytest.raises(ValueError, match="expected a pickled CUDA memory snapshot"):
-            read_snapshot(raw[:length])
+    refused(lambda: read_snapshot(raw, max_bytes=len(raw) - 1), ValueError, "more than …bytes; with max_bytes=")
 
 
 def small_gpu():
     gpu = NaiveGPU()
     work(gpu, 12)
     return gpu
-
-
-CHANGED = pickle.dumps(small_gpu().dump())
-
-
-@pytest.mark.parametrize("examples", [60, pytest.param(500, marks=pytest.mark.thorough)])
-def test_any_bytes_and_a_snapshot_with_changed_bytes_are_read_or_refused_and_nothing_else(examples):
-    @settings(max_examples=examples, derandomize=True, deadline=None)
-    @given(st.binary(max_size=200), st.sampled_from([b"", HEAD, b"\x80\x02", HEAD + b"}("]), st.data())
-    def read(raw, head, data):
-        with suppress(ValueError):
-            assert type(read_snapshot(head + raw)) is dict
-        raw = bytearray(CHANGED)
-        for _ in range(data.draw(st.integers(1, 4))):
-            raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
-        with suppress(ValueError):
-            Snapshot.of(read_snapshot(bytes(raw)))
-
-    read()
-
-
-def test_files_larger_and_with_more_values_than_allowed_are_refused(tmp_path):
-    refused(lambda: read_snapshot(CHANGED, max_bytes=100), ValueError, "more than 100 bytes; with max_bytes=")
-    refused(
-        lambda: read_snapshot(CHANGED, max_values=50), ValueError, "too many values for one of 50, which max_values="
-    )
-    if os.path.exists("/dev/zero"):
-        refused(lambda: read_snapshot("/dev/zero", max_bytes=1000), ValueError, "/dev/zero: expected a pickled")
-    with pytest.raises(FileNotFoundError):
-        read_snapshot(tmp_path / "nowhere.pickle")
 
 
 # ---- snapshots of our own
@@ -321,61 +209,62 @@ def test_failing_to_save_leaves_the_old_file_and_no_other(tmp_path, monkeypatch)
     assert path.read_bytes() == before and len(list(tmp_path.iterdir())) == 1
 
 
+def damaged(change):
+    """Load what was saved, with this done to the document."""
+
+    def call(folder):
+        Snapshot.of(small_gpu().dump()).save(folder / "gpu.json")
+        document = json.loads((folder / "gpu.json").read_text())
+        change(document)
+        (folder / "gpu.json").write_text(json.dumps(document))
+        Snapshot.load(folder / "gpu.json")
+
+    return call, r"gpu.json: expected (a complete snapshot, found one|format version 1)"
+
+
+def lacking(change):
+    """Read PyTorch's dump, with this done to it."""
+
+    def call(folder):
+        dump = copy.deepcopy(small_gpu().dump())
+        change(dump)
+        Snapshot.of(dump)
+
+    return call, "expected a CUDA memory snapshot of PyTorch's, found one with"
+
+
+def foreign(folder):
+    (folder / "gpu.json").write_text('{"format": "memlab-timeline"}')
+    Snapshot.load(folder / "gpu.json")
+
+
 DAMAGE = {
-    "version": lambda d: d.update(version=2),
-    "no capacity": lambda d: d.pop("capacity_bytes"),
-    "a setting NaN": lambda d: d["settings"].update(garbage_collection_threshold=float("nan")),
-    "action negative": lambda d: d["devices"][0]["events"][0].__setitem__(0, -1),
-    "action unknown": lambda d: d["devices"][0]["events"][0].__setitem__(0, 99),
-    "size negative": lambda d: d["devices"][0]["events"][0].__setitem__(2, -5),
-    "event short": lambda d: d["devices"][0]["events"][0].pop(),
-    "segment's total": lambda d: d["devices"][0]["segments"][0].__setitem__(1, 5),
-    "segments overlap": lambda d: d["devices"][0]["segments"].append(d["devices"][0]["segments"][-1]),
-    "state": lambda d: d["devices"][0]["segments"][0][6][0].__setitem__(2, 7),
-    "actions numbers": lambda d: d.update(actions=[0, 1]),
+    "another program's": (foreign, "expected a snapshot saved by memlab"),
+    "another version": damaged(lambda d: d.update(version=2)),
+    "no capacity": damaged(lambda d: d.pop("capacity_bytes")),
+    "a setting NaN": damaged(lambda d: d["settings"].update(garbage_collection_threshold=float("nan"))),
+    "an action below 0": damaged(lambda d: d["devices"][0]["events"][0].__setitem__(0, -1)),
+    "a size below 0": damaged(lambda d: d["devices"][0]["events"][0].__setitem__(2, -5)),
+    "a short event": damaged(lambda d: d["devices"][0]["events"][0].pop()),
+    "a segment's total": damaged(lambda d: d["devices"][0]["segments"][0].__setitem__(1, 5)),
+    "segments that overlap": damaged(lambda d: d["devices"][0]["segments"].append(d["devices"][0]["segments"][-1])),
+    "a state of a block": damaged(lambda d: d["devices"][0]["segments"][0][6][0].__setitem__(2, 7)),
+    "actions of numbers": damaged(lambda d: d.update(actions=[0, 1])),
+    "no segments": lacking(lambda d: d.pop("segments")),
+    "an unknown action": lacking(lambda d: d["device_traces"][0][0].update(action="think")),
+    "no address": lacking(lambda d: d["device_traces"][0][0].pop("addr")),
+    "settings of text": lacking(lambda d: d.update(allocator_settings="x")),
+    "an unknown state": lacking(lambda d: d["segments"][0]["blocks"][0].update(state="lost")),
+    "a device of many": lacking(lambda d: d["segments"][0].update(device=10**9)),
 }
 
 
 @pytest.mark.parametrize("name", DAMAGE)
-def test_a_damaged_file_is_refused_in_one_sentence(name, tmp_path):
-    path = tmp_path / "gpu.json"
-    Snapshot.of(small_gpu().dump()).save(path)
-    document = json.loads(path.read_text())
-    DAMAGE[name](document)
-    path.write_text(json.dumps(document))
-    with pytest.raises(
-        ValueError, match=r"gpu.json: expected (a complete snapshot, found one|format version 1)"
-    ) as error:
-        Snapshot.load(path)
+def test_a_damaged_or_foreign_file_or_dump_is_refused_in_one_sentence(name, tmp_path):
+    call, words = DAMAGE[name]
+    with pytest.raises(ValueError, match=words) as error:
+        call(tmp_path)
     assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("text", ["", "null", '{"format": "memlab-timeline"}', "[" * 100_000, "\x80\x04"])
-def test_a_foreign_file_is_refused(text, tmp_path):
-    path = tmp_path / "gpu.json"
-    path.write_bytes(text.encode("latin-1"))
-    with pytest.raises(ValueError, match="expected a snapshot saved by memlab"):
-        Snapshot.load(path)
-
-
-LACKS = {
-    "no segments": lambda d: d.pop("segments"),
-    "a trace of text": lambda d: d.update(device_traces=["x"]),
-    "an unknown action": lambda d: d["device_traces"][0][0].update(action="think"),
-    "no address": lambda d: d["device_traces"][0][0].pop("addr"),
-    "settings of text": lambda d: d.update(allocator_settings="x"),
-    "an unknown state": lambda d: d["segments"][0]["blocks"][0].update(state="lost"),
-    "a device of many": lambda d: d["segments"][0].update(device=10**9),
-    "blocks missing": lambda d: d["segments"][0]["blocks"].pop(),
-}
-
-
-@pytest.mark.parametrize("name", LACKS)
-def test_a_dump_that_lacks_something_is_refused(name):
-    dump = copy.deepcopy(small_gpu().dump())
-    LACKS[name](dump)
-    with pytest.raises(ValueError, match="expected a CUDA memory snapshot of PyTorch's, found one with"):
-        Snapshot.of(dump)
 
 
 # ---- recording
@@ -570,67 +459,6 @@ def live_blocks(segment):
     return found
 
 
-def test_where_a_request_is_served_shows_where_the_block_before_it_ends():
-    def first_block(behind):
-        gpu = NaiveGPU()
-        first, second = gpu.malloc(3 * MiB + 512 * KiB), gpu.malloc(4 * MiB)
-        gpu.free(first)
-        first = gpu.malloc(3 * MiB)  # 512 KiB stay with it, and are nowhere in the history
-        gpu.free(second)
-        gpu.trace.clear()
-        if behind:
-            gpu.malloc(2 * MiB)
-        gpu.free(first)
-        return segments_at_start(Snapshot.of(gpu.dump()).devices[0])[0].blocks[0]
-
-    assert first_block(behind=True)[:2] == (3 * MiB + 512 * KiB, 3 * MiB)
-    assert first_block(behind=False)[:2] == (3 * MiB, 3 * MiB)
-
-
-def test_an_oversize_block_was_its_whole_segment():
-    gpu = NaiveGPU(max_split=24 * MiB)
-    gpu.free(gpu.malloc(60 * MiB))
-    block = gpu.malloc(45 * MiB)
-    gpu.trace.clear()
-    gpu.free(block)
-    snapshot = Snapshot.of(gpu.dump())
-    assert segments_at_start(snapshot.devices[0], 24 * MiB)[0].blocks[0][:2] == (60 * MiB, 45 * MiB)
-    assert compare(snapshot).model_peak_bytes == 60 * MiB
-
-
-class AnyDevice(Device):
-    """One that takes back what it never gave."""
-
-    def release(self, address, nbytes):
-        pass
-
-
-@pytest.mark.parametrize("expandable", [False, True])
-def test_an_allocator_resumes_where_a_snapshot_ended(expandable):
-    gpu = NaiveGPU(expandable=expandable)
-    work(gpu, 300, 5)
-    dump = gpu.dump()
-    record = Snapshot.of(dump).devices[0]
-    model = (ExpandableAllocator if expandable else CachingAllocator)(device=AnyDevice())
-    live = resume(model, list(record.segments))
-    names = "address", "total_size", "segment_type", "requested_size", "allocated_size", "is_expandable"
-    for mine, theirs in zip(model.segments(), dump["segments"], strict=True):
-        assert [mine[name] for name in names] == [theirs[name] for name in names]
-        assert [block["state"] for block in mine["blocks"]] == [block["state"] for block in theirs["blocks"]]
-    assert (model.reserved_bytes, model.allocated_bytes) == (record.reserved_bytes, record.allocated_bytes)
-    for block in live.values():
-        model.free(block)
-    model.empty_cache()
-    assert model.reserved_bytes == model.allocated_bytes == model.requested_bytes == 0
-
-
-def test_a_state_before_that_does_not_lead_to_the_end_is_not_believed():
-    dump, before = in_the_middle(NaiveGPU(), 3)
-    wrong = replace(Snapshot.of(dump), devices=(Snapshot.of(dump, before=dump).devices[0],))
-    assert segments_at_start(wrong.devices[0]) == segments_at_start(Snapshot.of(dump).devices[0])
-    assert segments_at_start(wrong.devices[0]) != list(wrong.devices[0].segments)
-
-
 @pytest.mark.parametrize("capacity", [None, 300 * MiB])
 def test_an_expandable_segment_begins_where_pages_unmapped_before_are_mapped_again(capacity):
     gpu = NaiveGPU(capacity, expandable=True)
@@ -645,24 +473,6 @@ def test_an_expandable_segment_begins_where_pages_unmapped_before_are_mapped_aga
     assert found.segments == 1
 
 
-TAMPERED = {
-    "another rounding": ({"rounding": 256 * KiB}, "served it at"),
-    "first fit": ({"fit": "first"}, "served it at"),
-    "another largest rest": ({"rest": 4 * MiB}, "served it at"),
-}
-
-
-@pytest.mark.parametrize("name", TAMPERED)
-def test_an_allocator_with_other_rules_is_found_out(name):
-    knobs, words = TAMPERED[name]
-    gpu = NaiveGPU(**knobs)
-    work(gpu, 600, 3)
-    found = compare(Snapshot.of(gpu.dump()))
-    assert found.addresses_equal < found.requests
-    assert found.segments_equal < found.segments and found.decisions_equal < found.decisions
-    assert words in str(found.differences[0]) and len(found.differences) == 20
-
-
 GPUS = {
     "plain": partial(NaiveGPU, 250 * MiB),
     "oversize": partial(NaiveGPU, 250 * MiB, max_split=25 * MiB),
@@ -674,6 +484,15 @@ MODELS = {
     "expandable": partial(ExpandableAllocator, 250 * MiB),
     "expandable on a smaller card": partial(ExpandableAllocator, 50 * MiB),
 }
+
+
+def test_an_allocator_with_another_rounding_is_found_out():
+    gpu = NaiveGPU(rounding=256 * KiB)
+    work(gpu, 600, 3)
+    found = compare(Snapshot.of(gpu.dump()))
+    assert found.addresses_equal < found.requests
+    assert found.segments_equal < found.segments and found.decisions_equal < found.decisions
+    assert "served it at" in str(found.differences[0]) and len(found.differences) == 20
 
 
 @some("seed", range(6), keep=1)
@@ -780,15 +599,10 @@ def test_a_model_of_other_rules_is_found_out_too():
         def _from_device(self, pool, size):
             return None
 
-    found = compare(two_requests(second_segment=False), Stingy)
-    assert "the model refused" in str(found.differences[0])
-
-
-def test_an_out_of_memory_error_that_the_model_does_not_have_is_told():
-    dump = two_requests(second_segment=False)
-    record = dump.devices[0]
-    events = (*record.events, Event("oom", 0, 2 * MiB))
-    found = compare(Snapshot((record._replace(events=events),), {}))
+    snapshot = two_requests(second_segment=False)
+    assert "the model refused" in str(compare(snapshot, Stingy).differences[0])
+    events = (*snapshot.devices[0].events, Event("oom", 0, 2 * MiB))
+    found = compare(Snapshot((snapshot.devices[0]._replace(events=events),), {}))
     assert str(found.differences[0]).endswith("allocator refused; the model needed no segment")
 
 

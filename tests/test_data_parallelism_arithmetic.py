@@ -5,7 +5,6 @@ import random
 import pytest
 import torch
 
-from memlab.book.workloads import GPT
 from memlab.data_parallelism.arithmetic import (
     STAGES,
     padded_elements,
@@ -13,7 +12,6 @@ from memlab.data_parallelism.arithmetic import (
     sent_bytes,
     traffic_bytes,
     transient_bytes,
-    unit_sizes,
 )
 from memlab.data_parallelism.budget import most_texts, rank_step
 from memlab.data_parallelism.flat import FlatLayout
@@ -43,7 +41,7 @@ def test_zeros_own_table_is_reproduced():
     assert found == pytest.approx([16 * 7.5, (4 + 12 / 64) * 7.5, (2 + 14 / 64) * 7.5, 16 / 64 * 7.5], rel=1e-12)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(4))
 def test_every_ranks_bytes_are_those_of_the_flat_layouts_cut_by_hand(seed):
     buckets, ranks = some_buckets(seed), 1 + seed
     layouts = [FlatLayout([torch.Size([n]) for n in tensors], ranks) for tensors in buckets]
@@ -73,7 +71,6 @@ def test_a_number_a_list_and_a_list_of_lists_are_one_bucket_and_several():
 @refusals(
     {
         "stage 4": (lambda: rank_bytes(8, 2, 4), ValueError, "expected stage 0 (data parallel), 1, 2 or 3, found 4"),
-        "stage -1": (lambda: traffic_bytes(8, 8, 2, -1), ValueError, "expected stage 0 (data parallel), 1, 2 or 3"),
         "no ranks": (lambda: rank_bytes(8, 0, 1), ValueError, "expected ranks of at least 1, found 0"),
         "no ranks in a layout": (lambda: FlatLayout([], 0), ValueError, "expected at least one rank, found 0"),
         "a rank too many": (lambda: rank_bytes(8, 2, 1, rank=2), ValueError, "expected a rank from 0 to 1, found 2"),
@@ -91,28 +88,13 @@ def test_bad_input_is_refused_with_what_was_expected(call, error, words):
 # ---- what a rank sends
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 8])
-def test_an_all_reduce_sends_a_piece_in_each_of_its_steps(ranks):
-    whole = 1000 * ranks
-    sent = sum(1000 for _ in range(2 * (ranks - 1)))
-    assert traffic_bytes(whole, whole, ranks, 0) == 2 * sent_bytes(whole, ranks) == sent
-
-
 def test_stage_3_sends_half_as_much_again_and_with_micro_batches_stages_2_and_3_speak_each_time():
     whole, m = 8 * 1024, 5
     once = [traffic_bytes(whole, whole, 8, stage) for stage in STAGES]
-    assert once[:3] == [once[0]] * 3 and once[3] == 1.5 * once[0]
+    assert once[:3] == [2 * 7 * 1024] * 3 and once[3] == 1.5 * once[0]
     assert traffic_bytes(whole, whole, 8, 3, kept_bytes=whole) == once[0]  # if no unit is resharded
     found = [traffic_bytes(whole, whole, 8, stage, micro_batches=m) for stage in STAGES]
     assert found == [once[0], once[1], (m + 1) * sent_bytes(whole, 8), m * once[3]]
-
-
-def test_the_units_of_a_model_are_those_of_its_modules():
-    model = GPT(layers=3, width=64, heads=2, context=32)
-    units, root = unit_sizes(SHAPE)
-    assert [sorted(unit) for unit in units] == [sorted(p.numel() for p in block.parameters()) for block in model.blocks]
-    inside = {id(p) for p in model.blocks.parameters()}
-    assert sorted(root) == sorted(p.numel() for p in model.parameters() if id(p) not in inside)
 
 
 def test_whole_at_once_are_the_root_and_neighbouring_units_and_gradients_of_a_unit_and_a_tensor_more():
@@ -165,23 +147,17 @@ def test_on_one_rank_data_parallel_is_the_step_of_one_device(how):
     assert on_rank.by_category() == step.peak.by_category()
 
 
-def test_the_storys_model_has_its_states_divided_and_its_activations_not():
-    story = Transformer(layers=24, width=2048, heads=16, vocabulary=256, context=1024)
-    step = training_step(story, 8, 1024, precision="mixed", implementation="fused", segments=24)
-    parts = {stage: rank_step(step, 8, stage).by_category() for stage in STAGES}
-    assert parts[0] == step.peak.by_category()
-    assert parts[1] == parts[0] | {"optimizer_state": 12 * story.parameters // 8 + 4 * story.parameter_tensors}
-    peaks = [sum(parts[stage].values()) for stage in STAGES]
-    assert peaks == sorted(peaks, reverse=True)
-    assert peaks[0] > 16 * 2**30 > peaks[1]
-
-
-def test_a_rank_takes_the_most_texts_that_fit_and_none_where_its_states_do_not():
+def test_the_storys_model_has_its_states_divided_and_a_rank_takes_the_most_texts_that_fit():
     story = Transformer(layers=24, width=2048, heads=16, vocabulary=256, context=1024)
 
     def step_of(texts):
         return training_step(story, texts, 1024, precision="mixed", implementation="fused", segments=24)
 
+    parts = {stage: rank_step(step_of(8), 8, stage).by_category() for stage in STAGES}
+    assert parts[0] == step_of(8).peak.by_category()
+    assert parts[1] == parts[0] | {"optimizer_state": 12 * story.parameters // 8 + 4 * story.parameter_tensors}
+    peaks = [sum(parts[stage].values()) for stage in STAGES]
+    assert peaks == sorted(peaks, reverse=True) and peaks[0] > 16 * 2**30 > peaks[1]
     most = most_texts(step_of, "16 GiB", 8, 1)
     assert rank_step(step_of(most), 8, 1).nbytes <= 16 * 2**30 < rank_step(step_of(most + 1), 8, 1).nbytes
     assert most_texts(step_of, "16 GiB", 8, 0) == 0

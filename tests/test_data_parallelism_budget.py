@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 from memlab.book.steps import build, checkpoint_blocks
-from memlab.data_parallelism import DataParallel, ZeroOptimizer, clip_grad_norm_, fully_shard
+from memlab.data_parallelism import DataParallel, ZeroOptimizer, fully_shard
 from memlab.data_parallelism.arithmetic import padded_elements, rank_bytes, traffic_bytes, unit_sizes
 from memlab.data_parallelism.budget import rank_step
 from memlab.memory_arithmetic import Transformer, training_step
 from memlab.memory_timeline import Meter, imagine
 from memlab.ranks import Traffic, imagined_ranks
-from tests.sharding_helpers import Decoder, gathered_bytes, gpt, sharded
+from tests.sharding_helpers import Decoder, sharded
 
 RANKS, BATCH = 7, 8
 SHAPE = Transformer(layers=6, width=128, heads=4, vocabulary=256, context=64)
@@ -86,29 +86,6 @@ def test_a_ranks_peak_is_the_formulas_to_the_byte_at_stage_3_and_nearly_so_at_st
 
 
 # ---- fully_shard
-
-
-@pytest.mark.parametrize("param_dtype", [None, torch.bfloat16])
-def test_rank_0_of_64_is_imagined_to_the_byte(param_dtype):
-    with imagine(CARD), imagined_ranks(64):
-        model = gpt(dtype=torch.float32, layers=4, width=256, heads=4, context=64, vocabulary=256)
-        numels = [sum(p.numel() for p in block.parameters()) for block in model.blocks]
-        numels.append(sum(p.numel() for p in model.parameters()) - sum(numels))
-        sharded(model, param_dtype=param_dtype)
-        optimizer = torch.optim.AdamW(model.parameters())
-        x, y = (torch.zeros(2, 64, dtype=torch.int64) for _ in "xy")
-        with Meter(model, optimizer, inputs=(x, y)) as meter:
-            for _ in range(2):
-                model(x, y).backward()
-                clip_grad_norm_(model, 1.0)
-                optimizer.step()
-                held = meter.timeline.bytes_by_category(len(meter.timeline.events) - 1)
-                optimizer.zero_grad()
-        assert gathered_bytes(model) == 0
-    padded = [-(-n // 64) * 64 for n in numels]
-    assert held["parameter"] == held["gradient"] == 4 * sum(padded) // 64
-    gathered = [s.nbytes for s in meter.timeline.storages.values() if s.shape == (padded[0],)]
-    assert set(gathered) == {(2 if param_dtype else 4) * padded[0]}
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 2])

@@ -1,4 +1,4 @@
-"""The package's own example: launched by itself, by torchrun, and on imagined ranks."""
+"""The package's own example: launched by itself, by a launcher, and on imagined ranks."""
 
 from __future__ import annotations
 
@@ -9,15 +9,7 @@ import torch
 
 from memlab.data_parallelism.__main__ import TECHNIQUES, main
 from memlab.ranks.example import Trained, place
-from tests.example_helpers import assert_torchrun_says, figures, peaks, printed
-
-MODULE = "memlab.data_parallelism"
-
-
-@pytest.mark.thorough
-def test_the_example_says_the_same_by_itself_and_under_torchrun():
-    chosen = ("--technique", "zero3", "--steps", "2")
-    assert_torchrun_says(printed(MODULE, *chosen, "--ranks", "2"), MODULE, *chosen)
+from tests.example_helpers import figures, peaks
 
 
 def test_techniques_have_equal_losses_and_smaller_and_smaller_peaks_and_imagined_ranks_send_what_real_ones_send(

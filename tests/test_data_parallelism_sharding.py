@@ -29,7 +29,6 @@ from tests.sharding_helpers import (
     assert_same_training,
     backward,
     both,
-    full_gradients,
     gathered_bytes,
     gpt,
     mine,
@@ -237,10 +236,6 @@ def exceptions_leave_nothing_behind():
         model.zero_grad()
         model.around = plain.around
         assert_same_training(plain, model, times=1)
-    refused(lambda: model.layers[0](mine(rows())[0][:, :3]), RuntimeError, "mat1 and mat2")
-    with torch.no_grad():
-        model(*mine(rows()))
-    assert gathered_bytes(model) == 0
 
 
 def _checkpointed(run, inside):
@@ -283,17 +278,14 @@ def several_forwards_and_backwards():
     def losses():
         return [[each(*x[i]).square().mean() for x in batches] for i, each in enumerate((plain, model))]
 
-    for keep in (True, False):
-        for one, two in losses():
-            (one + two).backward(retain_graph=keep)
-        assert_same_gradients(plain, model)
+    for one, two in losses():
+        (one + two).backward(retain_graph=True)
+        one.backward(retain_graph=True)
+        one.backward()
+    assert_same_gradients(plain, model)
     for one, two in losses():
         one.backward()
         two.backward()
-    assert_same_gradients(plain, model)
-    for one, _ in losses():
-        for _ in range(3):
-            one.backward(retain_graph=True)
     assert_same_gradients(plain, model)
 
 
@@ -308,16 +300,6 @@ def gradients_of_gradients():
                 (gradient,) = torch.autograd.grad(each(x).square().sum(), x, create_graph=True)
                 (each(x).square().mean() + (gradient.norm(dim=1) - 1).square().mean()).backward()
             assert_same_gradients(plain, model)
-
-
-@on_two_ranks
-def gradients_of_inputs():
-    models, found = both(), []
-    for each in models:
-        x = mine(rows())[0].clone().requires_grad_()
-        found += torch.autograd.grad(each(x).square().mean(), x)
-    assert torch.allclose(*found, atol=1e-14) and all(p.grad is None for p in models[1].parameters())
-    assert gathered_bytes(models[1]) == 0
 
 
 @on_two_ranks
@@ -417,42 +399,35 @@ def an_optimizer_of_before_and_one_in_backward():
 
 @on_two_ranks
 def mixed_precision():
-    model, seen = sharded(gpt(dtype=torch.float32), param_dtype=torch.bfloat16, reduce_dtype=torch.float32), []
-    model.blocks[0].feed_forward.up.register_forward_pre_hook(
-        lambda module, args: seen.append((module.weight.dtype, args[0].dtype))
-    )
-    backward(model, mine(texts(0)))
-    assert seen == [(torch.bfloat16, torch.bfloat16)]
-    assert all(p.dtype is p.grad.dtype is torch.float32 for p in model.parameters())
-    layer = fully_shard(nn.Linear(8, 8), param_dtype=torch.bfloat16)
-    assert layer(torch.ones(2, 8)).dtype is torch.bfloat16
+    layer = fully_shard(nn.Linear(8, 8), param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    output = layer(torch.ones(2, 8))
+    output.sum().backward()
+    assert output.dtype is torch.bfloat16 and all(p.dtype is p.grad.dtype is torch.float32 for p in layer.parameters())
 
 
 @on_two_ranks
-def numbers_and_losses_are_those_of_fsdp2_and_the_peak_is_no_higher_than_five_percent_above():
+def numbers_are_those_of_fsdp2_and_the_peak_is_no_higher_than_five_percent_above():
     from torch.distributed.fsdp import MixedPrecisionPolicy
     from torch.distributed.fsdp import fully_shard as fsdp2
 
     mesh = distributed.init_device_mesh("cpu", (RANKS,))  # by default the GPUs', if there are any
-    for options in ({}, {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}):
-        theirs = {"mesh": mesh} | ({"mp_policy": MixedPrecisionPolicy(**options)} if options else {})
-        found = []
-        for ours in (True, False):
-            model = gpt(dtype=torch.float32, width=64)
-            for layer in (*model.blocks, model):
-                fully_shard(layer, **options) if ours else fsdp2(layer, **theirs)
-            optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), []
-            for step in range(5):
-                x, y = mine(texts(step))
-                with Meter(model, optimizer, inputs=(x, y)) if step == 4 else nullcontext() as meter:
-                    loss = model(x, y)
-                    loss.backward()
-                    optimizer.step()
-                    optimizer.zero_grad()
-                losses.append(loss.item())
-            with torch.no_grad():
-                found.append((losses, model(*texts(7)).item(), meter.timeline.peak_bytes))
-        assert found[0][:2] == found[1][:2] and found[0][2] <= 1.05 * found[1][2]
+    halves, found = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}, []
+    for shard in (partial(fully_shard, **halves), partial(fsdp2, mesh=mesh, mp_policy=MixedPrecisionPolicy(**halves))):
+        model = gpt(dtype=torch.float32, width=64)
+        for layer in (*model.blocks, model):
+            shard(layer)
+        optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), []
+        for step in range(5):
+            x, y = mine(texts(step))
+            with Meter(model, optimizer, inputs=(x, y)) as meter:
+                loss = model(x, y)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.append(loss.item())
+        with torch.no_grad():
+            found.append(([*losses, model(*texts(7)).item()], meter.timeline.peak_bytes))
+    assert found[0][0] == found[1][0] and found[0][1] <= 1.05 * found[1][1]
 
 
 # ---- bytes, traffic, order
@@ -495,20 +470,11 @@ def the_graph_is_freed_with_its_last_reference():
 @on_two_ranks
 def gradients_that_no_sync_added_up_go_with_zero_grad():
     plain, model = both()
-    for whole, in_place in ((model, False), (model.layers[1], False), (model, True)):
+    for set_to_none in (False, True):
         with model.no_sync():
             (1000 * model(*mine(rows()))).square().mean().backward()
-        whole.zero_grad(set_to_none=not in_place)
-        backward(model, mine(rows()))
-        backward(plain, rows())
-        if whole is model:
-            assert_same_gradients(plain, model)
-            continue
-        found = full_gradients(model)
-        expected = {name: p.grad for name, p in plain.named_parameters() if name.startswith("layers.1.")}
-        assert apart({name: found[name] for name in expected}, expected) < 1e-12
-        for each in (model, plain):
-            each.zero_grad()
+        model.zero_grad(set_to_none)
+        assert_same_training(plain, model, times=1)
 
 
 # ---- what is wrong
@@ -524,9 +490,8 @@ def what_is_wrong_with_a_model_is_said():
     for call, error, words in (
         (lambda: fully_shard(model), ValueError, "once…called on before"),
         (lambda: fully_shard(model.last), ValueError, "inner modules first"),
-        (model.half, RuntimeError, "before fully_shard"),
+        (nn.Sequential(model).half, RuntimeError, "before fully_shard"),
         (lambda: copy.deepcopy(model), RuntimeError, "before fully_shard"),
-        (lambda: nn.Sequential(model).double(), RuntimeError, "before fully_shard"),
         (lambda: torch.save(nn.Sequential(model), io.BytesIO()), TypeError, "full_state_dict"),
         (lambda: fully_shard(shared), ValueError, "memory of their own, found"),
         (lambda: fully_shard(used), ValueError, "without gradients"),
@@ -537,20 +502,13 @@ def what_is_wrong_with_a_model_is_said():
         refused(call, error, words)
     assert all(p.dim() == 2 for p in (shared.last.weight, shared.layers[1][2].weight))  # nothing is cut then
     handle.remove()
-    shapes = []
-    hooked.weight.register_post_accumulate_grad_hook(lambda p: shapes.append(p.grad.shape == p.shape))
-    backward(fully_shard(hooked), mine(rows()))
-    assert shapes == [True]
-    handle = hooked.bias.register_hook(print)
+    fully_shard(hooked).bias.register_hook(print)
     refused(lambda: hooked(*rows()), RuntimeError, "expected no register_hook on bias of Linear")
-    handle.remove()
-    hooked(*rows())
 
 
 @on_two_ranks
 def weights_that_were_changed_or_put_in_are_noticed():
     model, x = sharded(stack()), mine(rows())[0]
-    assert all(torch.isfinite(p).all() and p.dim() == 1 for p in model.parameters())  # a sharded weight may be read
     loss = model(x).square().mean()
     with torch.no_grad():
         for p in model.parameters():

@@ -70,13 +70,11 @@ def test_it_equals_plain_attention_in_fp64_whatever_the_tiles(batch, heads, quer
 @pytest.mark.parametrize(("queries", "keys"), [(300, 300), (300, 150), (150, 300)])
 def test_it_equals_torchs_own_with_its_alignment_of_the_causal_mask(causal, queries, keys):
     q, k, v = qkv(queries=queries, keys=keys, heads=4, kv_heads=2)
-    theirs = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
-    torch.testing.assert_close(tiled_attention(q, k, v, causal=causal), theirs, rtol=0, atol=1e-12)
-    theirs = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True, scale=0.3)
-    torch.testing.assert_close(tiled_attention(q, k, v, causal=causal, scale=0.3), theirs, rtol=0, atol=1e-12)
-    torch.testing.assert_close(
-        tiled_attention(q, k, v, causal=causal, scale=-0.3), plain_attention(q, k, v, causal, -0.3)[0]
-    )
+    for scale in (None, 0.3):
+        theirs = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True, scale=scale)
+        torch.testing.assert_close(tiled_attention(q, k, v, causal=causal, scale=scale), theirs, rtol=0, atol=1e-12)
+    found = tiled_attention(q, k, v, causal=causal, scale=-0.3)
+    torch.testing.assert_close(found, plain_attention(q, k, v, causal, -0.3)[0])
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -105,10 +103,8 @@ def test_a_query_that_sees_no_key_gets_zeros_as_torchs_own_gives():
     out, lse = tiled_attention(q, k, v, return_lse=True)
     assert torch.equal(out, F.scaled_dot_product_attention(q, k, v)) and not out.any()
     assert torch.equal(lse, torch.full_like(lse, -math.inf))
-    q, k, v = qkv(queries=0)
-    assert tiled_attention(q, k, v).shape == (2, 3, 0, 8)
-    q, k, v = (x[:0] for x in qkv())
-    assert tiled_attention(q, k, v, causal=True).shape == (0, 3, 37, 8)
+    assert tiled_attention(*qkv(queries=0)).shape == (2, 3, 0, 8)
+    assert tiled_attention(*(x[:0] for x in qkv()), causal=True).shape == (0, 3, 37, 8)
     q, k, v = qkv(dtype=torch.float32)
     q, k = -q.abs(), torch.full_like(k, math.inf)
     assert torch.equal(tiled_attention(q, k, v, tile_keys=5), F.scaled_dot_product_attention(q, k, v))
@@ -117,20 +113,12 @@ def test_a_query_that_sees_no_key_gets_zeros_as_torchs_own_gives():
 def test_keys_that_score_minus_infinity_are_masked_also_when_a_whole_tile_is():
     q, k, v = qkv(1, 1, 3, 12, 4)
     q = q.abs()
-    for hidden in (slice(0, 4), slice(4, 8), slice(8, 12)):
+    for hidden in (slice(0, 4), slice(8, 12)):
         masked = k.clone()
         masked[:, :, hidden] = -math.inf
         kept = [i for i in range(12) if not hidden.start <= i < hidden.stop]
         expected = plain_attention(q, k[:, :, kept], v[:, :, kept])[0]
         torch.testing.assert_close(tiled_attention(q, masked, v, tile_keys=4), expected, rtol=0, atol=1e-12)
-
-
-def test_a_nan_is_not_hidden_and_stays_in_its_row():
-    q, k, v = qkv(1, 2, 9, 9)
-    q[0, 1, 4, 0] = math.nan
-    out = tiled_attention(q, k, v, tile_queries=4, tile_keys=4)
-    wrong = out.isnan().any(-1)
-    assert wrong[0, 1, 4] and wrong.sum() == 1
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -140,8 +128,6 @@ def test_inputs_may_lie_in_memory_in_any_order_and_stay_as_they_were(causal):
     out = tiled_attention(q, k, v, causal=causal, tile_queries=10, tile_keys=10)
     torch.testing.assert_close(out, plain_attention(q, k, v, causal)[0], rtol=0, atol=1e-12)
     assert out.is_contiguous() and all(torch.equal(a, b) for a, b in zip(before, (q, k, v), strict=True))
-    k = k[:, :1].expand(2, 3, 37, 8)
-    torch.testing.assert_close(tiled_attention(q, k, v), plain_attention(q, k, v)[0], rtol=0, atol=1e-12)
 
 
 @pytest.mark.gpu
@@ -244,11 +230,9 @@ def test_tiles_behind_the_diagonal_are_not_made(queries, keys):
 def test_under_autograd_it_says_that_it_is_forward_only():
     q, k, v = qkv()
     k.requires_grad_(), v.requires_grad_()
-    with pytest.raises(RuntimeError, match=r"forward only; found k, v with requires_grad; call it under torch.no_grad"):
-        tiled_attention(q, k, v)
+    words = "forward only; found k, v with requires_grad; call it under torch.no_grad"
+    refused(lambda: tiled_attention(q, k, v), RuntimeError, words)
     with torch.no_grad():
-        assert not tiled_attention(q, k, v).requires_grad
-    with torch.inference_mode():
         assert not tiled_attention(q, k, v).requires_grad
 
 
@@ -287,17 +271,13 @@ def test_the_kernel_takes_16_bit_numbers_any_layout_and_a_scale(dtype):
 
 
 @needs_triton
-def test_the_kernel_takes_empty_tensors():
+def test_the_kernel_takes_empty_tensors_and_interpreted_no_numbers_that_triton_would_multiply_wrongly():
     q, k, v = (x[:0].float().to(DEVICE) for x in qkv())
     out, lse = triton_attention(q, k, v)
     assert out.shape == (0, 3, 37, 8) and lse.shape == (0, 3, 37)
-
-
-@needs_triton
-@pytest.mark.skipif(DEVICE == "cuda", reason="it is compiled")
-def test_interpreted_the_kernel_refuses_the_numbers_that_triton_would_multiply_wrongly():
-    with pytest.raises(RuntimeError, match="float32 or float16 where Triton is interpreted, found bfloat16"):
-        triton_attention(*(x.bfloat16() for x in qkv()))
+    if DEVICE == "cpu":
+        halves = [x.bfloat16() for x in qkv()]
+        refused(lambda: triton_attention(*halves), RuntimeError, "float32 or float16 where Triton is interpreted")
 
 
 @pytest.mark.parametrize(("triton", "bf16"), [(False, True), (True, False)])
@@ -329,36 +309,29 @@ def live(q=(2, 3, 37, 8), k=(2, 3, 37, 8), v=(2, 3, 37, 8), dtype=torch.float64,
 
 TWO, THREE, NO_KEY = torch.ones(2, 3), torch.ones(3, 4), torch.ones(2, 0)
 SHAPE, WIDTH = "of shape (batch, heads, tokens, head_dim); found q (3, 37, 8)", "of the same head_dim…k (2, 3, 37, 4)"
-WHOLE, PIECES = "bfloat16, float16; found torch.int64", "as many pieces of scores as of values"
+WHOLE = "bfloat16, float16; found torch.int64"
 REFUSALS = {
     "three dimensions": (tiled(lambda q, k, v: (q[0], k, v)), ValueError, SHAPE),
-    "bytes of three dimensions": (live(q=(3, 37, 8)), ValueError, SHAPE),
     "whole numbers": (tiled(lambda *qkv: [x.long() for x in qkv]), TypeError, WHOLE),
     "bytes of whole numbers": (live(dtype=torch.int64), TypeError, WHOLE),
     "two dtypes": (tiled(lambda q, k, v: (q, k.float(), v)), TypeError, "one dtype…float64, torch.float32"),
     "two devices": (tiled(lambda q, k, v: (q, k.to("meta"), v)), ValueError, "on one device; found cpu, meta"),
     "two batches": (tiled(lambda q, k, v: (q, k[:1], v[:1])), ValueError, "the same batch …k (1, 3, 37, 8)"),
     "two widths": (tiled(lambda q, k, v: (q, k[..., :4], v)), ValueError, WIDTH),
-    "bytes of two widths": (live(k=(2, 3, 37, 4)), ValueError, WIDTH),
     "no width": (tiled(lambda q, k, v: (q[..., :0], k[..., :0], v)), ValueError, "last dimension, at least 1"),
     "a value too few": (tiled(lambda q, k, v: (q, k, v[:, :, 1:])), ValueError, "a value for every key…36, 8)"),
     "two of three heads": (tiled(lambda q, k, v: (q, k[:, :2], v[:, :2])), ValueError, "cannot serve 3 heads…(1, 3)"),
-    "no key heads": (tiled(lambda q, k, v: (q, k[:, :0], v[:, :0])), ValueError, "0 key-value heads cannot serve"),
     "hardly causal": (tiled(causal="no"), TypeError, "expected causal as True or False, found 'no'"),
     "a tile of no queries": (tiled(tile_queries=0), ValueError, "expected tile_queries "),
-    "a tile of 2.0 keys": (tiled(tile_keys=2.0), TypeError, "expected tile_keys "),
     "bytes of a tile of -8 keys": (live(tile_keys=-8), ValueError, "expected tile_keys "),
     "no pieces": (in_pieces([], []), ValueError, "at least one piece of scores, found none"),
-    "scores alone": (in_pieces([TWO], []), ValueError, PIECES),
-    "values alone": (in_pieces([], [THREE]), ValueError, PIECES),
+    "scores alone": (in_pieces([TWO], []), ValueError, "as many pieces of scores as of values"),
     "an empty piece": (in_pieces([TWO, NO_KEY], [THREE, THREE[:0]]), ValueError, "at least one key in every piece"),
-    "whole pieces": (in_pieces([TWO.long()], [THREE.long()]), TypeError, "found torch.int64 and torch.int64"),
     "pieces of two dtypes": (in_pieces([TWO], [THREE.double()]), TypeError, "torch.float32 and torch.float64"),
     "FP64 in the kernel": (kernel(lambda *qkv: [x.double() for x in qkv]), TypeError, "float64; tiled_attention()"),
     "groups in the kernel": (kernel(lambda q, k, v: (q, k[:, :1], v[:, :1])), ValueError, "as many heads in k as in q"),
     "narrow values in the kernel": (kernel(lambda q, k, v: (q, k, v[..., :4])), ValueError, "v as wide; …37, 4)"),
     "48 keys in the kernel": (kernel(tile_keys=48), ValueError, "tile_keys as a power of two from 16 on, found 48"),
-    "8 queries in the kernel": (kernel(tile_queries=8), ValueError, "power of two from 16 on, found 8"),
     "gradients in the kernel": (kernel(lambda q, k, v: (q.requires_grad_(), k, v)), RuntimeError, "only; found q"),
 }
 if importlib.util.find_spec("triton") is None:

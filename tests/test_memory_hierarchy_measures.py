@@ -100,15 +100,11 @@ N = 64 * 32 * 4
         (lambda: whole + whole, 0, 2 * 64 * 8),
         (lambda: torch._foreach_add([x, y], 1.0), 2 * 64 * 32, 4 * N),
         (lambda: torch._foreach_copy_([x.detach()], [y]), 0, 2 * N),
-        (lambda: torch.baddbmm(x[None], x[None], y.t()[None] @ x[None]), None, None),
     ],
 )
 def test_every_byte_is_read_once_and_written_once(run, flops, nbytes):
     ops = counted(run)
-    if flops is not None:
-        assert (sum(op.flops for op in ops), sum(op.nbytes for op in ops)) == (flops, nbytes)
-    else:
-        assert sum(op.flops for op in ops) == 2 * (32 * 64 * 32) + 2 * (64 * 32 * 32)
+    assert (sum(op.flops for op in ops), sum(op.nbytes for op in ops)) == (flops, nbytes)
 
 
 cube, square = torch.randn(5, 32, 64), torch.randn(64, 64)
@@ -125,6 +121,7 @@ cube, square = torch.randn(5, 32, 64), torch.randn(64, 64)
         (lambda: torch.addbmm(square, cube.mT, cube), 5 * 2 * 64 * 32 * 64),
         (lambda: torch.zeros(64, 64).addbmm_(cube.mT, cube), 5 * 2 * 64 * 32 * 64),
         (lambda: F.bilinear(x, square, cube), 2 * 64 * 5 * 32 * 64),
+        (lambda: torch.baddbmm(x[None], x[None], y.t()[None] @ x[None]), 2 * (32 * 64 * 32) + 2 * (64 * 32 * 32)),
     ],
 )
 def test_products_for_which_torch_has_no_formula_have_one_here(run, flops):
@@ -164,16 +161,14 @@ POOLS = {  # read in backward besides the result's gradient, in bytes
     "max pool": (lambda x: F.max_pool2d(x, 2), 4 * 4 * 4 * 8),
     "max pool to a size": (lambda x: F.adaptive_max_pool2d(x, 4), 4 * 4 * 4 * 8),
     "mean pool": (lambda x: F.avg_pool2d(x, 2), 0),
-    "mean pool to a size": (lambda x: F.adaptive_avg_pool2d(x, 4), 0),
     "mean pool of volumes": (lambda x: F.avg_pool3d(x[None], (1, 2, 2)), 0),
     "mirrored edges": (lambda x: F.pad(x, (1, 1, 1, 1), mode="reflect"), 0),
     "repeated edges": (lambda x: F.pad(x, (1, 1, 1, 1), mode="replicate"), 0),
 }
 
 
-@pytest.mark.parametrize("kind", POOLS)
-def test_the_backward_of_a_pool_and_of_a_pad_does_not_read_the_input(kind):
-    run, more = POOLS[kind]
+@pytest.mark.parametrize(("run", "more"), POOLS.values(), ids=POOLS)
+def test_the_backward_of_a_pool_and_of_a_pad_does_not_read_the_input(run, more):
     leaf = image.clone().requires_grad_()
     y = run(leaf)
     ops = [op for op in counted(lambda: y.backward(torch.ones_like(y))) if "pool" in op.name or "pad" in op.name]
@@ -255,7 +250,9 @@ def test_an_op_in_place_reads_what_it_changes_a_copy_does_not_and_a_view_moves_n
         assert only(run).nbytes == nbytes
     assert only(lambda: a.fill_(1)).nbytes == N and only(lambda: a.copysign_(b)).flops == 48
     views = (a.t, a.detach, lambda: a[2:], lambda: a.view(-1), lambda: a.expand(3, 6, 8), lambda: a.unbind())
-    for run in (*views, lambda: torch.empty(10), lambda: torch.empty_like(a), lambda: a.new_empty(4)):
+    empty = (lambda: torch.empty(10), lambda: torch.empty_like(a), lambda: a.new_empty(4))
+    other = (lambda: a.resize_(30), lambda: a.resize_as_(b), lambda: a.set_(scores))
+    for run in (*views, *empty, *other):
         assert counted(run) == []
     a = torch.zeros(10, 10)
     parts = (a[2:4], a[:, 3], a[:, :1].expand(10, 10), a[:0])
@@ -302,16 +299,10 @@ def test_a_bag_of_embeddings_reads_the_rows_that_are_asked_for():
     assert rows + sums + whole <= op.nbytes <= rows + sums + whole + notes
 
 
-@pytest.mark.parametrize("run", [lambda a: a.set_(scores), lambda a: a.resize_(30_000), lambda a: a.resize_as_(scores)])
-def test_what_gives_a_tensor_other_memory_moves_none(run):
+def test_what_draws_numbers_writes_them_and_reads_none():
     a = torch.zeros(10_000)
-    assert counted(lambda: run(a)) == []
-
-
-@pytest.mark.parametrize("name", ["exponential_", "log_normal_", "cauchy_"])
-def test_what_draws_numbers_writes_them_and_reads_none(name):
-    a = torch.zeros(10_000)
-    assert only(getattr(a, name)).nbytes == only(lambda: a.geometric_(0.5)).nbytes == a.nbytes
+    for draw in (a.exponential_, a.log_normal_, a.cauchy_, lambda: a.geometric_(0.5)):
+        assert only(draw).nbytes == a.nbytes
 
 
 def test_windows_that_share_elements_are_read_once():
@@ -385,8 +376,7 @@ def test_an_optimizers_step_is_a_phase_of_its_own_and_reads_and_writes_its_state
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, functools.partial(torch.optim.LBFGS, max_iter=2)])
-@pytest.mark.parametrize("how", ["by place", "by name"])
-def test_what_a_steps_closure_runs_is_forward_and_backward(kind, how):
+def test_what_a_steps_closure_runs_is_forward_and_backward(kind):
     weight = torch.ones(3, requires_grad=True)
     optimizer = kind([weight], lr=0.1)
 
@@ -396,10 +386,11 @@ def test_what_a_steps_closure_runs_is_forward_and_backward(kind, how):
         loss.backward()
         return loss
 
-    ops = counted(lambda: optimizer.step(closure) if how == "by place" else optimizer.step(closure=closure))
-    assert {op.phase for op in ops if op.name == "exp"} == {"forward"}
-    assert {op.phase for op in ops} == {"forward", "backward", "optimizer"}
-    assert ops[-1].phase == "optimizer"
+    for step in (lambda: optimizer.step(closure), lambda: optimizer.step(closure=closure)):
+        ops = counted(step)
+        assert {op.phase for op in ops if op.name == "exp"} == {"forward"}
+        assert {op.phase for op in ops} == {"forward", "backward", "optimizer"}
+        assert ops[-1].phase == "optimizer"
 
 
 def test_a_closure_that_raises_ends_the_step_and_a_step_inside_a_step_does_not():
@@ -463,12 +454,13 @@ def test_the_measured_peak_is_a_speed():
 
 @pytest.mark.parametrize("size", [64, 4 * KiB, MiB])
 def test_the_bytes_of_a_measurement_are_those_that_its_ops_read_and_write(size):
-    store = torch.ones(MiB // 4)
+    store = torch.arange(MiB / 4)
     for kind in ("read", "copy"):
         run, moved = _passes(kind, store, size, 256 * KiB)
         ops = counted(run)
         if kind == "copy":
             assert sum(op.nbytes for op in ops) == moved
+            assert torch.equal(store[size // 8 : size // 4], store[: size // 8])  # one half is now the other
         else:  # the counter counts the working set once; the sum goes over it once a row
             assert sum(op.flops for op in ops) * 4 == moved
         assert moved == size * max(1, 256 * KiB // size)
@@ -484,13 +476,6 @@ def test_on_a_gpu_what_no_l2_holds_is_read_in_a_call_a_pass(size, calls):
     ops = counted(run)
     assert sum(op.calls for op in ops if op.name == "sum") == calls
     assert sum(op.flops for op in ops) * 4 == moved == 256 * MiB
-
-
-def test_a_copy_of_half_the_working_set_onto_the_other_changes_all_of_it():
-    store = torch.arange(16.0)
-    run, moved = _passes("copy", store, 64, 64)
-    run()
-    assert torch.equal(store[8:], torch.arange(8.0)) and moved == 64
 
 
 def test_each_size_has_a_speed_in_the_order_asked_and_threads_are_as_before():
@@ -556,18 +541,14 @@ OP = Op("mm", "forward", (), 1, 100, 10)
 REFUSALS = {
     "a byte less": (lambda: measure_bandwidth([63]), ValueError, "sizes of at least 64 bytes, found 63"),
     "no sizes": (lambda: measure_bandwidth([]), ValueError, "sizes of at least 64 bytes, found none"),
-    "a size misspelt": (lambda: measure_bandwidth(["4 Kib"]), ValueError, "expected a size such as '16 GiB'"),
     "writing": (lambda: measure_bandwidth([4096], kind="write"), ValueError, "one of 'read', 'copy'; found 'write'"),
     "a meta device": (lambda: measure_bandwidth([4096], "meta"), ValueError, "one of 'cpu', 'cuda'; found 'meta'"),
     "one size": (lambda: measure_bandwidth(4096), TypeError, "expected sizes in a list, found 4096"),
-    "one size in words": (lambda: measure_bandwidth("4 KiB"), TypeError, "expected sizes in a list, found '4 KiB'"),
     "a peak of nothing": (lambda: measure_peak_flops("meta"), ValueError, "one of 'cpu', 'cuda'; found 'meta'"),
     "no bandwidth": (lambda: roof(1.0, 1.0, 0.0), ValueError, "expected FLOP/s and bytes/s above 0"),
-    "less than no FLOPs": (lambda: bound_by(OP, -1.0, 1.0), ValueError, "expected FLOP/s and bytes/s above 0"),
     "a nan": (lambda: least_seconds(OP, 1.0, math.nan), ValueError, "expected FLOP/s and bytes/s above 0"),
     "less than no intensity": (lambda: roof(-1, 1.0, 1.0), ValueError, "at least 0 FLOPs a byte, found -1"),
     "no folder": (lambda: disk_bandwidth("/none"), NotADirectoryError, "expected a folder"),
-    "a file of nothing": (lambda: disk_bandwidth(".", 0), ValueError, "expected a size from 1 byte to"),
     "a file too large": (lambda: disk_bandwidth(".", "1000 TiB"), ValueError, "expected a size from 1 byte to"),
     "a counter that never ran": (lambda: OpCounter().ops, RuntimeError, "expected an OpCounter that has run"),
 }

@@ -217,24 +217,6 @@ def test_later_sources_of_a_level_have_their_names_behind_it_and_those_of_one_na
     assert readings.end_of("driver of gpu 2")() == 7
 
 
-def test_a_meters_timeline_says_the_same_as_the_monitor():
-    model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64))
-    optimizer = torch.optim.AdamW(model.parameters())
-    marks = []
-    with Meter(model, optimizer) as meter, Monitor(every=1000, sources=[MeteredMemory(meter)]) as monitor:
-        marks.append(meter.event)
-        for _ in range(5):
-            model(torch.ones(32, 64)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            monitor.step()
-            marks.append(meter.event)
-    totals = meter.timeline.totals
-    assert list(monitor.history.ends) == [totals[mark] for mark in marks[1:]]
-    spans = list(zip(marks, marks[1:], strict=False))
-    assert list(monitor.history.peaks) == [max(totals[first : last + 1]) for first, last in spans]
-
-
 # ---- several sources
 
 
@@ -433,9 +415,3 @@ def test_a_thread_whose_looks_are_slow_looks_less_often():
         began = source.asked
         time.sleep(0.5)
         assert source.asked <= began + 3  # the third look of 20 ms is followed by 4 s of rest
-
-
-def test_use_that_goes_up_and_down_all_day_is_told_seldom():
-    thresholds = Thresholds(1000, 0.9)
-    told = sum(thresholds.see(950 if look % 40 == 0 else 100) is not None for look in range(10_000))
-    assert told == 3  # 16 and 32 quiet looks fit between two high ones, 64 do not

@@ -218,6 +218,15 @@ def test_nvidia_smi_is_asked_only_when_wished_and_answers_in_whole_mib(monkeypat
     smi(monkeypatch, tmp_path, f'echo "{A}, [N/A], [N/A]"')
     words = "nvidia-smi: it tells no bytes of this GPU: [N/A]"
     refused(lambda: GPUMemory(A, ways=["nvidia-smi"]), RuntimeError, words)
+    smi(monkeypatch, tmp_path, "echo GPU is lost.; exit 15")
+    with pytest.raises(Gone, match="gpu 1 is gone: nvidia-smi says: GPU is lost."):
+        source.read()
+    smi(monkeypatch, tmp_path, f"echo '{A}, 1, 2'")
+    with pytest.raises(Gone, match="no longer lists"):
+        source.read()
+    words = "expected ways of nvml, cuda, nvidia-smi; found rocm"
+    refused(lambda: GPUMemory(0, ways=("nvml", "rocm")), ValueError, words)
+    refused(lambda: GPUMemory(0, ways=()), ValueError, "found none")
 
 
 # ---- which card
@@ -228,14 +237,11 @@ def test_nvidia_smi_is_asked_only_when_wished_and_answers_in_whole_mib(monkeypat
     [
         (None, [A, B, C]),
         ("2,0", [C, A]),
-        (" 1 ,0", [B, A]),
-        ("1gpu,2", [B, C]),
+        (" 1gpu ,2", [B, C]),
         ("0,9,1", [A]),
-        ("2,3", [C]),
         ("0,-1,1", [A]),
         ("1,1", []),
         ("", []),
-        ("NoDevFiles", []),
         ("GPU-aaaa,GPU-bbbb0003", [A, C]),
         ("GPU-aaaa,GPU-bbbb,GPU-bbbb0003", [A]),
         ("GPU-aaaa,GPU-aaaa", []),
@@ -319,28 +325,6 @@ def test_a_gpu_that_answers_nothing_is_listed_and_does_not_hide_the_others(nvml)
     assert GPUMemory(C).read() == GPUMemory(2).read() == {"driver": 3 * GiB}
     with pytest.raises(RuntimeError, match="nvml: the driver lists 1, which does not answer"):
         GPUMemory(1)
-
-
-@pytest.mark.parametrize(
-    ("said", "status"),
-    [
-        ("Unable to determine the device handle for GPU0000:01:00.0: Unknown Error", 255),
-        ("GPU is lost.  Reboot the system to recover this GPU", 15),
-    ],
-)
-def test_nvidia_smi_that_fails_is_gone_with_its_own_words(monkeypatch, tmp_path, said, status):
-    smi(monkeypatch, tmp_path, SMI)
-    source = GPUMemory(A, ways=["nvidia-smi"])
-    smi(monkeypatch, tmp_path, f"echo '{said}'; exit {status}")
-    with pytest.raises(Gone, match="gpu GPU-aaaa.* is gone: nvidia-smi says: " + re.escape(" ".join(said.split()))):
-        source.read()
-    smi(monkeypatch, tmp_path, f"echo '{B}, 1, 2'")
-    with pytest.raises(Gone, match="no longer lists"):
-        source.read()
-    refused(
-        lambda: GPUMemory(0, ways=("nvml", "rocm")), ValueError, "expected ways of nvml, cuda, nvidia-smi; found rocm"
-    )
-    refused(lambda: GPUMemory(0, ways=()), ValueError, "found none")
 
 
 def test_nvml_is_shut_down_as_often_as_it_was_opened_and_a_look_makes_no_process(nvml, monkeypatch):

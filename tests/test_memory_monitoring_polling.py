@@ -12,7 +12,6 @@ from memlab.caching_allocator import FREE, CachingAllocator, ExpandableAllocator
 from memlab.memory_monitoring.polling import leak_seen, polled, repeated
 from memlab.units import MiB
 from tests.harness import refusals, refused
-from tests.tiers import some
 
 
 def steps(count: int, peak: int, leak: int = 0) -> tuple[list, list[int]]:
@@ -153,12 +152,9 @@ STILL = levels([50, 10, 50, 10], [90] * 4)
 
 
 REFUSALS = {
-    "no step": (of_four([]), ValueError, "expected ends of steps that rise"),
-    "a step of nothing": (of_four([2, 2]), ValueError, "expected ends of steps that rise"),
-    "a step before the first event": (of_four([0, 2]), ValueError, "expected ends of steps that rise"),
+    "a step of nothing": (of_four([0, 2]), ValueError, "expected ends of steps that rise"),
     "a step beyond the last": (of_four([2, 5]), ValueError, "from 1 to 4"),
     "polls without a pause": (of_four([2, 4], every=0), ValueError, "expected times above 0"),
-    "steps without end": (of_four([2, 4], step_seconds=math.inf), ValueError, "expected times above 0"),
     "too few times": (of_four([2, 4], seconds=[0, 1, 2]), ValueError, "expected 5 times that never fall"),
     "times that fall": (of_four([2, 4], seconds=[0, 1, 2, 1, 3]), ValueError, "expected 5 times that never fall"),
     "steps that differ": (of_trace([("a", 1), ("b", 2), ("c", 3)], [1, 2, 3]), ValueError, "two that differ"),
@@ -181,22 +177,6 @@ def test_between_two_moves_of_the_driver_are_a_segment_over_the_growth_steps():
     assert set(found.moves) == {64 // 2} and found.driver_after <= found.at_most
     expandable = leak_seen(replay(ExpandableAllocator(), trace), ends)
     assert set(expandable.moves) == {20 // 2} and expandable.driver_after <= expandable.at_most
-
-
-@some("seed", range(8), keep=2)
-@pytest.mark.parametrize("allocator", [CachingAllocator, ExpandableAllocator])
-def test_the_driver_never_shows_a_leak_later_than_the_formula_says(seed, allocator):
-    generator = random.Random(seed)
-    sizes = [generator.randrange(1, 40 * MiB) for _ in range(12)]
-    kept = generator.randrange(2, 12) * MiB
-    trace, ends = [], []
-    for k in range(80):
-        born = [((k, i), size) for i, size in enumerate(sizes)]
-        trace += [*born[:8], *((name, FREE) for name, _ in born[2:8]), *born[8:], (("kept", k), kept)]
-        trace += [(name, FREE) for name, _ in (*born[:2], *born[8:])]
-        ends.append(len(trace))
-    found = leak_seen(replay(allocator(), trace), ends)
-    assert found.allocated_after == 1 and found.driver_after <= found.at_most
 
 
 # ---- longer traces

@@ -300,14 +300,6 @@ def test_what_does_not_answer_once_is_asked_again_and_a_figure_that_comes_later_
     assert "on gpu 0" in lines[3] and lines[4].split()[5:7] == ["5", "B"]
 
 
-def test_of_several_the_one_that_is_gone_ends_and_the_others_go_on():
-    clock = Clock()
-    watches = [Watch(Scripted([{"driver": n * MiB}] * n), "driver", 8 * MiB) for n in (1, 3)]
-    lines = list(table(watches, 1.0, clock=clock, sleep=clock.sleep))
-    assert sum("has ended" in line for line in lines) == 2
-    assert sum(" process 7 " in line for line in lines) == 4
-
-
 # ---- the command
 
 
@@ -340,11 +332,8 @@ def test_the_command_logs_every_look_and_sums_the_log_up(capsys, child, tmp_path
     ("arguments", "words"),
     [
         (["0"], "expected a process that is running, found none with the id 0"),
-        (["4194999"], "expected a process that is running, found none with the id 4194999"),
         (["no such thing"], "expected a process's id (a number), gpu, or the file of a log; found 'no such thing'"),
-        (["-7"], "expected a process's id (a number), gpu, or the file of a log; found '-7'"),
         (["1", "--every", "0"], "expected more than 0 seconds as --every, and at most 31,536,000; found 0"),
-        (["1", "--every", "nan"], "expected more than 0 seconds as --every, and at most 31,536,000; found nan"),
         (["1", "--every", "1e300"], "expected more than 0 seconds as --every, and at most 31,536,000; found 1e+300"),
         (["1", "--count", "0"], "expected at least one look as --count, found 0"),
         (["1", "--budget", "16"], "expected a size such as '16 GiB'"),
@@ -371,16 +360,11 @@ esac
     smi.write_text(body)
     smi.chmod(0o755)
     status, out, err = said(capsys, "gpu", "--count", "2", "--every", "0.01")
-    assert (status, err) == (0, "")
     rows = [line.split() for line in out.splitlines()]
-    assert rows[3][0] == "0.0"
-    assert rows[0] == ["seconds", "used", "highest", "a", "minute", "of", "2.0", "GiB"] and len(rows) == 5
-    assert rows[1] == ["0.0", "gpu", "0", "512.0", "MiB", "512.0", "MiB", "25.0%"] and rows[2][1:5] == [
-        "gpu",
-        "1",
-        "1.0",
-        "MiB",
-    ]
+    assert (status, err, len(rows)) == (0, "", 5)
+    assert rows[0] == ["seconds", "used", "highest", "a", "minute", "of", "2.0", "GiB"]
+    assert rows[1] == ["0.0", "gpu", "0", "512.0", "MiB", "512.0", "MiB", "25.0%"]
+    assert rows[2][1:5] == ["gpu", "1", "1.0", "MiB"] and rows[3][0] == "0.0"
 
     smi.write_text(body.replace("PID", str(os.getpid())))
     status, out, _ = said(capsys, os.getpid(), "--count", "1")
@@ -402,17 +386,11 @@ def command(*arguments: str, **environment: str) -> subprocess.Popen:
     )
 
 
-@pytest.mark.parametrize("ending", [pytest.param("Ctrl-C", marks=pytest.mark.thorough), "a closed pipe"])
-def test_the_command_ends_quietly(child, ending):
+def test_the_command_ends_quietly_when_its_pipe_is_closed(child):
     with command(str(child.pid), "--every", "0.05") as watching:
         assert watching.stdout.readline().split()[0] == "seconds"
-        if ending == "Ctrl-C":
-            watching.send_signal(signal.SIGINT)
-            status = watching.wait(20)
-        else:
-            watching.stdout.close()
-            status = watching.wait(20)
-        assert (status, watching.stderr.read()) == (0, "")
+        watching.stdout.close()
+        assert (watching.wait(20), watching.stderr.read()) == (0, "")
 
 
 # ---- a log
@@ -462,35 +440,13 @@ def step(number, end, run="a"):
     return {"kind": "step", "run": run, "step": number, "end": end, "peak": end and end + 1}
 
 
-@pytest.mark.parametrize(
-    ("encoding", "shown"),
-    [
-        ("ascii", r"gr\xf6\xdfe.append(\u03b1)"),
-        pytest.param("utf-8", "größe.append(α)", marks=pytest.mark.thorough),
-    ],
-)
-def test_a_terminal_without_the_letters_of_an_alarm_gets_their_numbers_and_the_rest(tmp_path, encoding, shown):
+def test_a_terminal_without_the_letters_of_an_alarm_gets_their_numbers_and_the_rest(tmp_path):
     alarm = {"kind": "alarm", "run": "a", "step": 1, "about": "lines", "message": "größe.append(α)"}
     log = written(tmp_path / "log", start(), step(1, 10), alarm, step(2, 20))
-    with command(str(log), PYTHONIOENCODING=encoding) as reading:
+    with command(str(log), PYTHONIOENCODING="ascii") as reading:
         out, err = reading.communicate(timeout=60)
-    assert (reading.returncode, err) == (0, "") and f"alarm at step 1, lines: {shown}" in out
+    assert (reading.returncode, err) == (0, "") and r"alarm at step 1, lines: gr\xf6\xdfe.append(\u03b1)" in out
     assert "held     10 B after the first step, 20 B after the last" in out
-
-
-def test_a_summary_names_the_runs_own_steps_also_behind_some_without_figures(tmp_path):
-    held = [step(k, None if 131 <= k <= 170 else k * MiB) for k in range(1, 181)]
-    out = "\n".join(summary(written(tmp_path / "log", start(budget=200 * MiB), *held)))
-    assert "180 steps" in out and "highest  180.0 MiB of 200.0 MiB, at step 180" in out
-    assert "would be full after 20 more steps (20 to 20)" in out.splitlines()[-1]
-
-
-def test_a_run_that_was_changed_is_judged_anew_from_there(tmp_path):
-    before = [step(k, 100 * MiB + k * MiB) for k in range(1, 101)]
-    after = [step(k, 50 * MiB) for k in range(101, 201)]
-    changed = {"kind": "changed", "run": "a", "step": 100}
-    out = "\n".join(summary(written(tmp_path / "log", start(budget=210 * MiB), *before, changed, *after)))
-    assert out.count("called   at step") == 1 and "growth   none that lasts" in out
 
 
 @LINUX

@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import pickletools
 
 import pytest
 import torch
@@ -76,6 +75,7 @@ def test_chapter_04_reads_a_saved_snapshot_back_and_finds_every_decision_equal(t
     path = tmp_path / "step.pickle"
     allocator = make()
     save_snapshot(timeline, path, allocator)
+    assert path.read_bytes()[:2] in (b"\x80\2", b"\x80\3", b"\x80\4")  # those that PyTorch's page reads
     found = compare(Snapshot.of(read_snapshot(path), capacity_bytes=allocator.capacity_bytes))
     assert found.decisions and found.decisions_equal == found.decisions
     assert found.segments and found.segments_equal == found.segments
@@ -99,15 +99,6 @@ def test_every_block_in_use_at_the_end_carries_the_frames_of_the_storage_it_serv
     assert sorted(b["requested_size"] for b in blocks) == sorted(s.nbytes for s in alive)
     told = lambda frames: [frames[0]["name"], *(f["name"] for f in frames[2:])]  # noqa: E731
     assert sorted(told(b["frames"]) for b in blocks) == sorted([s.reason, s.category, s.phase] for s in alive)
-
-
-def test_pytorchs_summary_adds_up_what_the_model_holds(timeline):
-    allocator = CachingAllocator()
-    snapshot = as_snapshot(timeline, allocator)
-    told = _memory_viz.segsum(snapshot)
-    assert f"segments: {len(allocator.segments())}\n" in told
-    assert f"total_reserved: {_memory_viz.Bytes(allocator.reserved_bytes)}\n" in told
-    assert f"total_allocated: {_memory_viz.Bytes(timeline.totals[-1])}\n" in told
 
 
 def test_pytorchs_plots_and_flame_graphs_take_it(timeline):
@@ -140,17 +131,6 @@ def test_a_file_that_cannot_be_written_leaves_nothing_and_the_old_one_whole(imag
     with pytest.raises(OSError, match="no space left"):
         save_snapshot(imagined, path)
     assert [p.name for p in tmp_path.iterdir()] == ["step.pickle"] and path.read_bytes() == before
-
-
-def test_the_pickle_has_no_opcode_that_the_page_of_pytorch_lacks(imagined, tmp_path):
-    """torch/utils/viz/MemoryViz.js has an unpickler of its own, for protocols 2 to 4; it throws at any other opcode."""
-    known = "APPEND APPENDS BINFLOAT BINGET BININT BININT1 BININT2 BINPUT BINUNICODE DICT EMPTY_DICT EMPTY_LIST "
-    known += "EMPTY_TUPLE FRAME LIST LONG1 LONG_BINGET LONG_BINPUT MARK MEMOIZE NEWFALSE NEWTRUE NONE PROTO SETITEM "
-    known += "SETITEMS SHORT_BINUNICODE STOP TUPLE TUPLE1 TUPLE2 TUPLE3"
-    save_snapshot(imagined, tmp_path / "a")
-    raw = (tmp_path / "a").read_bytes()
-    assert raw[:2] in (b"\x80\2", b"\x80\3", b"\x80\4")
-    assert {opcode.name for opcode, _, _ in pickletools.genops(raw)} <= set(known.split())
 
 
 def test_held_bytes_over_the_events_are_the_timelines_and_requests_come_in_pytorchs_order(timeline):

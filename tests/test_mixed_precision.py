@@ -23,13 +23,12 @@ SIZES = {"layers": 2, "width": 32, "heads": 2, "context": 32}
 SHARE = 4096  # of a large batch, so that gradients are small, as they are there
 
 
-def learnt(dtype, around=None, scaler=None, steps=80, seed=0, lr=1e-3):
+def learnt(dtype, around=None, scaler=None, steps=80, seed=0):
     """The mean loss of the last steps of a small GPT's training on real text."""
     torch.manual_seed(seed)
     model = GPT(**SIZES).to(dtype)
-    options = {"lr": lr}
     parameters = model.parameters()
-    optimizer = around(parameters, torch.optim.AdamW, **options) if around else torch.optim.AdamW(parameters, **options)
+    optimizer = around(parameters, torch.optim.AdamW, lr=1e-3) if around else torch.optim.AdamW(parameters, lr=1e-3)
     scaler = scaler or LossScaler(enabled=False)
     losses = []
     for step in range(steps):
@@ -59,27 +58,12 @@ def test_bf16_needs_no_scaler_but_something_that_keeps_small_updates(seed):
         assert learnt(torch.bfloat16, around, seed=seed) == pytest.approx(fp32, rel=0.01)
 
 
-class NearestWithWideStates(StochasticRounding):
-    """BF16 weights as without masters, and Adam's states in FP32 all the same."""
-
-    def _round(self, weights, wide):
-        torch._foreach_copy_(weights, wide)
-
-
-@pytest.mark.thorough
-def test_what_bf16_alone_loses_are_updates_of_weights_and_hardly_adams_states():
-    of = {"steps": 150, "lr": 5e-4}
-    fp32, alone = learnt(torch.float32, **of), learnt(torch.bfloat16, **of)
-    assert alone > 1.02 * fp32
-    assert learnt(torch.bfloat16, NearestWithWideStates, **of) - fp32 > 0.8 * (alone - fp32)
-
-
-def fp16_run(scaler, steps=24):
-    """Scales and weights of FP16 training on masters, from a scale that is far too high."""
+def run_on_masters(scaler, dtype=torch.float16):
+    """Scales and weights of training on masters, the logits widened before the loss, as DeepSpeed's run has them."""
     torch.manual_seed(0)
-    model, scales = GPT(**SIZES).half(), []
+    model, scales = GPT(**SIZES).to(dtype), []
     optimizer = MasterWeights(model.parameters(), torch.optim.AdamW, lr=1e-3)
-    for step in range(steps):
+    for step in range(24):
         x, y = text_batch(4, 32, seed=step)
         model.zero_grad()
         scaler.scale(F.cross_entropy(model(x).flatten(0, 1).float(), y.flatten())).backward()
@@ -109,7 +93,7 @@ def test_the_step_that_the_benchmark_takes_by_hand_makes_the_same_weights(how):
 
 
 def test_pytorchs_own_scaler_drives_master_weights_bit_for_bit_as_ours_does():
-    ours, theirs = fp16_run(LossScaler(2.0**32)), fp16_run(torch.amp.GradScaler("cpu", 2.0**32))
+    ours, theirs = run_on_masters(LossScaler(2.0**32)), run_on_masters(torch.amp.GradScaler("cpu", 2.0**32))
     assert same(ours, theirs) and ours[0][0] == 2.0**31 and ours[0][-1] == ours[0][-2] < 2.0**20
 
 
@@ -136,28 +120,13 @@ def test_deepspeed_gives_the_same_weights_bit_for_bit_and_leaves_nothing_behind(
             scales.append(float(optimizer.loss_scale))
         engine.destroy()
     weights = [parameter.detach() for parameter in model.parameters()]
-    if precision == "fp16":
-        assert same(fp16_run(LossScaler(2.0**32)), (scales, weights))
-    else:
-        assert same(bf16_run(), ([], weights))
+    scaler = LossScaler(2.0**32, enabled=precision == "fp16")
+    assert same(run_on_masters(scaler, {"fp16": torch.float16, "bf16": torch.bfloat16}[precision]), (scales, weights))
     assert not torch.distributed.is_initialized()
     changed = {name for name in environment.keys() | os.environ if environment.get(name) != os.environ.get(name)}
     assert changed <= {"TORCHINDUCTOR_CACHE_DIR"}  # torch's own
     assert set(os.listdir()) == folder
     assert capfd.readouterr().err == ""
-
-
-def bf16_run(steps=24):
-    """BF16 training on masters, the logits widened before the loss, as DeepSpeed's run has them."""
-    torch.manual_seed(0)
-    model = GPT(**SIZES).bfloat16()
-    optimizer = MasterWeights(model.parameters(), torch.optim.AdamW, lr=1e-3)
-    for step in range(steps):
-        x, y = text_batch(4, 32, seed=step)
-        model.zero_grad()
-        F.cross_entropy(model(x).flatten(0, 1).float(), y.flatten()).backward()
-        optimizer.step()
-    return [], [parameter.detach() for parameter in model.parameters()]
 
 
 def test_deepspeed_does_not_take_over_a_process_group_that_was_there(tmp_path):
@@ -169,15 +138,6 @@ def test_deepspeed_does_not_take_over_a_process_group_that_was_there(tmp_path):
         assert torch.distributed.is_initialized()
     finally:
         torch.distributed.destroy_process_group()
-
-
-@with_deepspeed
-def test_an_error_inside_deepspeed_passes_through_and_the_process_is_as_before():
-    environment = os.environ.get("RANK")
-    with pytest.raises(ZeroDivisionError), deepspeed_alone():
-        1 / 0  # noqa: B018
-    assert os.environ.get("RANK") == environment and not torch.distributed.is_initialized()
-    os.write(2, b"")  # still open
 
 
 @with_deepspeed
@@ -208,10 +168,8 @@ def test_deepspeed_halves_the_step_in_which_its_scale_grows_and_clips_unless_tol
 MODEL = Transformer(layers=1, width=8, heads=2, context=8, vocabulary=16)
 WRONG = {
     "lion": ({"optimizer": "lion"}, ValueError, "expected optimizer to be one of 'sgd', …; found 'lion'"),
-    "slow": ({"implementation": "slow"}, ValueError, "expected implementation to be one of …; found 'slow'"),
     "nothing": ({"implementation": ""}, ValueError, "expected implementation to be one of …; found ''"),
     "half a byte": ({"chunk_bytes": 0.5}, TypeError, "a size as int …found 0.5; or pass 'auto', or None for no limit"),
-    "Auto": ({"chunk_bytes": "Auto"}, ValueError, "chunk_bytes: …found 'Auto'; …or pass 'auto', or None for no limit"),
     "no byte": ({"chunk_bytes": 0}, ValueError, "chunk_bytes of at least 1, 'auto', or None for no limit; found 0"),
 }
 

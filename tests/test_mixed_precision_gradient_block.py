@@ -1,5 +1,4 @@
-"""The FP32 gradients of all chunks share one storage, which has bytes only while a step lasts, and belongs to whoever
-keeps one."""
+"""The FP32 gradients of all chunks share one storage, which has bytes only while a step lasts."""
 
 import pytest
 import torch

@@ -1,7 +1,6 @@
 """The scaler takes torch.amp.GradScaler's every step, bit for bit, and refuses what cannot work."""
 
 import copy
-import functools
 import pickle
 import warnings
 from collections import namedtuple
@@ -11,7 +10,7 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.func import grad, jacrev, vmap
+from torch.func import grad, vmap
 from torch.nn.functional import mse_loss
 
 from memlab.mixed_precision.loss_scaler import LossScaler
@@ -143,20 +142,6 @@ def test_many_runs_follow_gradscaler_bit_for_bit(**run):
     follow(**run)
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_only_the_optimizer_that_met_the_overflow_skips_and_the_scale_backs_off_once(optimizer):
-    ours, torchs = (Twin(scaler, optimizer) for scaler in scalers(init_scale=256.0))
-    for twin in (ours, torchs):
-        twin.iteration()
-        before = [p.clone() for p in twin.models[0].parameters()], [p.clone() for p in twin.models[1].parameters()]
-        twin.iteration(plants=(1.0, INF), seed=1)
-    assert not torch.equal(before[0][0], ours.models[0].weight)
-    assert torch.equal(before[1][0], ours.models[1].weight)
-    assert ours.scales == [256.0, 128.0]
-    assert [ours.scaler.skipped(o) for o in ours.optimizers] == [False, True]
-    assert_twins(ours, torchs)
-
-
 @pytest.mark.parametrize(
     "optimizer, step_all", [(name, False) for name in OPTIMIZERS] + [("fused SGD", True), ("fused AdamW", True)]
 )
@@ -230,32 +215,15 @@ def test_a_fused_optimizer_is_given_the_scale_for_one_step_only_and_never_when_i
     with pytest.raises(OSError):
         scaler.step(optimizer)
     assert optimizer.seen == (32.0, 0.0) and parameter.grad.item() == 32.0  # unscaling is left to it
+    assert scaler.skipped(optimizer)
     assert not hasattr(optimizer, "grad_scale") and not hasattr(optimizer, "found_inf")
     optimizer.fails, optimizer.grad_scale = False, torch.tensor(3.0)
     assert scaler.step(optimizer, answer=42) == 42
-    assert optimizer.seen == (96.0, 0.0)  # the user's own is multiplied in
+    assert optimizer.seen == (96.0, 0.0) and not scaler.skipped(optimizer)  # the user's own is multiplied in
     scaler, _, optimizer = scaled(optimizer=Fused)
     scaler.unscale_(optimizer)
     scaler.step(optimizer)
     assert optimizer.seen == (None, 0.0)
-
-
-@pytest.mark.parametrize("unscaled", [False, True])
-def test_a_fused_step_that_raised_and_is_tried_again_unscales_the_gradients_after_all(unscaled):
-    scaler, parameter, optimizer = scaled(optimizer=functools.partial(torch.optim.SGD, fused=True))
-    if unscaled:
-        scaler.unscale_(optimizer)
-    hook = optimizer.register_step_pre_hook(fails)
-    with pytest.raises(MemoryError):
-        scaler.step(optimizer)
-    assert scaler.skipped(optimizer)
-    hook.remove()
-    scaler.step(optimizer)
-    assert parameter.item() == 0.0 and not scaler.skipped(optimizer)
-
-
-def fails(*_):
-    raise MemoryError
 
 
 # ---- what is scaled
@@ -292,10 +260,7 @@ def loss_of(scaler, plus=0.0):
 TRANSFORMS = {  # each gives a gradient: (3,), by way of losses scaled inside one of torch.func's transforms
     "grad": lambda f, w, xs: grad(f)(w, xs[0]),
     "vmap of grad": lambda f, w, xs: vmap(grad(f), (None, 0))(w, xs).mean(0),
-    "vmap of grad in chunks": lambda f, w, xs: vmap(grad(f), (None, 0), chunk_size=1)(w, xs).mean(0),
     "grad of vmap": lambda f, w, xs: grad(lambda w: vmap(f, (None, 0))(w, xs).sum())(w),
-    "vmap of vmap of grad": lambda f, w, xs: vmap(vmap(grad(f), (None, 0)), (None, 0))(w, xs[None]).mean((0, 1)),
-    "jacrev": lambda f, w, xs: jacrev(f)(w, xs[0]),
 }
 
 
@@ -535,10 +500,8 @@ def test_a_scheduler_steps_when_its_optimizer_did_and_torch_has_nothing_to_warn_
     assert rates == [1.0, 1.0, 0.5, 0.5, 0.25]
 
 
-def test_a_step_that_you_left_out_counts_as_skipped_and_one_that_never_was_is_an_error():
+def test_a_step_that_you_left_out_counts_as_skipped():
     scaler, _, optimizer = scaled()
-    with pytest.raises(RuntimeError, match="never was"):
-        scaler.skipped(optimizer)
     scaler.unscale_(optimizer)
     scaler.update()
     assert scaler.skipped(optimizer)
@@ -550,18 +513,12 @@ def test_a_step_that_you_left_out_counts_as_skipped_and_one_that_never_was_is_an
 @pytest.mark.parametrize("begun", [False, True])
 def test_a_state_dict_loads_before_and_after_the_first_loss(begun):
     scaler, _, _ = scaled() if begun else (LossScaler(), None, None)
-    state = {
-        "scale": 96.0,
-        "growth_factor": 3.0,
-        "backoff_factor": 0.25,
-        "growth_interval": 7,
-        "_growth_tracker": 5,
-    }
+    state = {"growth_factor": 3.0, "backoff_factor": 0.25, "growth_interval": 7}
+    state |= {"scale": 96.0, "_growth_tracker": 5}
     scaler.load_state_dict(state)
     assert scaler.state_dict() == state
     assert (scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval()) == (3.0, 0.25, 7)
     assert scaler.scale(torch.ones(1)).item() == 96.0
-    assert scaler.state_dict() == state
     theirs = torch.amp.GradScaler("cpu")
     theirs.load_state_dict(scaler.state_dict())
     for each in (scaler, theirs):
@@ -569,8 +526,7 @@ def test_a_state_dict_loads_before_and_after_the_first_loss(begun):
         each.set_backoff_factor(new_factor=0.5)
         each.set_growth_interval(new_interval=2)
     state |= {"growth_factor": 4.0, "backoff_factor": 0.5, "growth_interval": 2}
-    assert scaler.state_dict() == state
-    assert theirs.state_dict() == state
+    assert scaler.state_dict() == theirs.state_dict() == state
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda scaler: pickle.loads(pickle.dumps(scaler))])
@@ -640,30 +596,23 @@ SGD = torch.optim.SGD([nn.Parameter(torch.ones(1))])  # without gradients
 STATE = LossScaler().state_dict()
 REFUSALS = {
     "the largest scale": (lambda: LossScaler(1e39), ValueError, "expected scale to be a number that FP32 holds"),
-    "the smallest scale": (lambda: LossScaler(1e-39), ValueError, "and 1 / it as well; found 1e-39"),
     "no growth": (lambda: LossScaler(growth_factor=1.0), ValueError, "to be a number above 1, and"),
     "no backoff": (lambda: LossScaler(backoff_factor=1.0), ValueError, "above 0 and below 1"),
     "half an iteration": (lambda: LossScaler(growth_interval=2.5), ValueError, "a whole number of iterations"),
     "a loss that is no tensor": (lambda: LossScaler().scale([1.0]), TypeError, "expected a loss: a tensor…found 1.0"),
     "a model to step": (lambda: after("step", arguments=[nn.Linear(1, 1)]), TypeError, "an optimizer, found Linear"),
-    "nothing to unscale": (lambda: after("unscale_", arguments=[None]), TypeError, "an optimizer, found None"),
     "a step before a loss": (lambda: LossScaler().step(SGD), RuntimeError, "scale(loss).backward()…no loss yet"),
-    "unscaled before a loss": (lambda: LossScaler().unscale_(SGD), RuntimeError, "scale(loss).backward()…no loss yet"),
-    "an update without a step": (lambda: scaled()[0].update(), RuntimeError, "no gradient was checked"),
     "two updates": (lambda: after("step", "update", "update"), RuntimeError, "no gradient was checked"),
     "unscaled twice": (lambda: after("unscale_", "unscale_"), RuntimeError, "found one unscaled since the last update"),
     "unscaled after a step": (lambda: after("step", "unscale_"), RuntimeError, "found one stepped since the last"),
     "stepped twice": (lambda: after("step", "step"), RuntimeError, "found a second; call update() first"),
     "a step without gradients": (lambda: after("step", optimizer=SGD), RuntimeError, "found one without any"),
-    "unscaled without": (lambda: after("unscale_", "step", optimizer=SGD), RuntimeError, "found one without"),
     "a step that never was": (lambda: after("skipped", arguments=[SGD]), RuntimeError, "found one that never was"),
     "a closure": (lambda: after("step", arguments=[SGD, lambda: 1]), RuntimeError, "step() without a closure"),
     "two new scales": (lambda: after("update", arguments=[torch.ones(2)]), ValueError, "found one of shape (2,)"),
-    "a new scale of 0": (lambda: after("update", arguments=[torch.zeros(1)]), ValueError, "expected scale to be"),
     "no agreement": (lambda: after("step", agree=lambda found: True), TypeError, "expected agree to return"),
     "two agreements": (lambda: after("step", agree=lambda found: torch.zeros(2)), TypeError, "of one element"),
     "an empty dict": (lambda: LossScaler().load_state_dict({}), ValueError, "found one without…enabled=False is empty"),
-    "an optimizer's": (lambda: LossScaler().load_state_dict(SGD.state_dict()), ValueError, "found one without scale"),
     "a negative tracker": (
         lambda: LossScaler().load_state_dict(STATE | {"_growth_tracker": -1}), ValueError, "at least 0; found -1",
     ),

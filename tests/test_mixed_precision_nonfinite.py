@@ -22,20 +22,16 @@ INF, NAN = float("inf"), float("nan")
 
 
 class Layers(nn.Module):
-    """Two linear layers, and a normalisation by hand, in FP16 or whatever it is moved to."""
+    """Two linear layers, in FP16 or whatever it is moved to."""
 
-    def __init__(self, normalised=False):
+    def __init__(self):
         super().__init__()
         self.up, self.down = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
-        self.normalised = normalised
         for layer in (self.up, self.down):
             nn.init.constant_(layer.weight, 0.5)
 
     def forward(self, x):
         hidden = self.up(x)
-        if self.normalised:
-            centred = hidden - hidden.mean(-1, keepdim=True)
-            hidden = centred / centred.square().mean(-1, keepdim=True).sqrt()
         return self.down(hidden)
 
 
@@ -82,20 +78,8 @@ def test_an_overflow_only_in_backward_names_its_forward_op_module_and_line():
     assert "mm (the backward of mm) made" in str(found)
 
 
-def test_zero_by_zero_in_a_normalisation_is_nan_from_the_division():
-    found = report(lambda: Layers(normalised=True)(torch.ones(2, 4)))
-    assert (found.op, found.kind, found.count) == ("div", "nan", 8)
-    assert found.line.source == "hidden = centred / centred.square().mean(-1, keepdim=True).sqrt()"
-
-
 def where_finite(x):
     return torch.where(x.isfinite(), x, 0.0)
-
-
-def keep_the_odd():
-    x = torch.tensor([1.0, 300.0, 1.0]).half() ** 2
-    x[::2] * 2
-    return x
 
 
 KEPT = []
@@ -104,13 +88,6 @@ KEPT = []
 def keep_in_a_list():
     KEPT[:] = [torch.tensor([300.0, 1.0]).half() ** 2]
     KEPT[0][1:] * 2
-
-
-def overwrite():
-    buffer = torch.zeros(4)
-    buffer[:2] = torch.full((2,), 3e38) * 10
-    buffer[:2] = 1
-    return buffer.sum()
 
 
 def zero_the_gradients_of_a_bucket():
@@ -134,11 +111,8 @@ def neighbours():
 
 MADE = [
     (lambda: torch.zeros(3).log(), "log", "inf"),
-    (lambda: torch.ones(3) / 0, "div", "inf"),
     (lambda: torch.zeros(3) / 0, "div", "nan"),
-    (lambda: torch.full((3,), INF) * 0, "mul", "nan"),
     (lambda: torch.full((3,), -INF).softmax(0), "_softmax", "nan"),
-    (lambda: torch.ones(3, 3).triu(1) * -INF, "mul", "nan"),
     (lambda: torch.full((3,), 3e38).mul_(10), "mul_", "inf"),
     (lambda: (lambda x: x.mul_(x))(torch.full((3,), 1e30)), "mul_", "inf"),
     (lambda: torch._foreach_mul([torch.ones(2), torch.full((2,), 3e38)], 10.0), "_foreach_mul", "inf"),
@@ -162,11 +136,9 @@ MADE = [
     (lambda: torch.tensor([0.0, 1.0]).log() + torch.full((2,), -1.0).sqrt(), "sqrt", "nan"),
     (neighbours, "div_", "nan"),
     (mend_half, "mul", "inf"),
-    (keep_the_odd, "pow", "inf"),
     (keep_in_a_list, "pow", "inf"),
     # overwritten
     (lambda: torch.zeros(3).log().zero_() + 1, "log", "inf"),
-    (overwrite, "mul", "inf"),
     (zero_the_gradients_of_a_bucket, "mul_", "inf"),
 ]
 
@@ -177,7 +149,7 @@ def test_what_makes_an_inf_or_nan_is_named(fn, op, kind):
     assert (found.op, found.kind, found.came_in) == (op, kind, "")
 
 
-@pytest.mark.parametrize("masked", ["outside", "inside", "log"])
+@pytest.mark.parametrize("masked", ["outside", "log"])
 def test_an_attention_overflow_beside_a_causal_mask_is_the_products_and_not_the_softmaxs(masked):
     attention = nn.MultiheadAttention(8, 1, bias=False).half()
     nn.init.constant_(attention.in_proj_weight, 1.0)
@@ -185,8 +157,7 @@ def test_an_attention_overflow_beside_a_causal_mask_is_the_products_and_not_the_
     outside = torch.full((4, 4), -INF).half().triu(1)
 
     def run():
-        made_here = {"inside": lambda: torch.full((4, 4), -INF).half().triu(1), "log": lambda: outside.exp().log()}
-        attention(x, x, x, attn_mask=made_here.get(masked, lambda: outside)(), need_weights=True)
+        attention(x, x, x, attn_mask=outside.exp().log() if masked == "log" else outside, need_weights=True)
 
     found = report(run)
     assert (found.op, found.module, found.kind) == ("baddbmm", "MultiheadAttention", "inf")
@@ -198,12 +169,9 @@ def test_an_attention_overflow_beside_a_causal_mask_is_the_products_and_not_the_
 
 SQUARE, ROW, BATCH = torch.full((2, 2), 1e30), torch.full((2,), 1e30), torch.full((1, 2, 2), 1e30)
 PRODUCTS = [
-    (torch.addmm, (2,), (SQUARE, SQUARE)),
     (torch.addmm, (2, 2), (SQUARE, SQUARE)),
     (torch.addmv, (2,), (SQUARE, ROW)),
-    (torch.addbmm, (2, 2), (BATCH, BATCH)),
     (torch.baddbmm, (1, 2, 2), (BATCH, BATCH)),
-    (torch.addr, (2, 2), (ROW, ROW)),
 ]
 
 
@@ -230,11 +198,10 @@ def test_the_overflow_of_a_product_beside_the_inf_of_what_it_is_added_to_is_foun
     assert report(lambda: add(torch.zeros(shape).log(), *small, beta=0)).op == "log"  # nor is it forgiven
 
 
-@pytest.mark.parametrize("affine", [False, True])
-def test_an_overflow_of_batch_norms_running_variance_is_found(affine):
+def test_an_overflow_of_batch_norms_running_variance_is_found():
     torch.manual_seed(0)
-    norm, x = nn.BatchNorm1d(2, affine=affine).half(), (torch.randn(64, 2) * 3000).half()
-    found = report(lambda: norm(x).sum().backward() if affine else norm(x))
+    norm, x = nn.BatchNorm1d(2).half(), (torch.randn(64, 2) * 3000).half()
+    found = report(lambda: norm(x).sum().backward())
     assert (found.op, found.kind, found.count, found.shape) == ("native_batch_norm", "inf", 2, (2,))
     assert (found.module, found.phase, found.came_in) == ("BatchNorm1d", "forward", "")
     assert norm.running_var.isinf().all() and norm(x).isfinite().all()  # nothing else shows it
@@ -260,7 +227,7 @@ def test_under_checkpointing_the_forward_is_named_and_the_gradients_stay(use_ree
 # ---- what came in
 
 
-@pytest.mark.parametrize("bad, kind", [(NAN, "nan"), (INF, "inf"), (-INF, "inf")])
+@pytest.mark.parametrize("bad, kind", [(NAN, "nan"), (-INF, "inf")])
 def test_a_parameter_that_is_not_finite_is_named(bad, kind):
     model = Layers()
     model.down.weight.data[1, 2] = bad
@@ -271,10 +238,9 @@ def test_a_parameter_that_is_not_finite_is_named(bad, kind):
     assert "came in with parameter down.weight, first read by mm in forward of down" in str(found)
 
 
-@pytest.mark.parametrize("bad", [NAN, INF])
-def test_a_batch_that_is_not_finite_is_named_as_the_argument_it_is(bad):
+def test_a_batch_that_is_not_finite_is_named_as_the_argument_it_is():
     model, x = Layers(), torch.ones(2, 4)
-    x[0, 0] = bad
+    x[0, 0] = INF
     assert report(model, x).came_in == "argument 0"
     assert report(lambda batch: model(batch["x"]), batch={"x": x}).came_in == "argument batch"
     assert report(lambda: model(x)).came_in == "argument 0 of Layers"
@@ -354,10 +320,7 @@ POWERS = torch.tensor([2.0, 0.0, 1.0], requires_grad=True)
     [
         (lambda x: x.norm(), torch.zeros(3)),
         (lambda x: F.normalize(x, dim=-1), torch.zeros(2, 3)),
-        (lambda x: F.cosine_similarity(x, torch.ones(2, 3)), torch.zeros(2, 3)),
-        (lambda x: x.std(), torch.ones(4)),
         (lambda x: x**POWERS, torch.zeros(3)),
-        (lambda x: x.cumprod(0), torch.tensor([0.0, 1.0, 0.0])),
         (lambda x: (x + torch.finfo(x.dtype).min).softmax(0), torch.tensor([0.0, -3e38])),
         (ctc, torch.linspace(-1, 1, 60).view(6, 2, 5)),
         (lambda x: (x * 1e30 * 1e30).nan_to_num(), torch.ones(1)),
@@ -379,7 +342,6 @@ def rank_of_0(x):
     "drop",
     [
         lambda x: torch.where(x > 0, x.log(), 0.0),
-        lambda x: x.log().nan_to_num(),
         lambda x: x.log()[1:].sum(),
         lambda x: ctc(torch.zeros(6, 2, 5)),
         lambda x: torch.where(x > 0, x.log().long(), 0),
@@ -388,8 +350,6 @@ def rank_of_0(x):
         lambda x: x.log()[1:].mul_(2).sum(),
         lambda x: (x.log()[1:].expand(5, 3) + 1).sum(),
         lambda x: ((x - 1).log()[[2, 3]] + 1).sum(),
-        lambda x: ((x - 1).abs().log()[::2] + 1).sum(),
-        lambda x: (torch.eye(5).log().diagonal() + 1).sum(),
         lambda x: (x.log().index_fill_(0, torch.tensor([0]), 0.0) + 1).sum(),
         lambda x: x.log()[1:].argmax().sum(),
     ],
@@ -423,13 +383,8 @@ GARBAGE = torch.full((4,), NAN)
     "fn",
     [
         lambda: torch.zeros(4, 4).masked_fill(torch.eye(4).bool(), -INF).softmax(-1),
-        lambda: torch.zeros(4).masked_fill_(torch.tensor([True, False, False, False]), INF),
-        lambda: torch.where(torch.tensor([True, False]), 1.0, -INF),
         lambda: torch.full((3,), INF),
-        lambda: torch.zeros(3).fill_(-INF).exp(),
         lambda: torch.zeros(3).new_full((2,), NAN),
-        lambda: torch.tensor([1.0, INF]) * 2,
-        lambda: F.pad(torch.zeros(3), (1, 1), value=-INF),
         lambda: torch.ones(3) * INF,
         lambda: Layers()(torch.full((2, 4), INF)),  # made here, given to a model here
         lambda: (torch.zeros(4, 4) + OUTSIDE).softmax(-1),
@@ -439,7 +394,6 @@ GARBAGE = torch.full((4,), NAN)
         lambda: GARBAGE[:2].copy_(torch.ones(2)),
         lambda: torch.add(torch.ones(4), 1, out=GARBAGE),
         lambda: torch.full((2,), NAN).isnan(),
-        lambda: torch.full((2,), 1e300, dtype=torch.float64).clamp(max=1e200),
         lambda: torch.tensor([2**62, 1]) * 4,
         lambda: torch.ones(3, device="meta").log(),
         lambda: torch.ones(0).log(),

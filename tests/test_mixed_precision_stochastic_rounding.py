@@ -52,26 +52,14 @@ def test_a_nan_of_any_bits_stays_one():
         assert round_stochastically(bits.view(FP32), generator=seeded(seed)).isnan().all()
 
 
-def test_above_the_largest_finite_number_the_upper_neighbour_is_inf():
-    largest = torch.finfo(BF16).max
-    x = torch.full((DRAWS,), torch.finfo(FP32).max)
-    found = round_stochastically(x, generator=seeded())
-    assert set(found.tolist()) <= {largest, float("inf")} and (found == float("inf")).any()
-    assert set(round_stochastically(-x, generator=seeded()).tolist()) <= {-largest, float("-inf")}
-
-
 def test_a_generator_makes_it_repeatable_and_shapes_and_layouts_are_kept():
     x = torch.randn(3, 4, 5).transpose(0, 2)
-    first, again = (round_stochastically(x, generator=seeded(3)) for _ in range(2))
-    assert torch.equal(first, again) and first.shape == x.shape and first.dtype is BF16
-    assert not torch.equal(first, round_stochastically(x, generator=seeded(4)))
-    assert round_stochastically(torch.tensor(1.001)).shape == () and round_stochastically(torch.empty(0, 2)).shape == (
-        0,
-        2,
-    )
     before = x.clone()
-    round_stochastically(x)
-    assert torch.equal(x, before)
+    first, again = (round_stochastically(x, generator=seeded(3)) for _ in range(2))
+    assert torch.equal(first, again) and first.shape == x.shape and first.dtype is BF16 and torch.equal(x, before)
+    assert not torch.equal(first, round_stochastically(x, generator=seeded(4)))
+    for shape in ((), (0, 2)):
+        assert round_stochastically(torch.ones(shape)).shape == shape
     assert not round_stochastically(torch.ones(2, requires_grad=True)).requires_grad
 
 
@@ -80,21 +68,16 @@ def test_a_generator_makes_it_repeatable_and_shapes_and_layouts_are_kept():
 
 def test_updates_of_an_eighth_of_an_ulp_arrive_on_average_and_to_the_nearest_not_at_all():
     ulp, steps, weights = 2**-7, 400, 1000  # 50 ulp from 1 up, below 2
-    results = {}
-    for name, make in {
-        "nearest": lambda params: torch.optim.SGD(params, lr=1.0),
-        "stochastic": lambda params: StochasticRounding(params, torch.optim.SGD, lr=1.0, generator=seeded()),
-    }.items():
-        p = nn.Parameter(torch.ones(weights, dtype=BF16))
-        optimizer = make([p])
-        for _ in range(steps):
-            p.grad = torch.full_like(p, -ulp / 8)
-            optimizer.step()
-        results[name] = p.detach().double()
-    expected = steps * ulp / 8
-    assert (results["nearest"] == 1).all()
+    nearest, stochastic = (nn.Parameter(torch.ones(weights, dtype=BF16)) for _ in range(2))
+    step_nearest = torch.optim.SGD([nearest], lr=1.0)
+    step_stochastic = StochasticRounding([stochastic], torch.optim.SGD, lr=1.0, generator=seeded())
+    for _ in range(steps):
+        nearest.grad = stochastic.grad = torch.full((weights,), -ulp / 8, dtype=BF16)
+        step_nearest.step()
+        step_stochastic.step()
+    assert (nearest == 1).all()
     sigma = ulp * (steps * (1 / 8) * (7 / 8) / weights) ** 0.5
-    assert abs(results["stochastic"].mean().item() - 1 - expected) <= 6 * sigma
+    assert abs(stochastic.double().mean().item() - 1 - steps * ulp / 8) <= 6 * sigma
 
 
 def test_each_step_is_the_fp32_step_from_the_rounded_weights_rounded():
@@ -119,11 +102,11 @@ def test_twelve_bytes_a_parameter_and_a_chunk_of_weights_and_gradients():
     tensors, each = 10, 1000
     model = nn.ParameterList(nn.Parameter(torch.randn(each).to(BF16)) for _ in range(tensors))
     optimizer = StochasticRounding(model.parameters(), torch.optim.AdamW, chunk_bytes=4 * each, fused=True)
-    for _ in range(2):
-        for p in model:
-            p.grad = torch.ones_like(p)
-        with Meter(model, optimizer) as meter:
-            optimizer.step()
+    for p in model:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    with Meter(model, optimizer) as meter:
+        optimizer.step()
     timeline = meter.timeline
     held = timeline.bytes_by_category(timeline.peak_event)
     assert timeline.bytes_at(len(timeline)) == 12 * tensors * each + 4 * tensors
@@ -179,19 +162,13 @@ def test_a_dict_with_masters_and_fp16_parameters_are_refused():
     with_masters, without = MasterWeights([p], torch.optim.AdamW), StochasticRounding([p], torch.optim.AdamW)
     p.grad = torch.ones_like(p)
     with_masters.step()
-    with pytest.raises(ValueError, match="expected a state dict of StochasticRounding .* 'master'"):
-        without.load_state_dict(with_masters.state_dict())
-    without.step()
-    with pytest.raises(ValueError, match="expected a state dict of MasterWeights"):
-        with_masters.load_state_dict(without.state_dict())
+    load = lambda: without.load_state_dict(with_masters.state_dict())  # noqa: E731
+    refused(load, ValueError, "expected a state dict of StochasticRounding …'master'")
     half = nn.Parameter(torch.ones(2, dtype=torch.float16))
-    with pytest.raises(ValueError, match="expected parameters in BF16, found FP16"):
-        StochasticRounding([half], torch.optim.AdamW)
     with pytest.raises(ValueError, match="expected parameters in BF16, found FP16"):
         without.add_param_group({"params": [half]})
     assert len(without.param_groups) == 1
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, BF16, torch.int32])
-def test_other_types_are_refused(dtype):
-    refused(lambda: round_stochastically(torch.ones(2, dtype=dtype)), TypeError, f"torch.float32, found {dtype}")
+def test_other_types_are_refused():
+    refused(lambda: round_stochastically(torch.ones(2).double()), TypeError, "torch.float32, found torch.float64")

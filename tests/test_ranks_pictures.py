@@ -9,13 +9,8 @@ from memlab.book.ranks_pictures import (
     CARDS,
     MICRO_BATCHES,
     MODELS,
-    PARAMETERS,
-    RANK_TOKENS,
     RANKS,
-    RATES,
-    STATE_BYTES,
     backward_of,
-    categories,
     draw_hidden,
     draw_rank_bytes,
     explore_hidden,
@@ -32,7 +27,6 @@ from memlab.book.ring_pictures import (
     ring_parts,
     sent_table,
 )
-from memlab.book.style import is_sentence
 from memlab.data_parallelism.arithmetic import STAGES
 from memlab.data_parallelism.budget import rank_step
 from memlab.data_parallelism.overlap import LINKS, tokens_to_hide
@@ -49,55 +43,45 @@ PNG = b"\x89PNG"
 
 def test_a_pictures_bars_are_the_formulas_figures_and_the_alt_text_says_what_fits():
     picture = draw_rank_bytes(8, "1.2 billion", 12, 8, "16 GiB")
+    total = 0
     for stage, name in STAGES.items():
         nbytes = rank_step(step_of("1.2 billion", 8), 8, stage).nbytes
+        total += nbytes
         fits = "fits" if nbytes <= 16 * 2**30 else "does not fit"
-        assert abs(sum(categories("1.2 billion", 8, 8, stage, 12).values()) - nbytes) < 2000  # the step's counters
         assert f"{name} {format_bytes(nbytes)} {fits}" in picture.alt
     widths = [patch.get_width() for patch in picture.figure.axes[0].patches]
-    total = sum(sum(categories("1.2 billion", 8, 8, stage, 12).values()) for stage in STAGES) / 2**30
-    assert sum(widths) == pytest.approx(total, rel=1e-3)
-
-
-def test_what_a_rank_holds_can_be_moved_by_every_slider_and_its_table_adds_up():
-    assert step_of("1.2 billion", 1).model.parameters == PARAMETERS
-    for name in MODELS:
-        assert f"{step_of(name, 1).model.parameters / 1e9:.1f} billion" == name
-    one = explore_rank_bytes()
-    assert one.start == {"ranks": 8, "model": "1.2 billion", "state_bytes": 12, "micro_batch": 8, "card": "16 GiB"}
-    assert sorted(STATE_BYTES.values()) == [4, 6, 12]
-    for corner in itertools.product(RANKS[::10], list(MODELS)[::4], (4, 12), MICRO_BATCHES[::5], CARDS[:1]):
-        picture = draw_rank_bytes(*corner)
-        assert is_sentence(picture.alt)
-        low, high = picture.figure.axes[1].get_ylim()
-        assert low < int(corner[4].split()[0]) < high
-    assert picture.png().startswith(PNG)
+    assert sum(widths) == pytest.approx(total / 2**30, rel=1e-3)
     rows = rank_bytes_table(ranks=(8,)).rows
     assert [row[1] for row in rows] == list(STAGES.values())
     assert rows[0][-1] == format_bytes(step_of("1.2 billion", 8).peak_bytes)
 
 
+def test_what_a_rank_holds_can_be_moved_by_every_slider():
+    for name in MODELS:
+        assert f"{step_of(name, 1).model.parameters / 1e9:.1f} billion" == name
+    one = explore_rank_bytes()
+    assert one.start == {"ranks": 8, "model": "1.2 billion", "state_bytes": 12, "micro_batch": 8, "card": "16 GiB"}
+    for corner in itertools.product(RANKS[::10], list(MODELS)[::4], (4, 12), MICRO_BATCHES[::5], CARDS[:1]):
+        picture = draw_rank_bytes(*corner)
+        low, high = picture.figure.axes[1].get_ylim()
+        assert low < int(corner[4].split()[0]) < high
+    assert picture.png().startswith(PNG)
+
+
 # ---- when it is hidden
 
 
-def test_the_tokens_from_which_it_is_hidden_are_said_and_are_the_formulas():
+def test_the_tokens_from_which_it_is_hidden_are_the_formulas_and_a_machine_of_ones_own_is_a_point():
     alt = draw_hidden(8192, "InfiniBand 400 Gb/s", 400, 64).alt
     needed = tokens_to_hide(400e12, LINKS["InfiniBand 400 Gb/s"], 64)
     assert f"16 bits, any stage from {needed:,.0f} tokens" in alt
     backward, reduced, waited = backward_of(8192, 400e12, LINKS["InfiniBand 400 Gb/s"], 64)
     assert f"backward {1e3 * backward:.3g} ms, all-reduce {1e3 * reduced:.3g} ms" in alt
     assert reduced - backward < waited < reduced
-    table = hidden_table(teraflops=(100, 400))
-    assert len(table.rows) == 2 * len(LINKS)
-    assert table.rows[1][3:] == [round(140625), round(1.5 * 140625), round(2 * 140625)]
-
-
-def test_every_slider_of_what_is_hidden_can_be_moved_and_a_machine_of_ones_own_is_a_point():
+    assert hidden_table(teraflops=(100, 400)).rows[1][3:] == [round(140625), round(1.5 * 140625), round(2 * 140625)]
     one = explore_hidden({"mine": (50e9, 1e9)}, {"USB": 1e9})
     assert one.start == {"tokens": 8192, "link": "USB", "teraflops": 400, "ranks": 64}
     assert f"mine from {tokens_to_hide(50e9, 1e9, 64):,.0f}" in one.picture.alt
-    for tokens, link, rate, ranks in itertools.product(RANK_TOKENS[::7], list(LINKS)[:1], RATES[::4], (2, 1024)):
-        assert is_sentence(draw_hidden(tokens, link, rate, ranks).alt)
     assert explore_hidden().picture.png().startswith(PNG)
 
 
@@ -119,14 +103,11 @@ def test_the_parts_that_are_drawn_are_the_sums_that_numbers_would_have():
 
 
 def test_every_step_of_the_ring_can_be_drawn_and_says_who_sends_what():
-    one = explore_ring(4)
-    assert list(one.choices["step"].values()) == list(range(7))
-    for values in one.grid():
-        assert one.at(**values).png().startswith(PNG)
-    assert "4 of 16 pieces are complete" in draw_ring(4, 3).alt
-    assert "rank 3 sends piece 3 to rank 0" in draw_ring(4, 3).alt
+    assert list(explore_ring(4).choices["step"].values()) == list(range(7))
+    found = draw_ring(4, 3)
+    assert found.png().startswith(PNG)
+    assert "4 of 16 pieces are complete" in found.alt and "rank 3 sends piece 3 to rank 0" in found.alt
     assert draw_ring(4, 6).alt.endswith("16 of 16 pieces are complete; the end.")
-    assert draw_ring(8, 9).png().startswith(PNG)
 
 
 # ---- memory above what is sent
@@ -150,8 +131,7 @@ def memory():
 def test_what_is_sent_is_drawn_below_the_memory_and_counted_is_told_from_by_formula():
     picture = draw_sent(memory(), records_of([1, 2, 3]), "rank 0")
     assert "sends 4.6 KiB in 4 calls (3 × send (counted), 600 B; 1 × all_reduce (by formula), 4.0 KiB)" in picture.alt
-    assert "peak 7.8 KiB" in picture.alt
-    assert picture.png().startswith(PNG)
+    assert "peak 7.8 KiB" in picture.alt and picture.png().startswith(PNG)
     assert sent_table(records_of([1, 2, 3])).rows == [
         ["send (counted)", 3, "600 B", 600],
         ["all_reduce (by formula)", 1, "4.0 KiB", 4096],

@@ -43,14 +43,9 @@ def test_fsdp_on_imagined_ranks_of_imagined_hardware_holds_one_64th(ranks_first)
         model = fully_shard(torch.nn.Linear(1024, 1024, bias=False), mesh=mesh)
         with Meter(model) as meter, Traffic() as traffic:
             model(torch.empty(2, 1024)).sum().backward()
-    assert meter.timeline.bytes_by_category(0)["parameter"] == 4 * 1024 * 1024 // 64
-    whole = 4 * 1024 * 1024
-    assert [(record.name, record.sent_bytes) for record in traffic.records] == [
-        ("all_gather", whole // 64 * 63),
-        ("reduce_scatter", whole // 64 * 63),
-    ]
-    events = [record.event for record in traffic.records]
-    assert 0 < events[0] < events[1] < len(meter.timeline)
+    piece = 4 * 1024 * 1024 // 64
+    assert meter.timeline.bytes_by_category(0)["parameter"] == piece
+    assert traffic.by_name() == {"all_gather": 63 * piece, "reduce_scatter": 63 * piece}
 
 
 def test_a_record_names_the_moment_at_which_the_collective_began():
@@ -115,17 +110,11 @@ def test_alone_nothing_is_sent():
     assert [record.sent_bytes for record in traffic.records] == [0, 0, 0]
 
 
-def test_the_formula_is_rounded_up_to_whole_bytes():
-    for ranks in range(1, 9):
-        assert ring_bytes("all_reduce", 1001, ranks) == math.ceil(2 * 1001 * (ranks - 1) / ranks)
-
-
 @refusals(
     {
         "a barrier": (lambda: ring_bytes("barrier", 1, 2), ValueError, "expected one of all_reduce, …found 'barrier'"),
         "no ranks": (lambda: ring_bytes("all_reduce", 1, 0), ValueError, "expected at least one rank, found 0"),
         "below 0": (lambda: ring_bytes("all_reduce", -12, 2), ValueError, "expected tensor_bytes as a whole number"),
-        "half a byte": (lambda: ring_bytes("all_reduce", 0.5, 2), ValueError, "tensor_bytes as a whole number"),
     }
 )
 def test_what_no_ring_sends_is_refused(call, error, words):
@@ -133,16 +122,13 @@ def test_what_no_ring_sends_is_refused(call, error, words):
 
 
 def test_what_dtensor_says_is_counted_and_a_barrier_is_no_traffic():
-    def redistribute():
-        distributed.barrier()
+    with imagined_ranks(RANKS):
         mesh = distributed.init_device_mesh("cpu", (RANKS,))
         with Traffic() as traffic:
+            distributed.barrier()
             distribute_tensor(torch.ones(8, 4), mesh, [Shard(0)], src_data_rank=None).redistribute(mesh, [Replicate()])
-        return traffic.records
-
-    with imagined_ranks(RANKS):
-        assert [record.name for record in redistribute()] == ["all_gather"]
-        assert redistribute()[0].sent_bytes == 8 * 4 * 4 * 3 // 4
+            torch.ops._dtensor.shard_dim_alltoall(torch.ones(4, 4), 0, 1, distributed.group.WORLD.group_name)
+    assert [(record.name, record.sent_bytes) for record in traffic.records] == [("all_gather", 96), ("all_to_all", 48)]
 
 
 # ---- counted
@@ -262,16 +248,6 @@ def test_main_memory_needs_no_staging_and_gloo_asks_for_it_on_a_gpu():
         assert not point_to_point.staged(X) and point_to_point.staged(OnGPU)
     with imagined_ranks(2):
         assert not point_to_point.staged(OnGPU)
-
-
-# ---- what has no usual shape
-
-
-def test_dtensors_change_of_the_sharded_dimension_is_an_all_to_all():
-    with imagined_ranks(4), Traffic() as traffic:
-        group = distributed.group.WORLD.group_name
-        torch.ops._dtensor.shard_dim_alltoall(torch.ones(4, 4), 0, 1, group)
-    assert [(record.name, record.sent_bytes) for record in traffic.records] == [("all_to_all", 48)]
 
 
 def test_a_message_that_was_not_sent_is_not_counted():

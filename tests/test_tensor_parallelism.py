@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from memlab import tensor_parallelism as tp
 from memlab.book.workloads import GPT, GPTConfig, text_batch
 from memlab.gradient_checkpointing import checkpoint
-from memlab.ranks import RankError, Traffic, one_rank, run_ranks
+from memlab.ranks import Traffic, one_rank, run_ranks
 
 SIZES = {"layers": 2, "width": 32, "heads": 4, "context": 16, "vocabulary": 256}
 WAYS = {
@@ -231,17 +231,3 @@ def test_in_a_subgroup_each_group_computes_the_gradient_of_its_own_batch(others,
                 assert (full[key] - p.grad).norm() <= 1e-12 * p.grad.norm(), (name, key)
 
 
-def fails_in_the_middle(rank: int) -> None:
-    model = split("plain")
-    if rank == 1:
-        model.blocks[1].feed_forward.register_forward_pre_hook(fail)
-    model(*text_batch(2, 16)).backward()
-
-
-def fail(*_) -> None:
-    raise ArithmeticError("planted")
-
-
-def test_a_rank_that_fails_where_others_wait_for_it_ends_the_launch_and_is_named():
-    with pytest.raises(RankError, match="rank 1 raised ArithmeticError: planted"):
-        run_ranks(fails_in_the_middle, 2)

@@ -66,16 +66,13 @@ WAYS = [
     {"ranks": 4, "hardware": "cpu", "precision": "fp32", "sequence_parallel": True, "keep_gathered": True},
     {"ranks": 8, "hardware": "gpu", "precision": "bf16", "sequence_parallel": True, "keep_gathered": True},
     {"ranks": 1, "hardware": "cpu", "precision": "fp32", "kv_heads": 4},
-    {"ranks": 2, "hardware": "gpu", "precision": "bf16", "kv_heads": 4},
     {"ranks": 4, "hardware": "gpu", "precision": "bf16", "kv_heads": 4, "sequence_parallel": True},
     {"ranks": 8, "hardware": "cpu", "precision": "fp32", "kv_heads": 2, "sequence_parallel": True},
     {"ranks": 8, "hardware": "gpu", "precision": "bf16", "kv_heads": 1},
     {"ranks": 4, "hardware": "cpu", "precision": "bf16", "dropout": 0.1, "sequence_parallel": True},
-    {"ranks": 8, "hardware": "cpu", "precision": "fp32", "dropout": 0.1},
     {"ranks": 8, "hardware": "gpu", "precision": "bf16", "dropout": 0.1},
     {"ranks": 8, "hardware": "gpu", "precision": "fp32", "dropout": 0.1, "sequence_parallel": True},
 ]
-LAST_RANK = {"ranks": 4, "hardware": "gpu", "precision": "bf16", "kv_heads": 4, "sequence_parallel": True}
 
 
 def only(way, *names):
@@ -98,7 +95,7 @@ def test_parameters_what_forward_keeps_and_what_a_step_sends_are_the_formulas_to
     assert by_collective(sent) == traffic.by_name()
     assert sent_bytes(sent) == traffic.sent_bytes
     assert messages(sent) == messages_of(traffic)
-    if way == LAST_RANK:
+    if way["ranks"] == 4 and "kv_heads" in way:
         last = metered(**way, rank=3)
         assert (last[0], kept(last[1]), last[2].by_name()) == (parameters, kept(timeline), traffic.by_name())
 
@@ -143,16 +140,6 @@ def test_without_its_numbers_a_token_a_block_keeps_what_korthikanti_and_others_c
         assert of(**sequence).nbytes == s * b * h * 32 // t + fused + norms // t
         if t > 1:
             assert of(**sequence, keep_gathered=True).nbytes == s * b * h * 4 + s * b * h * 28 // t + fused + norms // t
-
-
-def test_a_block_s_parameters_are_those_of_the_docstring_and_on_one_rank_the_model_s():
-    model = replace(SHAPE, hidden=256)
-    h = model.width
-    for ranks in (1, 2, 4, 8):
-        two, one = (rank_parameters(replace(model, layers=n), ranks) for n in (2, 1))
-        assert two.cut - one.cut == (12 * h * h + 7 * h) // ranks
-        assert two.whole - one.whole == 6 * h
-    assert rank_parameters(model, 1).parameters == model.parameters
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "mixed"])

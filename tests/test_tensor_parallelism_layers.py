@@ -276,18 +276,3 @@ def test_from_linear_takes_values_dtypes_and_what_is_trained_and_draws_nothing()
     assert torch.equal(column.weight, linear.weight[OUT // 2 :].float()) and torch.equal(row.bias, linear.bias)
 
 
-def test_in_a_group_of_one_nothing_is_added_to_linear():
-    linear, x = whole_layer(), seeded(3, 8, IN)
-    with one_rank(), Traffic() as traffic:
-        for region in (
-            tp.copy_to_ranks,
-            tp.reduce_from_ranks,
-            tp.gather_from_ranks,
-            tp.scatter_to_ranks,
-            tp.gather_sequence,
-        ):
-            assert region(x) is x
-        assert tp.reduce_scatter_sequence(x) is x
-        for kind in (tp.ColumnParallelLinear, tp.RowParallelLinear):
-            assert torch.equal(kind.from_linear(linear, sequence_parallel=True)(x), linear(x))
-    assert traffic.records == []

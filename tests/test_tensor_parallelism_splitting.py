@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import re
 
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import parametrizations, spectral_norm
 
 from memlab import tensor_parallelism as tp
 from memlab.book.workloads import MLP, Llama, text_batch
@@ -53,7 +50,6 @@ class Tied(nn.Module):
         self.middle = nn.Linear(8, 8, device=device)
         self.same = self.middle
         self.norm = nn.LayerNorm(8, device=device)
-        self.norm.count = 3
         self.head = nn.Linear(8, 32, bias=False, device=device)
         self.head.weight = self.table.weight
 
@@ -76,23 +72,17 @@ def stream() -> torch.Tensor:
     return torch.randn(2, 5, 32, dtype=torch.float64)
 
 
-def of_normed(plan: dict) -> dict:
-    """Gradients of a norm that reads parts, and the whole norm: of a split model, of copies, after a failed forward."""
-    model, found = seeded(lambda: Heads(normed=True)), {}
+def of_normed(plan: dict):
+    """Gradients of a norm that reads parts, and the whole norm; or what is told of gradients that differ."""
+    model = seeded(lambda: Heads(normed=True))
     tp.split_layers(nn.ModuleDict({"model": model}), plan, divide={"model": ["heads"]})
-    with contextlib.suppress(RuntimeError):
-        model.norm(stream()[..., :3])
-    assigned = copy.deepcopy(model)
-    assigned.load_state_dict({name: t.clone() for name, t in model.state_dict().items()}, assign=True)
-    for name, one in {"split": model, "copy": copy.deepcopy(model), "assigned": assigned}.items():
-        try:
-            with tp.check_replicas(one):
-                one(stream()).square().sum().backward()
-            found[name] = [*(p.grad.clone() for p in one.norm.parameters()), tp.clip_grad_norm_(one, 1.0)]
-        except ValueError as error:
-            found[name] = str(error)
-        found[name, "keys"] = list(one.state_dict()), "weight" in vars(one.norm)
-    return found
+    try:
+        with tp.check_replicas(model):
+            model(stream()).square().sum().backward()
+    except ValueError as error:
+        return str(error)
+    assert "weight" not in vars(model.norm)
+    return [*(p.grad.clone() for p in model.norm.parameters()), tp.clip_grad_norm_(model, 1.0)]
 
 
 def on_ranks(rank: int) -> dict:
@@ -154,11 +144,9 @@ def test_a_norm_of_each_heads_queries_has_the_gradient_of_all_heads_if_the_plan_
     expected = [p.grad.clone() for p in plain.norm.parameters()]
     expected.append(torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0))
     for rank in ranks:
-        for name in ("split", "copy", "assigned"):
-            assert all(map(near, rank["normed"][name], expected))
-            assert rank["normed"][name, "keys"] == (list(plain.state_dict()), False)
-            assert "same gradient of norm.weight" in rank["forgotten"][name]
-            assert "copy_to_ranks in the plan of split_layers" in rank["forgotten"][name]
+        assert all(map(near, rank["normed"], expected))
+        assert "same gradient of norm.weight" in rank["forgotten"]
+        assert "copy_to_ranks in the plan of split_layers" in rank["forgotten"]
 
 
 def test_tied_weights_stay_one_part_and_a_layer_used_twice_stays_one_layer(ranks):
@@ -175,75 +163,32 @@ def test_a_model_on_meta_gets_its_parts_with_values_and_never_a_whole_weight():
         assert model.head.weight is model.table.weight
         assert not any(p.is_meta for p in model.parameters())
         assert torch.isfinite(model(torch.arange(4)[None])).all()
-    with imagined_ranks(4), imagine("H100-80GB"):
-        model = tp.split_layers(Tied("meta"), TIED, device="cpu")
-        assert model.table.weight.shape == (8, 8) and model.norm.weight.shape == (8,)
-        model(torch.zeros(2, 4, dtype=torch.int64)).sum().backward()
 
 
-def test_frozen_and_evaluating_layers_stay_so_and_of_several_patterns_that_fit_the_first_counts():
+def test_frozen_layers_stay_so_and_of_several_patterns_that_fit_the_first_counts():
     with imagined_ranks(2):
         model = MLP(8, 8, 8)
         model.layers[0].requires_grad_(False)
-        model.layers[1].eval()
         tp.split_layers(model, {"layers.0": Row, "layers.*": Column})
         assert [type(layer) for layer in model.layers] == [Row, Column, Column]
-        assert not any(p.requires_grad for p in model.layers[0].parameters()) and model.layers[0].training
-        assert all(p.requires_grad for p in model.layers[1].parameters()) and not model.layers[1].training
-        table = nn.ModuleDict({"table": nn.Embedding(8, 4)}).requires_grad_(False)
-        assert not tp.split_layers(table, {"table": Table})["table"].weight.requires_grad
+        assert [p.requires_grad for p in model.parameters()] == [False] * 2 + [True] * 4
 
 
-def two(change=lambda last: None) -> nn.Sequential:
+def hooked() -> nn.Sequential:
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
-    change(model[1])
+    model[1].register_forward_hook(print)
     return model
 
 
-def tied_outputs() -> nn.Sequential:
-    model = nn.Sequential(nn.Linear(4, 12), nn.Linear(4, 12))
-    model[1].weight = model[0].weight
-    return model
-
-
-PAIR, COPIED, NO_HOOKS = {"0": Column, "1": Row}, {"1": tp.copy_to_ranks}, "no hooks on 1"
-STACKED = {"0": (Column, {"sections": (4, 4, 4)}), "1": GATHERED}
-UNLIKE = (
-    "0.weight cut by dimension 0, sections ((4, 2), (4, 2), (4, 2)), 1.weight cut by dimension 0, sections ((12, 2),)"
-)
-LOST = "expected nothing but weights at 1, found {}, which would be lost; add it later"
 PLANS = [  # a model, a plan, an error, its words, other arguments
     (MLP, {"layer.*": Column}, ValueError, "fit 'layer.*', found none; names here are layers"),
     (MLP, {"layers": Column}, TypeError, "nn.Linear at layers to make a ColumnParallelLinear"),
     (MLP, {"layers.0": nn.Linear}, TypeError, "expected ColumnParallelLinear, RowParallelLinear, Vocab"),
     (MLP, {"layers": tp.copy_to_ranks}, ValueError, "parameters of its own at layers for copy_to_ranks, found"),
     (lambda: MLP(7), {"*.0": Row}, ValueError, "7 inputs of layers.0 cannot be split over 2"),
-    (Heads, {"q": Column, "nothing": tp.copy_to_ranks}, ValueError, "fit 'nothing', found none"),
-    (lambda: nn.Sequential(nn.ParameterDict({"1": torch.ones(2)})), {"0": COPIED["1"]}, ValueError, "a ParameterDict"),
-    (lambda: two(parametrizations.weight_norm), COPIED, TypeError, "plain weights at 1 for copy_to_ranks"),
-    (lambda: two(spectral_norm), COPIED, TypeError, "expected plain weights at 1 for copy_to_ranks"),
-    (Tied, {"norm": Row}, TypeError, "of, found LayerNorm"),
-    (Tied, {"middle": Table}, TypeError, "nn.Embedding at middle"),
     (Tied, {"table": Table}, ValueError, "head.weight whole"),
-    (Tied, {"table": Table, "head": Row}, ValueError, "dimension 1"),
-    (tied_outputs, STACKED, ValueError, UNLIKE),
-    (Heads, {"q": Column}, ValueError, "fit '', found none", {"divide": {"": ["heads"]}}),
     (Tied, {"middle": GATHERED}, ValueError, "features in norm.heads, found None", {"divide": {"norm": ["heads"]}}),
-    (Tied, {"middle": GATHERED}, ValueError, "3 count cannot be split over 2 ranks", {"divide": {"norm": ["count"]}}),
-    (lambda: two(lambda last: last.register_forward_hook(print)), PAIR, ValueError, NO_HOOKS),
-    (lambda: two(lambda last: last.weight.register_hook(print)), PAIR, ValueError, NO_HOOKS),
-    (lambda: two(lambda last: last.weight.register_post_accumulate_grad_hook(print)), PAIR, ValueError, NO_HOOKS),
-    (lambda: two(lambda last: last.register_state_dict_post_hook(lambda *_: None)), PAIR, ValueError, NO_HOOKS),
-    (lambda: two(lambda last: last.register_load_state_dict_pre_hook(print)), PAIR, ValueError, NO_HOOKS),
-    (lambda: two(lambda last: setattr(last, "forward", lambda x: x)), PAIR, ValueError, NO_HOOKS),
-    (lambda: two(parametrizations.weight_norm), PAIR, TypeError, "at 1, found parametrized ones"),
-    (lambda: two(lambda last: last.add_module("adapter", nn.Linear(8, 4))), PAIR, TypeError, LOST.format("adapter")),
-    (lambda: two(lambda last: last.register_buffer("scale", torch.ones(4))), PAIR, TypeError, LOST.format("scale")),
-    (two, {"0": Column, "1": (Row, {"sequence": True})}, TypeError, "sequence"),
-    (two, {"1": Row, "0": (Column, {"sections": (4, 3)})}, ValueError, "sections"),
-    (two, {"0": Column, "1": (Row, {"bias": False})}, TypeError, "options for 1 without bias, which its own layer"),
-    (two, {"0": Column, "1": (Row, {"device": "nowhere"})}, RuntimeError, "nowhere"),
-    (two, PAIR, RuntimeError, "nowhere", {"device": "nowhere"}),
+    (hooked, {"0": Column, "1": Row}, ValueError, "no hooks on 1"),
 ]
 
 
@@ -371,9 +316,6 @@ FAULTS = {  # what every rank is told; ranks 1 and 2 differ, or rank 1 does
     "same input of ReplicatedLayerNorm blocks.0.norm1 on all ranks": other_dropout,
     "same gradient of blocks.0.norm2.bias on all ranks …; every rank must run the same backward": (
         lambda rank, model: other_gradient(rank, model, lambda bias: bias.grad.add_(rank % 3))
-    ),
-    "same gradient of blocks.0.norm2.bias …; on rank 1: none": lambda rank, model: other_gradient(
-        rank, model, lambda bias: setattr(bias, "grad", None if rank == 1 else bias.grad)
     ),
     "same gradient of 0.weight on all ranks …; every rank must run the same backward": sparse_gradient,
     "on rank 0, 2, 3: ColumnParallelLinear head; on rank 1: ReplicatedLayerNorm norm; every rank": (

@@ -15,7 +15,6 @@ from memlab.book.traces import (
     driver_events,
     growing_cache,
     leak,
-    stepped,
     times,
     token_budget,
     train_and_eval,
@@ -114,12 +113,6 @@ def test_orders_of_lengths_are_the_same_batches_and_the_longest_comes_last_or_fi
 def test_a_leak_leaves_its_samples_and_nothing_else():
     assert held_at_the_end(leak()) == [2 * MiB] * 8
     assert held_at_the_end(leak(3)) == [2 * MiB] * 3
-
-
-def test_evaluations_add_nothing_to_the_peak_of_what_training_requests():
-    peaks = [replay(FirstFit(), trace).peak_requested_bytes for trace in (training_steps(), train_and_eval())]
-    assert peaks[0] == peaks[1]
-    assert replay(FirstFit(), stepped([(24, 1024)])).peak_requested_bytes > 2 * peaks[0]
 
 
 def test_a_growing_cache_makes_every_layer_anew_and_one_token_longer():

@@ -61,15 +61,6 @@ def test_a_program_holds_the_same_bytes_each_time_it_is_made_from_its_seed(kind)
     assert bytes_after(Program(kind, SEED), *steps) == bytes_after(Program(kind, SEED), *steps)
 
 
-def test_programs_train_models_that_are_not_ours_half_of_the_time():
-    pytest.importorskip("transformers")
-    models = [program.model_name for program in programs_of()]
-    assert len(models) == 45
-    assert sum(name in THEIRS for name in models) >= 22
-    clean_models = [program.model_name for program in programs_of(kinds=(), healthy=20)]
-    assert set(clean_models) == {*OURS, *THEIRS}
-
-
 def test_without_transformers_all_models_are_ours(monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "transformers" else find(name))
@@ -155,9 +146,6 @@ def test_a_habit_comes_to_its_highest_and_stays_there(habit):
     held = bytes_after(OneHabit(), *range(1, settles + 121))
     assert max(held[settles + 60 :]) <= 1.1 * max(held[: settles + 60])
     assert settles <= 80
-
-
-# ---- nothing stays behind
 
 
 # ---- budgets and verdicts
