@@ -60,22 +60,6 @@ def checks(rank: int, cases: dict[str, Callable[[], object]]) -> dict[str, list[
     return found
 
 
-def raised(call: Callable, *args, **kwargs) -> str:
-    """The message of what a call raises, after the error's name."""
-    try:
-        call(*args, **kwargs)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
-
-
-class Unfriendly(Exception):
-    """An exception that can be pickled, and not read again."""
-
-    def __init__(self, one, two):
-        super().__init__("two arguments")
-
-
 class FailsInBackward(torch.autograd.Function):
     """Hands on what it is given, and raises when its gradient comes."""
 
@@ -92,12 +76,6 @@ def raises(rank, culprit):
     meet()
     if rank == culprit:
         raise ValueError(f"planted in {rank}")
-    meet()
-
-
-def raises_what_cannot_travel(rank, culprit):
-    if rank == culprit:
-        raise Unfriendly(1, 2)
     meet()
 
 
@@ -137,7 +115,6 @@ def returns_a_generator(rank, culprit):
 # What each does, and what the launch says.
 FAULTS = {
     raises: r"rank {} raised ValueError: planted in {}",
-    raises_what_cannot_travel: r"rank {} raised (.*)Unfriendly: two arguments",
     leaves_by_sys_exit: r"rank {} raised SystemExit: 0",
     is_killed_in_a_collective: r"rank {} was killed by SIGKILL, .*memory runs out",
     crashes: r"rank {} was killed by SIGSEGV",

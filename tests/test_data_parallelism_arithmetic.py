@@ -1,13 +1,9 @@
 """Chapter 13's formulas: against layouts cut by hand, rings stepped by hand, and one device's closed form."""
 
-import random
-
 import pytest
-import torch
 
 from memlab.data_parallelism.arithmetic import (
     STAGES,
-    padded_elements,
     rank_bytes,
     sent_bytes,
     traffic_bytes,
@@ -27,37 +23,10 @@ from tests.harness import refusals, refused
 SHAPE = Transformer(layers=3, width=64, heads=2, vocabulary=256, context=32)
 
 
-def some_buckets(seed):
-    draw = random.Random(seed)
-    return [[draw.randrange(0, 50) for _ in range(draw.randrange(1, 5))] for _ in range(draw.randrange(1, 5))]
-
-
-# ---- what a rank holds
-
-
 def test_zeros_own_table_is_reproduced():
     how = {"weight_bytes": 2, "gradient_bytes": 2, "state_bytes": 12}
     found = [rank_bytes(7_500_000_000, 64, stage, **how).nbytes / 1e9 for stage in STAGES]
     assert found == pytest.approx([16 * 7.5, (4 + 12 / 64) * 7.5, (2 + 14 / 64) * 7.5, 16 / 64 * 7.5], rel=1e-12)
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_every_ranks_bytes_are_those_of_the_flat_layouts_cut_by_hand(seed):
-    buckets, ranks = some_buckets(seed), 1 + seed
-    layouts = [FlatLayout([torch.Size([n]) for n in tensors], ranks) for tensors in buckets]
-    whole, padded, piece = (sum(getattr(one, name) for one in layouts) for name in ("numel", "padded", "piece"))
-    assert padded_elements(buckets, ranks) == padded
-    counters = 4 * sum(map(len, buckets))
-    for rank in range(ranks):
-        own = sum(end - begin for one in layouts for begin, end in one.parts(rank))
-        expected = {
-            0: (4 * whole, 2 * padded, 8 * whole + counters),
-            1: (4 * padded, 2 * whole, 8 * own + counters),
-            2: (4 * padded, 2 * piece, 8 * own + counters),
-            3: (4 * piece, 2 * piece, 8 * own + counters),
-        }
-        for stage, parts in expected.items():
-            assert rank_bytes(buckets, ranks, stage, rank=rank, gradient_bytes=2, counter_bytes=4) == parts
 
 
 def test_a_number_a_list_and_a_list_of_lists_are_one_bucket_and_several():
@@ -85,9 +54,6 @@ def test_bad_input_is_refused_with_what_was_expected(call, error, words):
     refused(call, error, words)
 
 
-# ---- what a rank sends
-
-
 def test_stage_3_sends_half_as_much_again_and_with_micro_batches_stages_2_and_3_speak_each_time():
     whole, m = 8 * 1024, 5
     once = [traffic_bytes(whole, whole, 8, stage) for stage in STAGES]
@@ -104,9 +70,6 @@ def test_whole_at_once_are_the_root_and_neighbouring_units_and_gradients_of_a_un
     assert transient_bytes(units, 4, prefetch=2, weight_bytes=2) == (2 * pad(7, 1, 20), 4 * (20 + 20))
     assert transient_bytes(units, 4, prefetch=0) == (4 * 20, 4 * 20)
     assert transient_bytes([], 4, root=[5]) == (32, 0)
-
-
-# ---- when it is hidden
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -134,9 +97,6 @@ def test_of_buckets_on_a_fast_link_the_last_is_waited_for_and_on_a_slow_one_near
     slow = exposed_seconds(buckets, 1e-6, 8, 1e9)
     assert slow == pytest.approx(10 * one + 1e-7 - 1e-6)
     assert exposed_seconds(buckets, 1.0, 1, 1e9) == 0
-
-
-# ---- a rank's peak
 
 
 @pytest.mark.parametrize("how", [{}, {"precision": "mixed", "segments": 3}, {"precision": "autocast"}])

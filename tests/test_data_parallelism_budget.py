@@ -85,9 +85,6 @@ def test_a_ranks_peak_is_the_formulas_to_the_byte_at_stage_3_and_nearly_so_at_st
     assert rank_step(step, RANKS, 3).nbytes == metered(3, segments=SHAPE.layers)[1].peak_bytes
 
 
-# ---- fully_shard
-
-
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
 def test_a_root_that_returns_what_its_last_unit_does_gathers_nothing_a_third_time(prefetch):
     with imagined_ranks(64):

@@ -46,10 +46,3 @@ def test_a_launcher_says_how_many_ranks_there_are_and_one_of_them_prints(capsys,
 def test_the_example_says_where_its_ranks_computed():
     on = lambda *devices: place([Trained([], 0, 0, device) for device in devices])  # noqa: E731
     assert on("cpu", "cpu") == "the CPU" and on("cuda:0") == "cuda:0" and on("cuda:0", "cuda:1") == "cuda:0 to cuda:1"
-
-
-def test_the_example_refuses_no_ranks_and_no_steps(capsys):
-    for wrong, words in (("--ranks", "one rank"), ("--imagined", "one rank"), ("--steps", "one step")):
-        with pytest.raises(SystemExit):
-            main([wrong, "0"])
-        assert f"expected at least {words}, found 0" in capsys.readouterr().err

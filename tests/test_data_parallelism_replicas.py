@@ -600,16 +600,10 @@ def test_a_parameter_that_came_after_the_wrapper_or_was_thawed_is_refused_since_
 
 def test_a_gradient_with_a_graph_is_refused_since_an_average_has_none():
     with imagined_ranks(2):
-        model = nn.Linear(2, 1, bias=False)
-        replica = DataParallel(model)
+        replica = DataParallel(nn.Linear(2, 1, bias=False))
         loss = replica(torch.ones(3, 2)).square().sum()
         words = "a graph…(1, 2)…torch.autograd.grad(..., create_graph=True)"
         refused(lambda: loss.backward(create_graph=True), RuntimeError, words)
-        model.zero_grad()
-        loss = replica(torch.ones(3, 2)).square().sum()
-        (slope,) = torch.autograd.grad(loss, model.weight, create_graph=True)
-        (loss + slope.square().sum()).backward()
-        assert model.weight.grad.grad_fn is None
 
 
 @pytest.mark.parametrize("name", on_two_ranks)

@@ -11,8 +11,8 @@ from memlab.data_parallelism import (
     ring_all_reduce,
     ring_reduce_scatter,
 )
-from memlab.memory_timeline import Meter, imagine
-from memlab.ranks import Traffic, imagined_ranks, one_rank
+from memlab.memory_timeline import Meter
+from memlab.ranks import Traffic, one_rank
 from tests.harness import refused
 from tests.ranks_helpers import Cases, checks
 
@@ -30,9 +30,6 @@ on_two_ranks, on_four_ranks = Cases(2), Cases(4)
 
 def case(fn):
     return on_two_ranks(on_four_ranks(fn))
-
-
-# ---- the sums, and bytes
 
 
 def brought(rank: int, number: int) -> torch.Tensor:
@@ -83,9 +80,6 @@ def memory_for_one_piece_is_all_it_takes_and_a_padded_copy_where_ranks_do_not_di
         assert meter.timeline.peak_bytes - tensor.nbytes - scratch.nbytes == nbytes
 
 
-# ---- who may call, and with what
-
-
 @case
 def a_view_of_columns_and_a_leaf_are_summed_in_place():
     rank, ranks = distributed.get_rank(), distributed.get_world_size()
@@ -125,12 +119,6 @@ def what_does_not_divide_or_is_not_flat_and_scratch_of_another_shape_or_dtype_ar
     ):
         call = lambda scratch=scratch: ring_all_reduce(torch.ones(2 * ranks - 1), scratch=scratch)  # noqa: E731
         refused(call, ValueError, words)
-
-
-def test_on_imagined_hardware_and_ranks_bytes_are_the_same_formula():
-    with imagine("H100-80GB"), imagined_ranks(64), Traffic() as traffic:
-        ring_all_reduce(torch.ones(1000))
-    assert traffic.sent_bytes == 2 * 63 * 16 * 4
 
 
 @pytest.mark.parametrize("name", on_two_ranks)

@@ -8,6 +8,7 @@ import io
 import weakref
 from contextlib import nullcontext
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -40,9 +41,6 @@ from tests.sharding_helpers import (
 
 RANKS = 2
 on_two_ranks = Cases(2)
-
-
-# ---- which parameters there are
 
 
 @on_two_ranks
@@ -304,13 +302,9 @@ def gradients_of_gradients():
 
 @on_two_ranks
 def hidden_outputs_and_in_place_writes():
-    class Box:
-        def __init__(self, value):
-            self.value = value
-
     def boxed(layer, x):
         x += layer[2](layer[1](layer[0](x * 1)))
-        return Box(x[:, :].view(-1, 8))
+        return SimpleNamespace(value=x[:, :].view(-1, 8))
 
     def opened(layer, x):
         x = layer(x * 1).value
@@ -523,9 +517,6 @@ def weights_that_were_changed_or_put_in_are_noticed():
         late.requires_grad_(False)
         grown.layers[1].forward = lambda x: x
         grown(x)
-
-
-# ---- without other ranks
 
 
 def test_without_a_process_group_it_is_said_what_to_do():

@@ -82,7 +82,6 @@ N = 64 * 32 * 4
         (lambda: square @ square.t(), 2 * 64**3, 2 * 64 * 64 * 4),
         (lambda: x.view(-1) * x.view(32, 64).reshape(-1), 64 * 32, 2 * N),
         (lambda: square[:32, :32] + square[:32, :32].t(), 32 * 32, 2 * 32 * 32 * 4),
-        (lambda: square[:32] + square[:, :32].t(), 32 * 64, 3 * 32 * 64 * 4),
         (lambda: x + y[0], 64 * 32, 2 * N + 32 * 4),
         (lambda: x[0] + y[:, :1], 64 * 32, 32 * 4 + 64 * 4 + N),
         (lambda: x.expand(5, 64, 32) * 2, 5 * 64 * 32, N + 5 * N),
@@ -114,11 +113,8 @@ cube, square = torch.randn(5, 32, 64), torch.randn(64, 64)
     ("run", "flops"),
     [
         (lambda: x @ square[0][:32], 2 * 64 * 32),
-        (lambda: torch.addmv(y[:, 0], x, square[0][:32]), 2 * 64 * 32),
         (lambda: torch.zeros(64).addmv_(x, square[0][:32]), 2 * 64 * 32),
         (lambda: square[0] @ square[1], 2 * 64),
-        (lambda: torch.vdot(square[0], square[1]), 2 * 64),
-        (lambda: torch.addbmm(square, cube.mT, cube), 5 * 2 * 64 * 32 * 64),
         (lambda: torch.zeros(64, 64).addbmm_(cube.mT, cube), 5 * 2 * 64 * 32 * 64),
         (lambda: F.bilinear(x, square, cube), 2 * 64 * 5 * 32 * 64),
         (lambda: torch.baddbmm(x[None], x[None], y.t()[None] @ x[None]), 2 * (32 * 64 * 32) + 2 * (64 * 32 * 32)),
@@ -135,20 +131,12 @@ image = torch.randn(1, 4, 8, 8)
     "run",
     [
         lambda: torch.slice_scatter(x, x[:3], 0, 0, 3),
-        lambda: F.pixel_shuffle(image, 2),
         lambda: F.pad(image, (1, 1, 1, 1), mode="reflect"),
-        lambda: F.pad(image, (1, 1, 1, 1), mode="replicate"),
-        lambda: x.rot90(),
         lambda: torch.masked_select(x, whole[:32] > 3),
-        lambda: torch.diag_embed(x),
         lambda: F.interpolate(image, scale_factor=2),
         lambda: F.max_unpool2d(image, torch.arange(256).view(1, 4, 8, 8) % 64, 1),
-        lambda: torch.eye(8),
-        lambda: torch.complex(x, y),
         lambda: F.unfold(image, 2),
-        lambda: F.channel_shuffle(image, 2),
         lambda: torch.index_fill(x, 0, whole[:2], 1.0),
-        lambda: x.clone().index_fill_(0, whole[:2], 1.0),
         lambda: x.clone().put_(whole[:2], x[0, :2]),
         lambda: [torch.view_copy(x, (32, 64)), torch.split_copy(x, 32), torch.unbind_copy(x)],
     ],
@@ -161,8 +149,6 @@ POOLS = {  # read in backward besides the result's gradient, in bytes
     "max pool": (lambda x: F.max_pool2d(x, 2), 4 * 4 * 4 * 8),
     "max pool to a size": (lambda x: F.adaptive_max_pool2d(x, 4), 4 * 4 * 4 * 8),
     "mean pool": (lambda x: F.avg_pool2d(x, 2), 0),
-    "mean pool of volumes": (lambda x: F.avg_pool3d(x[None], (1, 2, 2)), 0),
-    "mirrored edges": (lambda x: F.pad(x, (1, 1, 1, 1), mode="reflect"), 0),
     "repeated edges": (lambda x: F.pad(x, (1, 1, 1, 1), mode="replicate"), 0),
 }
 
@@ -273,8 +259,6 @@ targets, probabilities = torch.arange(8), torch.randn(8, 1000).log_softmax(-1)
         (lambda a: a.view(100, 100).__setitem__((slice(None), three), ones), 0, 3 * (8 + 4) + 300 * 4),
         (lambda a: a.index_put_((a > 9,), ones[0]), 0, 10000 * (1 + 4) + 4),
         (lambda a: a.scatter_(0, three, 1.0), 0, 3 * (8 + 4)),
-        (lambda a: a.scatter_(0, three, ones), 0, 3 * (8 + 2 * 4)),
-        (lambda a: a.scatter_add_(0, three, ones), 3, 3 * (8 + 3 * 4)),
         (lambda a: a.index_add_(0, three, ones), 3, 3 * (8 + 3 * 4)),
         (lambda a: a.index_copy_(0, three, ones), 0, 3 * (8 + 2 * 4)),
         (lambda a: a.scatter_(0, three, scores[0]), 0, 3 * (8 + 2 * 4)),
@@ -523,11 +507,8 @@ def test_the_disks_file_is_written_whole_read_twice_and_gone(tmp_path, monkeypat
 
 
 def test_the_file_is_gone_also_when_writing_fails(tmp_path, monkeypatch):
-    def full(number):
-        raise OSError("disk full")
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="disk full"):
+    monkeypatch.setattr(os, "fsync", lambda number: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
         disk_bandwidth(tmp_path, MiB)
     assert list(tmp_path.iterdir()) == []
 
@@ -587,11 +568,10 @@ def test_caches_are_read_where_linux_tells_them_and_instructions_are_left_out(tm
 def test_a_mac_is_asked_with_sysctl_and_what_it_lacks_is_left_out(monkeypatch):
     told = {"hw.l1dcachesize": 64 * KiB, "hw.l2cachesize": 4 * MiB}
     monkeypatch.setattr(levels_page.platform, "system", lambda: "Darwin")
+    monkeypatch.setenv("PATH", "")
+    assert levels_page._caches() == []  # there is no sysctl to ask
     monkeypatch.setattr(levels_page, "_sysctl", told.get)
     assert levels_page._caches() == [(1, 64 * KiB), (2, 4 * MiB)]
-    monkeypatch.undo()
-    monkeypatch.setenv("PATH", "")
-    assert levels_page._sysctl("hw.l1dcachesize") is None  # there is none to ask
 
 
 def test_a_plateau_is_the_median_of_the_sizes_well_inside_a_level():
@@ -605,7 +585,6 @@ def test_registers_have_no_plateau_though_they_are_larger_than_the_next_level():
     named = [Level("registers", 256 * KiB, 132), Level("shared memory and L1", 228 * KiB, 132), Level("L2", 50 * MiB)]
     found = fit_levels([(64 * KiB, 9.0), (MiB, 5.0)], named)
     assert [p.bytes_per_second for p in found] == [None, 9.0, 5.0]
-    assert str(named[0]) == "registers: 132 × 256.0 KiB"
 
 
 def test_published_figures_are_of_the_cards_that_can_be_imagined():

@@ -6,11 +6,10 @@ import random
 import struct
 from fractions import Fraction
 
-import numpy as np
 import pytest
 import torch
 
-from memlab.mixed_precision.formats import FATES, FORMATS, Format, bits, fates, number_format, round_to
+from memlab.mixed_precision.formats import FATES, FORMATS, Format, bits, fates, round_to
 from tests.harness import refusals, refused
 from tests.tiers import pairs, some
 
@@ -115,9 +114,8 @@ def test_every_pattern_comes_back_with_its_own_bits_value_and_kind(format):
         assert written(found) == pattern(one)
         assert found.error == found.relative_error == 0.0
         normal, empty = abs(value) >= torch.finfo(format.dtype).smallest_normal, set(found.exponent) == {"0"}
-        assert found.kind == (
-            "infinity" if math.isinf(value) else "normal" if normal else "subnormal" if value else "zero"
-        )
+        kind = "infinity" if math.isinf(value) else "normal" if normal else "subnormal" if value else "zero"
+        assert found.kind == kind
         assert empty == (found.kind in ("subnormal", "zero"))
 
 
@@ -164,10 +162,6 @@ def test_an_fp64_number_goes_to_the_nearest_and_is_rounded_only_once(format):
         assert off <= Fraction(found.ulp) / 2
     # Through FP32 this one would lie halfway, and go down to 1.
     assert bits(1 + format.epsilon / 2 + 2**-50, format).value == 1 + format.epsilon
-    if format.name in ("FP32", "FP16"):
-        numpy = {"FP32": np.float32, "FP16": np.float16}[format.name]
-        asked = [math.ldexp(generator.uniform(-2, 2), generator.randint(-30, 14)) for _ in range(500)]
-        assert [bits(one, format).value for one in asked] == np.array(asked).astype(numpy).tolist()
 
 
 @ALL_PATTERNS
@@ -223,10 +217,9 @@ def looked_at(tensor, format, scale=1.0):
 
 @pairs("format, scale", FORMATS.values(), [1.0, 2.0**10, 3.0])
 def test_what_becomes_of_values_is_what_rounding_each_of_them_shows(format, scale):
-    tensor = torch.cat(
-        [random_singles(seed=3), torch.randn(500, generator=torch.manual_seed(0)) * 1e-4, torch.zeros(9)]
-    )
-    found = fates(tensor.view(3, -1) if len(tensor) % 3 == 0 else tensor, format, scale)
+    small = torch.randn(500, generator=torch.manual_seed(0)) * 1e-4
+    tensor = torch.cat([random_singles(seed=3), small, torch.zeros(9)])
+    found = fates(tensor.view(2, -1), format, scale)
     assert found == looked_at(tensor, format, scale)
     assert list(found) == list(FATES) and sum(found.values()) == int((tensor != 0).sum())
 
@@ -249,23 +242,10 @@ def test_at_the_edges_of_its_range_it_counts_what_torchs_cast_leaves(format):
     assert all(fates(asked, format).values())
 
 
-def test_a_tie_below_goes_to_zero_and_a_tie_above_to_infinity_but_in_e4m3_to_its_even_max():
-    tie = {name: FORMATS[name].max + FORMATS[name].largest_ulp / 2 for name in FORMATS}
-    for name, format in FORMATS.items():
-        assert fates(torch.tensor([format.smallest_subnormal / 2], dtype=torch.float64), name)["lost to zero"] == 1
-        above = fates(torch.tensor([tie[name]], dtype=torch.float64), name)
-        assert above["overflow"] == (name != "FP8 E4M3")
-    assert (tie["FP16"], tie["FP8 E4M3"], tie["FP8 E5M2"]) == (65_520, 464, 61_440)
-
-
 def test_zeros_are_not_counted_and_what_is_not_finite_overflows():
     assert fates(torch.zeros(5), "FP16") == dict.fromkeys(FATES, 0)
-    assert fates(torch.tensor([math.nan, math.inf, -math.inf, 0.0, 1.0]), "FP8 E4M3") == {
-        "lost to zero": 0,
-        "subnormal": 0,
-        "normal": 1,
-        "overflow": 3,
-    }
+    found = fates(torch.tensor([math.nan, math.inf, -math.inf, 0.0, 1.0]), "FP8 E4M3")
+    assert found == {"lost to zero": 0, "subnormal": 0, "normal": 1, "overflow": 3}
 
 
 def test_scaling_is_not_rounded_by_the_tensors_own_dtype():
@@ -274,19 +254,12 @@ def test_scaling_is_not_rounded_by_the_tensors_own_dtype():
     assert fates(tensor, "BF16", 2.0**150)["normal"] == 1 and fates(tensor, "FP16", 2.0**150)["overflow"] == 1
 
 
+FORMAT = "a format among FP32, TF32, FP16, BF16, FP8 E4M3, FP8 E5M2; found 'FP64'"
 REFUSALS = {
-    "another format": (
-        lambda: number_format("H"), ValueError, "a format among FP32, TF32, FP16, BF16, FP8 E4M3, FP8 E5M2; found 'H'",
-    ),
-    "bits of FP64": (lambda: bits(1, "FP64"), ValueError, "expected a format among"),
-    "a small letter": (lambda: round_to(torch.ones(1), "fp16"), ValueError, "expected a format among"),
-    "no name": (lambda: fates(torch.ones(1), ""), ValueError, "expected a format among"),
-} | {
-    f"a scale of {scale}": (
-        lambda scale=scale: fates(torch.ones(3), "FP16", scale), ValueError, "above 0, such as 2.0**16; found",
-    )
-    for scale in (0.0, -1.0, math.inf, math.nan)
-}  # fmt: skip
+    "bits of FP64": (lambda: bits(1, "FP64"), ValueError, FORMAT),
+    "a scale of 0": (lambda: fates(torch.ones(3), "FP16", 0.0), ValueError, "above 0, such as 2.0**16; found"),
+    "a scale of nan": (lambda: fates(torch.ones(3), "FP16", math.nan), ValueError, "above 0, such as 2.0**16; found"),
+}
 
 
 @refusals(REFUSALS)

@@ -144,25 +144,6 @@ def test_what_the_kernel_cannot_step_the_optimizer_does_beside_it(kernel):
     assert kernel == [2] * 3
 
 
-@pytest.mark.skipif(INTERPRETED, reason="interpreted, Triton does not round to BF16")
-def test_each_type_and_each_group_has_its_launches_and_other_options_have_none(kernel):
-    params, slow = parameters(FP16) + parameters(BF16), parameters(FP16)
-    masters = MasterWeights([{"params": params}, {"params": slow, "lr": 0.0}], optim.AdamW, fused=True)
-    give_gradients([*params, *slow])
-    before = slow[0].detach().clone()
-    masters.step()
-    assert kernel == [3, 3, 3] and torch.equal(slow[0], before)
-    params[0].grad_dtype, params[0].grad = None, torch.randn(32, device=DEVICE)
-    del masters.param_groups[1]
-    masters.step()
-    assert kernel[3:] == [1, 2, 3]
-    for change in ({"fused": False}, {"fused": True, "amsgrad": True}, {"amsgrad": False, "lr": torch.tensor(0.1)}):
-        masters.param_groups[0].update(change)
-        masters.state.clear()
-        masters.step()
-    assert len(kernel) == 6
-
-
 CHANGES = {  # what may happen between steps to a parameter's weight, gradient and states
     "written": lambda masters, p: p.detach().fill_(0.5),
     "other memory": lambda masters, p: setattr(p, "data", p.data.clone()),

@@ -166,14 +166,13 @@ def test_in_an_iteration_some_optimizers_may_have_no_gradients(optimizer, step_a
 
 def test_an_fp16_sparse_gradient_that_overflows_when_its_duplicates_are_added_is_an_overflow():
     scaler, parameter, optimizer = scaled()
-    indices = torch.tensor([[2, 2]])
-    table = nn.Parameter(torch.zeros(4, dtype=torch.float16))
+    table, double = nn.Parameter(torch.zeros(4).half()), nn.Parameter(torch.ones(1).double())
     values = torch.full((2,), 4e4, dtype=torch.float16)  # 80,000 when added: FP16 ends at 65,504
-    table.grad = torch.sparse_coo_tensor(indices, values, (4,), check_invariants=True)
-    optimizer.add_param_group({"params": [table]})
+    table.grad = torch.sparse_coo_tensor([[2, 2]], values, (4,), check_invariants=True)
+    double.grad = torch.ones_like(double)
+    optimizer.add_param_group({"params": [table, double]})
     scaler.step(optimizer)
-    assert scaler.skipped(optimizer)
-    assert parameter.item() == 1.0
+    assert scaler.skipped(optimizer) and parameter.item() == double.item() == 1.0
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -230,9 +229,7 @@ def test_a_fused_optimizer_is_given_the_scale_for_one_step_only_and_never_when_i
 
 
 def test_outputs_come_back_in_their_own_nesting_and_dtype():
-    Pair = namedtuple("Pair", "a b")
-    one = torch.ones(2)
-    scaler = LossScaler(init_scale=4.0)
+    Pair, one, scaler = namedtuple("Pair", "a b"), torch.ones(2), LossScaler(init_scale=4.0)
     found = scaler.scale([one, (one, Pair(one, {"c": one.half()})), one.double()])
     assert type(found[1][1]) is Pair
     assert torch.equal(found[1][1].b["c"], torch.full((2,), 4.0, dtype=torch.float16))
@@ -431,15 +428,6 @@ def test_an_optimizer_that_widens_its_gradients_is_asked_to_before_they_are_unsc
     assert parameter.grad.item() == 2.0**-26
 
 
-def test_an_fp16_overflow_is_found_among_gradients_of_several_dtypes():
-    scaler, parameter, optimizer = scaled()
-    half, double = (nn.Parameter(torch.ones(1, dtype=dtype)) for dtype in (torch.float16, torch.float64))
-    half.grad, double.grad = torch.full_like(half, INF), torch.ones_like(double)
-    optimizer.add_param_group({"params": [half, double]})
-    scaler.step(optimizer)
-    assert scaler.skipped(optimizer) and (half.item(), double.item(), parameter.item()) == (1.0, 1.0, 1.0)
-
-
 # ---- ranks
 
 
@@ -459,16 +447,11 @@ def test_an_overflow_on_another_rank_skips_the_step_here():
 
 
 @pytest.mark.parametrize("unscale", [False, True])
-def test_a_rank_without_gradients_is_asked_once_for_each_optimizer_in_order(unscale):
+def test_a_rank_without_gradients_and_losses_is_asked_once_for_each_optimizer_in_order(unscale):
     calls = []
-
-    def agree(found_inf):
-        calls.append(found_inf.item())
-        return found_inf
-
-    scaler, parameter, optimizer = scaled(agree=agree)
-    parameter.grad = torch.tensor([INF])
-    empty = torch.optim.SGD([nn.Parameter(torch.ones(0))], lr=1.0)
+    scaler = LossScaler(4.0, agree=lambda found_inf: calls.append(found_inf.item()) or found_inf)
+    empty, optimizer = (torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0) for _ in range(2))
+    optimizer.param_groups[0]["params"][0].grad = torch.tensor([INF])
     for each in (empty, optimizer):
         if unscale:
             scaler.unscale_(each)
@@ -549,7 +532,7 @@ def test_a_copy_goes_on_where_the_scaler_was(copied):
 # ---- refusals
 
 
-@pytest.mark.parametrize("value", [32.0, 32, torch.tensor(32.0), torch.tensor([32.0])])
+@pytest.mark.parametrize("value", [32, torch.tensor([32.0])])
 def test_a_new_scale_is_taken_and_the_iteration_ends(value):
     scaler, parameter, optimizer = scaled(init_scale=4.0)
     scaler.unscale_(optimizer)
@@ -563,7 +546,7 @@ NAMES = ["init_scale", "growth_factor", "backoff_factor", "growth_interval"]
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("value", [0.0, -1.0, INF, NAN, 0, True, "cuda", None, torch.ones(1), 1j])
+@pytest.mark.parametrize("value", [0.0, INF, NAN, True, "cuda", None, torch.ones(1)])
 def test_what_may_not_be_made_may_not_be_set_or_loaded_either(name, value):
     scaler = scaled()[0]
     before = scaler.state_dict()
@@ -606,7 +589,6 @@ REFUSALS = {
     "unscaled twice": (lambda: after("unscale_", "unscale_"), RuntimeError, "found one unscaled since the last update"),
     "unscaled after a step": (lambda: after("step", "unscale_"), RuntimeError, "found one stepped since the last"),
     "stepped twice": (lambda: after("step", "step"), RuntimeError, "found a second; call update() first"),
-    "a step without gradients": (lambda: after("step", optimizer=SGD), RuntimeError, "found one without any"),
     "a step that never was": (lambda: after("skipped", arguments=[SGD]), RuntimeError, "found one that never was"),
     "a closure": (lambda: after("step", arguments=[SGD, lambda: 1]), RuntimeError, "step() without a closure"),
     "two new scales": (lambda: after("update", arguments=[torch.ones(2)]), ValueError, "found one of shape (2,)"),
@@ -624,22 +606,17 @@ def test_what_cannot_work_is_refused(call, error, words):
     refused(call, error, words)
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, pickle.dumps])
-def test_an_iteration_without_gradients_has_begun_and_can_neither_be_copied_nor_end_here_nor_in_gradscaler(copied):
-    for scaler, error in zip(scalers(), (RuntimeError, AssertionError), strict=True):
-        scaled(scaler)
-        scaler.unscale_(torch.optim.SGD([nn.Parameter(torch.ones(1))], fused=True))
-        with pytest.raises(error, match="between iterations|beginning of an iteration"):
-            copied(scaler)
-        with pytest.raises(error, match="no gradient was checked|No inf checks"):
-            scaler.update()
+def test_an_iteration_without_gradients_has_begun_and_can_neither_be_copied_nor_end():
+    scaler, _, _ = scaled()
+    scaler.unscale_(torch.optim.SGD([nn.Parameter(torch.ones(1))], fused=True))
+    refused(lambda: copy.deepcopy(scaler), RuntimeError, "between iterations")
+    refused(scaler.update, RuntimeError, "no gradient was checked")
 
 
 def test_a_step_that_was_refused_for_want_of_gradients_is_right_when_they_are_there():
     scaler, parameter, optimizer = scaled(init_scale=8.0)
     parameter.grad = None
-    with pytest.raises(RuntimeError, match="found one without any"):
-        scaler.step(optimizer)
+    refused(lambda: scaler.step(optimizer), RuntimeError, "found one without any")
     scaler.scale(parameter.sum()).backward()
     scaler.step(optimizer)
     assert parameter.item() == 0.0
@@ -657,11 +634,3 @@ def test_where_ranks_cannot_agree_nothing_is_divided_twice_and_the_step_is_skipp
     scaler.step(optimizer)
     scaler.update()
     assert parameter.item() == 1.0 and scaler.get_scale() == 2.0
-
-
-def test_a_rank_that_never_had_a_loss_agrees_all_the_same():
-    asked = []
-    scaler = LossScaler(4.0, agree=lambda found_inf: asked.append(found_inf.item()) or found_inf)
-    scaler.step(torch.optim.SGD([nn.Parameter(torch.zeros(1))]))
-    scaler.update()
-    assert asked == [0.0]

@@ -47,27 +47,6 @@ def test_a_step_in_slices_goes_on_from_one_that_had_none_from_a_state_dict_and_w
         ours.load_state_dict(saved)
 
 
-@pytest.mark.parametrize("why", ["wide", "turned", "other strides", "foreign"])
-def test_what_cannot_be_sliced_is_stepped_whole(why):
-    ours, params, reference, wide = pair([(48, 64)], chunk_bytes=1000)
-    (p,), (q,) = params, wide
-    for step in range(3):
-        if step == 1 and why == "other strides":
-            p.data, q.data, p.grad = p.data.t().contiguous().t(), q.data.t().contiguous().t(), None
-        if step == 1 and why == "foreign":
-            ours.state[p]["theirs"] = torch.zeros(3)
-        give_gradients(params, step)
-        if why == "wide":
-            ours.widen_gradients()
-        if why == "turned":
-            p.grad = p.grad.t().contiguous().t()
-        q.grad = p.grad.float()
-        ours.step()
-        reference.step()
-        p.grad, p.grad_dtype = None, BF16
-    assert torch.equal(ours.state[p]["master"], q) and torch.equal(p, q.bfloat16())
-
-
 def test_a_step_holds_the_fp32_gradients_of_one_slice_and_two_of_its_temporaries():
     count = 40 * 2**10
     ours, params, _, _ = pair([(40, 1024)], chunk_bytes=16 * 2**10)

@@ -8,7 +8,7 @@ import torch
 from torch import distributed
 
 from memlab.book.frameworks import deepspeed_ranks, has_deepspeed
-from memlab.book.parallel_frameworks import MAKERS, bytes_of, train_on_rank, ways_to_train
+from memlab.book.parallel_frameworks import MAKERS, train_on_rank, ways_to_train
 from memlab.book.workloads import GPT, text_batch
 from memlab.data_parallelism.arithmetic import rank_bytes, unit_sizes
 from memlab.memory_arithmetic import Transformer
@@ -110,11 +110,6 @@ def test_without_a_process_group_it_is_said():
     if has_deepspeed():
         with pytest.raises(RuntimeError, match="expected a process group, found none"), deepspeed_ranks():
             pass
-
-
-def test_bytes_are_of_storages_and_each_counts_once():
-    whole = torch.zeros(100)
-    assert bytes_of([whole, whole[:10], whole[50:], torch.zeros(3)]) == 400 + 12
 
 
 def test_the_meter_sees_into_the_nested_lists_of_all_gather():

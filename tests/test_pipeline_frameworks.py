@@ -2,25 +2,19 @@
 
 import pytest
 import torch
-from torch import nn
 
 from memlab.book.measures.pipeline_parallelism import simulated_beside_metered
 from memlab.book.pipeline_frameworks import CHUNKS, MEMLAB, train_piped, ways_to_pipe
-from memlab.book.workloads import GPT, GPTConfig, gpt_in_layers, name_in_layers, text_batch
+from memlab.book.workloads import GPT, GPTConfig, text_batch
 from memlab.ranks import run_ranks
-from tests.nbval_policy import RECORDED_WITH
 
-RANKS, STEPS, BATCH, ITEM, MICRO_BATCHES, UNEVEN = 2, 2, 12, 8, 4, 6
+RANKS, STEPS, BATCH, ITEM, MICRO_BATCHES = 2, 2, 12, 8, 4
 CONFIG = GPTConfig(layers=2, width=32, heads=2, context=16)
 BATCHES = [text_batch(BATCH, CONFIG.context, seed=step) for step in range(STEPS)]
 STREAM = BATCH * CONFIG.context * CONFIG.width * ITEM
 """What crosses a cut in a step, one way."""
 CUTS = {"GPipe": 1, "1F1B": 1, "interleaved": 2 * CHUNKS - 1}
 """Which each rank sends over, forward or back."""
-
-as_recorded = pytest.mark.skipif(
-    not torch.__version__.startswith(RECORDED_WITH["torch"]), reason="another PyTorch's pipelining may do otherwise"
-)
 
 
 def build():
@@ -31,8 +25,7 @@ def build():
 def compare(rank):
     """Every way once on a rank."""
     torch.set_num_threads(1)
-    found = {name: train_piped(name, build, BATCHES, micro_batches=MICRO_BATCHES) for name in ways_to_pipe()}
-    return found
+    return {name: train_piped(name, build, BATCHES, micro_batches=MICRO_BATCHES) for name in ways_to_pipe()}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -97,17 +90,6 @@ def test_an_unknown_way_and_a_missing_group_are_named():
         train_piped("GPipe", build, BATCHES)
     with pytest.raises(RuntimeError, match="expected a process group, found none"):
         train_piped("memlab, 1F1B", build, BATCHES)
-
-
-def test_a_gpt_in_layers_draws_a_gpts_weights_and_computes_what_it_computes():
-    plain = build()
-    torch.manual_seed(0)
-    layers = nn.Sequential(*[make() for make in gpt_in_layers(CONFIG)]).double()
-    renamed = {name_in_layers(name, CONFIG.layers): weight for name, weight in plain.state_dict().items()}
-    state = layers.state_dict()
-    assert list(state) == list(renamed) and all(torch.equal(state[name], renamed[name]) for name in state)
-    x, _ = BATCHES[0]
-    assert torch.equal(layers(x), plain(x))
 
 
 def test_the_benchmark_finds_no_byte_between_simulation_and_meter():

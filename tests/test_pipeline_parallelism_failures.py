@@ -13,7 +13,7 @@ from memlab import pipeline_parallelism as pp
 from memlab.data_parallelism import DataParallel
 from memlab.memory_timeline import Meter
 from memlab.pipeline_parallelism.schedule import BACKWARD, FORWARD, Action
-from memlab.ranks import RankError, Traffic, imagined_ranks, mesh, one_rank, run_ranks
+from memlab.ranks import Traffic, imagined_ranks, mesh, one_rank, run_ranks
 from tests.harness import refused
 
 make = functools.partial
@@ -64,22 +64,18 @@ REFUSED = {
     "expected x on the rank of the first stage, found None": Step(0, {}, {"x": None}),
     "expected y on the rank of the last stage, found None": Step(1, {}, {"y": None}),
     "found (4, 6) float64": Step(0, {}, {"x": X.repeat(2, 1)}),
-    "found (2, 5) float64": Step(0, {}, {"x": X[:, :5]}),
-    "found (2, 6) float32": Step(0, {}, {"x": X.float()}),
     "4 micro-batches": Step(0, {}, {"x": X[:6]}),
     "expected y whose micro-batches are 2 rows, as planned, found (4, 6)": Step(1, {}, {"y": Y.repeat(2, 1)}),
     "expected stage 0 to return …(2, 3) float64 with a gradient for micro-batch 2": changing(lambda x: x[:, :3]),
-    "expected stage 0 to return …(2, 6) float32 with a gradient for micro-batch 2": changing(lambda x: x.float()),
     "expected stage 0 to return …(2, 6) float64 for micro-batch 2": changing(lambda x: x.detach()),
     "expected stage 0 to return …, (2, 6) float64 with a gradient for micro-batch 2": changing(lambda x: (x, x)),
     "expected stage 0 to return …found list": changing(lambda x: [x], TypeError),
     "a scalar, found a tensor of (2, 6)": Step(1, {"loss": lambda out, y: out - y}, {}, TypeError),
-    "a scalar, found float": Step(1, {"loss": lambda out, y: 0.5}, {}, TypeError),
     "depends on a parameter to train": Step(1, {"loss": lambda out, y: F.mse_loss(out, y).detach()}, {}),
     "found none; call evaluate": Step(0, {"schedule": pp.forward_only(2, 4)}, {}, RuntimeError),
     **{
         f"expected divide_by above 0 and finite…found {number}": Step(1, {}, {"divide_by": number})
-        for number in (0, -5, float("nan"), float("inf"), torch.tensor(0))
+        for number in (0, float("nan"), float("inf"))
     },
 }
 
@@ -125,10 +121,9 @@ def test_a_wrapper_that_would_average_one_micro_batch_only_and_another_number_of
         refused(lambda: pipeline_of(schedule=pp.gpipe(1, 4), wrap=wrap), TypeError, "found DistributedDataParallel")
 
 
-@pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])
-def test_a_group_with_nccl_begins_with_a_talk_of_all_its_ranks(backend, monkeypatch):
+def test_a_group_with_nccl_begins_with_a_talk_of_all_its_ranks(monkeypatch):
     with one_rank(), Traffic() as traffic:
-        monkeypatch.setattr(torch.distributed, "get_backend", lambda group=None: backend)
+        monkeypatch.setattr(torch.distributed, "get_backend", lambda group=None: "cpu:gloo,cuda:nccl")
         pipeline_of(schedule=pp.gpipe(1, 4))
     assert [message.name for message in traffic.records] == ["all_reduce"]
 
@@ -158,11 +153,10 @@ def failing(where):
     plan = pp.plan_pipeline([SQUARE, nn.Tanh, SQUARE], pp.gpipe(1, 4), X)
     plan = plan.__class__(**{**vars(plan), "layers": (*plan.layers, Fails), "parts": (range(4),)})
     torch.manual_seed(0)
-    after = lambda action: once() if where == "after" and action.kind == BACKWARD else None  # noqa: E731
-    return pp.Pipeline(plan, loss, after=after)
+    return pp.Pipeline(plan, loss)
 
 
-@pytest.mark.parametrize("where", ["forward", "loss", "backward", "after", "interrupt"])
+@pytest.mark.parametrize("where", ["forward", "loss", "backward", "interrupt"])
 def test_after_an_error_nothing_is_left_and_the_next_step_is_as_ever(where):
     with one_rank():
         torch.manual_seed(0)
@@ -339,16 +333,3 @@ def test_replicas_stay_in_step_with_one_whose_step_has_raised():
                 assert len(found) == 2
                 for gradient in found:
                     torch.testing.assert_close(gradient, p.grad, **NEAR)
-
-
-def ends(rank):
-    def loss(out, y):
-        raise Planted("in the loss")
-
-    pipeline_of(schedule=pp.one_forward_one_backward(2, 4), loss=loss).step(X, Y)
-
-
-def test_a_rank_that_fails_in_mid_schedule_ends_the_launch_by_name():
-    with pytest.raises(RankError, match="rank 1 .*Planted") as error:
-        run_ranks(ends, 2)
-    assert error.value.rank == 1

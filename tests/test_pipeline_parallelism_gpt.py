@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import functools
-import pickle
 
-import cloudpickle
 import pytest
 import torch
 from torch import Tensor, nn
@@ -16,7 +13,7 @@ from memlab.book.workloads import GPT, name_in_layers
 from memlab.data_parallelism import DataParallel, ZeroOptimizer, fully_shard
 from memlab.data_parallelism import full_state_dict as whole_of_shards
 from memlab.memory_timeline import imagine
-from memlab.ranks import ALONE, Traffic, imagined_ranks, mesh, one_rank, place_in, run_ranks
+from memlab.ranks import Traffic, imagined_ranks, mesh, one_rank, run_ranks
 from memlab.tensor_parallelism import TensorParallelGPT
 from tests.tensor_parallelism_helpers import raised
 
@@ -72,16 +69,6 @@ def test_on_ranks_of_a_tensor_group_weights_are_those_of_the_whole_split_gpt_to_
         assert all(torch.equal(p, state[name]) for name, p in layers.state_dict().items())
 
 
-def test_alone_is_a_group_of_one_that_travels():
-    assert place_in(ALONE) == (0, 1) and repr(ALONE) == "ALONE"
-    copies = copy.deepcopy(ALONE), pickle.loads(pickle.dumps(ALONE)), cloudpickle.loads(cloudpickle.dumps(ALONE))
-    assert all(each is ALONE for each in copies)
-    plan = pp.plan_pipeline(pp.gpt_layers(**SIZES), pp.gpipe(2, 2), text()[0])
-    assert cloudpickle.loads(cloudpickle.dumps(plan)).layers[0].keywords["group"] is ALONE
-    with pytest.raises(RuntimeError, match="expected a process group"):
-        place_in()
-
-
 def trained_once(schedule, group=None, tensor_group=None, tied=TIED, seed=0) -> pp.Pipeline:
     plan = pp.plan_pipeline(
         pp.gpt_layers(**SIZES, group=tensor_group, dtype=torch.float64), schedule, text()[0], tied=tied
@@ -125,40 +112,12 @@ def test_on_imagined_ranks_norms_and_states_run_and_a_state_has_this_ranks_layer
     assert norm.shape == () and {name[0] for name in state} == ({"0", "1", "3"} if rank == 0 else set())
 
 
-class Twice(torch.nn.Module):
-    """One weight under two names, in one layer."""
-
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
-        self.down.weight = self.up.weight
-
-    def forward(self, x):
-        return self.down(self.up(x))
-
-
-def of_one_weight(group) -> list[tuple]:
-    """Of a full state, with a tie between two stages and without: names, which weights share memory, bytes sent."""
-    plan = pp.plan_pipeline([Twice, Twice], pp.gpipe(2, 2), torch.zeros(4, 4), tied=[("0.down.weight", "1.up.weight")])
-    pipeline = pp.Pipeline(plan, torch.nn.functional.mse_loss, group=group)
-    other = pp.plan_pipeline([Twice, Twice], pp.gpipe(2, 2), torch.zeros(4, 4))
-    apart = pp.Pipeline(other, torch.nn.functional.mse_loss, group=group)
-    found = []
-    for each in (pipeline, apart):
-        with Traffic() as traffic:
-            state = pp.full_state_dict(each)
-        sent = sum(message.sent_bytes for message in traffic.records if message.name == "send")
-        places = [t.data_ptr() for name, t in state.items() if name.endswith("weight")]
-        found.append((list(state), [places.index(place) for place in places], sent))
-    return found
-
-
 class Counting(torch.nn.Linear):
-    """What it has counted travels as extra state."""
+    """Its weight has two names; what it has counted travels as extra state."""
 
     def __init__(self):
         super().__init__(4, 4)
-        self.count = 0
+        self.again, self.count = self.weight, 0
 
     def get_extra_state(self):
         return {"count": self.count}
@@ -167,14 +126,20 @@ class Counting(torch.nn.Linear):
         self.count = state["count"]
 
 
-def of_extra_states(group, tensor) -> list:
-    """The extra states of a full state, this rank's counts after loading it in two ways, and the error without one."""
+def of_counting(group, tensor) -> list:
+    """Of layers that count: bytes sent for a full state, its extra states, counts after loading it, and an error."""
     plan = pp.plan_pipeline([Counting, Counting], pp.gpipe(2, 2), torch.zeros(4, 4))
     pipeline = pp.Pipeline(plan, torch.nn.functional.mse_loss, group=group)
     (layer,) = (layer for stage in pipeline.layers.values() for layer in stage)
     layer.count = 5 + torch.distributed.get_rank()
-    state = pp.full_state_dict(pipeline, tensor)
-    found = [{name: value for name, value in state.items() if "extra" in name}]
+    with Traffic() as traffic:
+        state = pp.full_state_dict(pipeline, tensor)
+    if state:
+        assert state["1.again"] is state["1.weight"]
+    found = [
+        sum(message.sent_bytes for message in traffic.records if message.name == "send"),
+        {name: value for name, value in state.items() if "extra" in name},
+    ]
     for given in (state, gathered(state)):
         layer.count = 0
         pp.load_full_state_dict(pipeline, given, tensor)
@@ -189,8 +154,7 @@ def on_four(rank: int) -> dict:
     whole = trained_once(pp.interleaved(2, 2, 2), pipeline, tensor)
     state = pp.full_state_dict(whole, tensor)
     found = {"state": state, "shared": state and state[TIED[0][0]] is state[TIED[0][1]]}
-    found["of one weight"] = of_one_weight(pipeline)
-    found["extra states"] = of_extra_states(pipeline, tensor)
+    found["counting"] = of_counting(pipeline, tensor)
     found["norm"] = pp.clip_grad_norm_(whole, 1.0, tensor_group=tensor).item()
 
     again = trained_once(pp.gpipe(2, 2), pipeline, tensor, seed=5)  # other weights, other stages
@@ -236,19 +200,12 @@ def test_a_full_state_is_the_plain_models_in_its_order_and_on_the_first_rank_onl
     assert ranks[0]["shared"] and all(rank["state"] == {} for rank in ranks[1:])
 
 
-def test_weights_that_are_one_share_memory_in_a_full_state_whether_their_layers_are_on_one_stage_or_two(ranks):
-    names = [f"{n}.{part}.{kind}" for n in (0, 1) for part in ("up", "down") for kind in ("weight", "bias")]
-    (tied, of_tied, _), (apart, of_apart, _) = ranks[0]["of one weight"]
-    assert sorted(tied) == sorted(apart) == sorted(names)
-    assert (of_tied, of_apart) == ([0, 0, 0, 0], [0, 0, 2, 2])
-    assert [sent for *_, sent in ranks[2]["of one weight"]] == [2 * 4 * 4, 2 * 4 * 4 + 4 * 4 * 4]
-
-
-def test_extra_states_of_all_stages_are_in_a_full_state_and_come_back_from_it(ranks):
-    assert ranks[0]["extra states"][0] == {"0._extra_state": {"count": 5}, "1._extra_state": {"count": 7}}
+def test_extra_states_come_back_from_a_full_state_and_a_weight_of_two_names_is_sent_once(ranks):
+    assert ranks[0]["counting"][1] == {"0._extra_state": {"count": 5}, "1._extra_state": {"count": 7}}
+    assert ranks[2]["counting"][0] == 4 * (4 * 4 + 4)
     for rank, found in enumerate(ranks):
-        assert found["extra states"][1:3] == [7 if rank >= 2 else 5] * 2
-        assert "found no 1._extra_state (1 missing)" in found["extra states"][3]
+        assert found["counting"][2:4] == [7 if rank >= 2 else 5] * 2
+        assert "found no 1._extra_state (1 missing)" in found["counting"][4]
 
 
 def test_a_full_state_loads_into_other_stages_from_one_rank_or_from_each(ranks):

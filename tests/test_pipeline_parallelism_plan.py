@@ -238,10 +238,9 @@ def returning(function):
     return plan([lambda: Layer(function), *LAYERS])
 
 
-def shared(middle):
-    layer, other = nn.Linear(16, 16), nn.Linear(16, 16)
-    other.weight = layer.weight
-    plan([layer, nn.Tanh(), layer if middle is None else other])
+def shared():
+    layer = nn.Linear(16, 16)
+    plan([layer, nn.Tanh(), layer])
 
 
 def gpt(x=TOKENS, stages=2, **sizes):
@@ -280,7 +279,6 @@ SAID = {  # what is said → the call
     "at most 4 stages for 4 layers": lambda: plan(schedule=pp.gpipe(5, 2)),
     "3 micro-batches divide, found 8 rows": lambda: plan(schedule=pp.gpipe(2, 3)),
     "at least one row, (batch, …), found shape (0, 16)": lambda: plan(x=X[:0]),
-    "at least one row, (batch, …), found shape ()": lambda: plan(x=torch.tensor(1.0)),
     "list of micro-batches, found dict": (lambda: plan(x={"x": X}), TypeError),
     "list of 2 micro-batches, found 1": lambda: plan(x=[X]),
     "expected 2 parts": lambda: plan(parts=[range(4)]),
@@ -292,29 +290,22 @@ SAID = {  # what is said → the call
     "say its sizes": lambda: plan([*LAYERS, nn.LazyLinear(3)]),
     "layer 4 (Linear) of stage 1 cannot take (4, 4) float32 from layer 3": lambda: plan([*LAYERS, linear(5, 5)]),
     "tuple of tensors, found dict": lambda: returning(lambda x: {"x": x}),
-    "found (…NoneType": lambda: returning(lambda x: (x, None)),
     "found a tuple of 1": lambda: returning(lambda x: (x,)),
     "do not depend on values…layer 0": lambda: returning(lambda x: x[x > 0]),
     "stage 1 to return one shape…(4, 2)…(4, 1)": lambda: plan([*LAYERS, Counts]),
-    "stage 0 to return one shape": lambda: plan(x=[X[:4], X[:3]]),
     "parameters to train, found none": lambda: plan([nn.Tanh, nn.Tanh]),
     "found '1.weight'": lambda: plan(tied=[("0.weight", "1.weight")]),
     "(16, 16) torch.float32 trained, found (4, 16)…alike": lambda: plan(tied=[("0.weight", "3.weight")]),
-    "found '0.weight' of stage 0 to be '2.weight' of stage 1…say tied=[('0.weight', '2.weight')]": lambda: shared(None),
-    "make them separately and say tied=[('0.weight', '2.weight')]": lambda: shared("another layer with its weight"),
+    "found '0.weight' of stage 0 to be '2.weight' of stage 1…say tied=[('0.weight', '2.weight')]": shared,
     "at least one layer, found none": lambda: plan([], pp.gpipe(1, 1)),
     "process group": (other_group, (RuntimeError, ValueError)),
     # of a GPT
     "3 heads cannot share a width of 16": lambda: gpt(heads=3),
     "at most 8 tokens (the context), found 9": lambda: gpt(torch.zeros(4, 9, dtype=torch.int64)),
     "at least one text of at least one token": lambda: gpt(torch.zeros(2, 0, dtype=torch.int64)),
-    "31 entries of the vocabulary cannot be split over 4 ranks": lambda: split_gpt(vocabulary=31),
-    "10 positions of the context cannot be split over 4 ranks": lambda: split_gpt(context=10),
-    "2 heads cannot be split over 4 ranks": lambda: split_gpt(heads=2),
     "6 tokens cannot be split over 4 ranks": lambda: split_gpt(TOKENS[:, :6], sequence_parallel=True),
     # ties
     "found '1.bias'; layer 1 has 1.weight": lambda: tied("0.weight", "1.bias"),
-    "found '7.weight'; there are 2 layers": lambda: tied("0.weight", "7.weight"),
     "expected 1.weight as 0.weight, which it is tied to, (3, 2) …, found (4, 3)": lambda: tied("0.weight", "1.weight"),
     "'1.b.weight' is a parameter of (0.weight, 1.a.weight), too; make one group": lambda: plan(
         [linear(16, 16), Twice, linear(16, 16)],
@@ -323,17 +314,11 @@ SAID = {  # what is said → the call
     ),
     # schedules
     "expected stages of at least 1, found 0": lambda: pp.gpipe(0, 2),
-    "expected micro_batches of at least 1, found -1": lambda: pp.one_forward_one_backward(2, -1),
-    "expected ranks of at least 1": lambda: pp.interleaved(0, 4, 4),
     "expected chunks of at least 1": lambda: pp.interleaved(2, 0, 4),
     "expected stages as an int, found True": (lambda: pp.forward_only(True, 2), TypeError),
-    "expected stages as an int, found tensor": (lambda: pp.gpipe(torch.tensor(2), 2), TypeError),
     "micro-batches that 4 ranks divide, found 6; pick 8": lambda: pp.interleaved(4, 2, 6),
     "for each of 2 stages, none above the one before, found [1, 2]": lambda: pp.one_forward_one_backward(
         2, 4, in_flight=[1, 2]
-    ),
-    "for each of 2 stages, none above the one before, found [2]": lambda: pp.one_forward_one_backward(
-        2, 4, in_flight=[2]
     ),
     "expected B0 of stage 1 on rank 1, found none; put it in": lambda: ordered("F0 B0", "F0"),
     "expected F1 of stage 0 on rank 0, found none": lambda: ordered("F0 F2 B0 B2"),
@@ -343,19 +328,17 @@ SAID = {  # what is said → the call
     ),
     "stages 0 to 2, found stage 1 on no rank": lambda: ordered("F0 B0", "F0@2 B0@2"),
     "a stage on each of 2 ranks, found stages on ranks [0]": lambda: ordered("F0 B0", ""),
-    "rank 0 waits with B0 of stage 0 for F0 of stage 0; rank 1 waits with F0": lambda: ordered("B0 F0", "F0 B0"),
     "rank 0 waits with B0 of stage 0 for B0 of stage 1; rank 1 waits with F1": lambda: ordered(
         "F0 B0 F1 B1", "F0 F1 B0 B1"
     ),
     "forwards and backwards only, found send F0 of stage 0 on rank 0; take it out": (
         lambda: pp.with_messages("", [[pp.Action("send activation", 0, 0)]])
     ),
-    "found weights0 of stage 0 on rank 0": lambda: pp.with_messages("", [[pp.Action("weights", 0, 0)]]),
     **{
         f"expected F or B and a micro-batch, as in F0 or B3@2, found '{word}": (
             lambda word=word: pp.with_messages("", [f"F0 {word} B0"])
         )
-        for word in ("f0", "F0@", "F-1", "F0,B0")
+        for word in ("F-1", "F0,B0")
     },
     **{
         f"expected a stage on each of {lists} ranks, found stages on ranks {list(at)}": (
@@ -374,18 +357,13 @@ SAID = {  # what is said → the call
     "'GPipe', '1F1B', 'interleaved 1F1B'; found 'gpipe'": lambda: pp.in_flight("gpipe", 0, 2, 2),
     "a stage from 0 to 3, found 4": lambda: pp.in_flight("1F1B", 4, 4, 2),
     "stages that 3 chunks divide, found 4": lambda: pp.in_flight("interleaved 1F1B", 0, 4, 4, chunks=3),
-    "stages of at least 1, found 0": lambda: pp.bubble_share(0, 2),
     # three axes
     "8 texts cannot be split over 3 data ranks": lambda: shares(data=3),
     "16 micro-batches each": lambda: shares(micro_batches=16),
-    "4 heads": lambda: shares(tensor=3),
     "1 to 6 stages": lambda: shares(pipeline=7),
     "pipeline of at least 1": lambda: shares(pipeline=0),
     "2F2B": lambda: shares(schedule="2F2B"),
-    "expected precision to be one of 'fp32', 'bf16', 'mixed'; found 'fp8'": lambda: shares(precision="fp8"),
     "expected 2 parts, one for each stage, found 1": lambda: shares(pipeline=2, parts=[range(6)]),
-    "1f1b": lambda: pp.ways(8, SHAPE, 8, 12, schedule="1f1b"),
-    "ranks of at least 1, found 0": lambda: pp.ways(0, SHAPE, 8, 12),
     "texts_at_once of at least 1, found 0": lambda: pp.ways(8, SHAPE, 8, 12, texts_at_once=0),
     "each of data, pipeline, tensor once, found data, tensor": lambda: order("data", "tensor"),
 }
@@ -402,7 +380,7 @@ def test_it_is_refused_and_the_error_says_what_to_do(call, error, words):
     refused(call, error, words)
 
 
-@pytest.mark.parametrize(("name", "peer"), [("receive", 2), ("send", -1), ("Send", 1)])
+@pytest.mark.parametrize(("name", "peer"), [("receive", 2), ("Send", 1)])
 def test_a_message_to_nobody_is_refused_before_anything_is_sent(name, peer):
     with imagined_ranks(2), Traffic() as traffic, pytest.raises(ValueError, match="a rank of the group, 0 to 1"):
         begin([("send", torch.zeros(3), 1), (name, torch.zeros(3), peer)])
@@ -415,13 +393,10 @@ def test_a_message_to_nobody_is_refused_before_anything_is_sent(name, peer):
         ("--ranks 0", "expected at least one rank, found 0"),
         ("--steps 0", "expected at least one step, found 0"),
         ("--micro-batches 0", "expected at least 1 as --micro-batches, found 0"),
-        ("--data -1", "expected at least 1 as --data, found -1"),
         ("--ranks 6 --data 4", "take a multiple of 4"),
         ("--schedule interleaved --ranks 3", "expected --micro-batches that 3 ranks divide, found 8"),
         ("--schedule interleaved --ranks 8", "expected at most 8 stages, a layer each, found 16"),
-        ("--imagined 9", "expected at most 8 stages, a layer each, found 9"),
         ("--data 2 --micro-batches 16", "pick numbers whose product divides 16"),
-        ("--ranks 3 --tensor 3", "8 heads cannot be split over 3 ranks"),
     ],
 )
 def test_the_example_refuses_numbers_that_do_not_go_together(wrong, words, capsys):

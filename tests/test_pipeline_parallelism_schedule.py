@@ -105,51 +105,38 @@ def test_what_a_schedule_prints_is_read_back_as_the_same_schedule():
         assert pp.with_messages(schedule.name, text) == schedule
 
 
-class Wrong(Exception):
-    pass
-
-
 def follow(schedule: pp.Schedule, rank: int, together: bool, has: list[set], links: dict) -> Iterator[None]:
     """One rank goes through its list, and yields where it waits: in its messages, until they have met.
 
     has: what each rank has computed or received. links: (from, to) → what was sent there, and what is expected.
-    Between two ranks, one way, the n-th send meets the n-th receive.
+    Between two ranks, one way, the n-th send meets the n-th receive. Raises ValueError for what goes wrong.
     """
     at = schedule.ranks_of_stages
-    stages = range(len(at))
-    groups = [
-        (alone, list(run)) for alone, run in itertools.groupby(schedule.actions[rank], lambda a: a.kind in COMPUTATIONS)
-    ]
-    for alone, run in groups:
-        for group in [[a] for a in run] if alone or not together else [run]:
+    for alone, run in itertools.groupby(schedule.actions[rank], lambda action: action.kind in COMPUTATIONS):
+        run = list(run)
+        for group in [[action] for action in run] if alone or not together else [run]:
             met = []
             for kind, stage, i in group:
-                if stage not in stages or at[stage] != rank or not 0 <= i < schedule.micro_batches:
-                    raise Wrong("not its own")
                 if kind in COMPUTATIONS:
                     near = stage - 1 if kind == "forward" else stage + 1
-                    needs = {(kind, near, i)} if near in stages else set()
+                    needs = {(kind, near, i)} if 0 <= near < len(at) else set()
                     needs |= {("forward", stage, i)} if kind == "backward" else set()
-                    if needs - has[rank] or (kind, stage, i) in has[rank]:
-                        raise Wrong("nothing to compute from, or computed twice")
+                    if needs - has[rank]:
+                        raise ValueError("nothing to compute from")
                     has[rank].add((kind, stage, i))
                     continue
                 there = stage + (1 if kind in ("send activation", "receive gradient") else -1)
-                if there not in stages or at[there] == rank:
-                    raise Wrong("a message to nobody")
                 sends, made = kind in SENDS, "forward" if kind.endswith("activation") else "backward"
                 link = links[(rank, at[there]) if sends else (at[there], rank)]
                 link[not sends].append((made, stage if sends else there, i))
                 if sends and link[0][-1] not in has[rank]:
-                    raise Wrong("nothing to send")
-                met.append((link, len(link[not sends]) - 1, sends))
-            while any(len(one) <= number for link, number, _ in met for one in link):
+                    raise ValueError("nothing to send")
+                met.append((link, len(link[not sends]) - 1))
+            while any(len(one) <= number for link, number in met for one in link):
                 yield
-            for (sent, expected), number, sends in met:
+            for (sent, expected), number in met:
                 if sent[number] != expected[number]:
-                    raise Wrong("another message than expected")
-                if not sends and sent[number] in has[rank]:
-                    raise Wrong("received twice")
+                    raise ValueError("another message than expected")
                 has[rank].add(sent[number])
 
 
@@ -158,57 +145,31 @@ def went_wrong(schedule: pp.Schedule, together: bool) -> str | None:
     has, links = [set() for _ in schedule.actions], collections.defaultdict(lambda: ([], []))
     playing = [follow(schedule, rank, together, has, links) for rank in range(schedule.ranks)]
     try:
-        for _ in range(
-            sum(map(len, schedule.actions)) + 1
-        ):  # in each round one waits for one message less, or none can
+        for _ in range(sum(map(len, schedule.actions)) + 1):  # in each round one goes on, or none can
             playing = [one for one in playing if next(one, "end") != "end"]
-    except Wrong as wrong:
+    except ValueError as wrong:
         return str(wrong)
-    kinds = COMPUTATIONS if any(a.kind == "backward" for actions in schedule.actions for a in actions) else ("forward",)
-    wanted = itertools.product(kinds, enumerate(schedule.ranks_of_stages), range(schedule.micro_batches))
-    if not playing and any((kind, stage, i) not in has[rank] for kind, (stage, rank), i in wanted):
-        return "not computed"
     return "stuck" if playing else None
 
 
-def changed(schedule: pp.Schedule, chance: random.Random) -> pp.Schedule:
-    """With one action dropped, doubled, swapped, moved, moved to another rank, or made another."""
+def moved(schedule: pp.Schedule, chance: random.Random) -> pp.Schedule:
+    """With one action at another place in its rank's list, mostly a near one."""
     lists = [list(actions) for actions in schedule.actions]
-    rank = chance.randrange(len(lists))
-    other = chance.randrange(len(lists))
-    mine = lists[rank]
-    if not mine:
-        return schedule
-    here, there = chance.randrange(len(mine)), chance.randrange(len(mine))
-    what = chance.choice(["drop", "double", "swap", "neighbours", "move", "other rank", "another"])
-    if what == "drop":
-        del mine[here]
-    elif what == "double":
-        mine.insert(there, mine[here])
-    elif what == "swap":
-        mine[here], mine[there] = mine[there], mine[here]
-    elif what == "neighbours":
-        mine[here - 1], mine[here] = mine[here], mine[here - 1]
-    elif what == "move":
-        mine.insert(there, mine.pop(here))
-    elif what == "other rank":
-        lists[other].insert(chance.randint(0, len(lists[other])), mine.pop(here))
-    else:
-        mine[here] = mine[here]._replace(
-            **chance.choice([{"stage": mine[here].stage + 1}, {"micro_batch": mine[there].micro_batch}])
-        )
+    mine = chance.choice(lists)
+    here = chance.randrange(len(mine))
+    mine.insert(chance.choice([here + 1, max(here - 1, 0), chance.randrange(len(mine))]), mine.pop(here))
     return replace(schedule, actions=tuple(map(tuple, lists)))
 
 
 @pytest.mark.parametrize("together", [True, False], ids=["messages together", "one by one"])
-def test_a_schedule_is_refused_exactly_if_ranks_that_follow_it_go_wrong(together):
+def test_a_complete_schedule_is_refused_exactly_if_ranks_that_follow_it_go_wrong(together):
     chance = random.Random(15)
     seen: dict[str | None, int] = {}
     right = [s for sizes in [(1, 2), (2, 2), (2, 4), (3, 4), (4, 3), (3, 6)] for s in made_by(*sizes)]
     for _ in range(1500):
         schedule = chance.choice(right)
         for _ in range(chance.choice([1, 1, 1, 2, 3])):
-            schedule = changed(schedule, chance)
+            schedule = moved(schedule, chance)
         wrong = went_wrong(schedule, together)
         seen[wrong] = seen.get(wrong, 0) + 1
         try:

@@ -8,7 +8,7 @@ from torch.distributed import ReduceOp
 from memlab.book.checks.answers import Wrong
 from memlab.book.checks.pipeline_parallelism.orders import complete, in_flight, played, words
 from memlab.book.checks.tensor_parallelism.played import Regions, play
-from memlab.pipeline_parallelism import Action, bubble_share, gpipe, interleaved, one_forward_one_backward
+from memlab.pipeline_parallelism import Action, gpipe, one_forward_one_backward
 from memlab.ranks import Traffic, all_gather, reduce_scatter, run_ranks
 from memlab.tensor_parallelism import regions
 
@@ -67,11 +67,6 @@ def test_played_ranks_find_and_send_what_real_ones_do():
         assert sent_bytes == due_bytes > 0
 
 
-def test_a_rank_alone_needs_nobody_and_sends_nothing():
-    ((found, sent_bytes),) = play(_played, 1)
-    assert sent_bytes == 0 and all(torch.equal(x, own(0)) for x in found[0:8:2] + found[8:])
-
-
 @pytest.mark.parametrize(
     ("calls", "said"),
     [
@@ -107,12 +102,6 @@ def computed(schedule):
 @pytest.mark.parametrize(("stages", "micro_batches"), [(4, 8), (4, 2), (1, 3)])
 def test_a_step_takes_as_many_turns_as_micro_batches_and_bubble(make, stages, micro_batches):
     assert played(computed(make(stages, micro_batches)), "") == 3 * (micro_batches + stages - 1)
-
-
-@pytest.mark.parametrize(("ranks", "chunks", "micro_batches"), [(4, 2, 8), (2, 3, 2), (3, 2, 6)])
-def test_interleaved_orders_have_a_bubble_so_many_times_shorter(ranks, chunks, micro_batches):
-    turns = played(computed(interleaved(ranks, chunks, micro_batches)), "")
-    assert 1 - 3 * chunks * micro_batches / turns == pytest.approx(bubble_share(ranks, micro_batches, chunks))
 
 
 def test_orders_that_wait_for_each_other_are_told():

@@ -35,9 +35,6 @@ from tests.ranks_helpers import planted, raises
 WORLD = 4
 
 
-# ---- what comes back
-
-
 def test_code_that_travels_by_value_keeps_its_file():
     class Model:
         def forward(self, x):
@@ -171,9 +168,6 @@ def test_two_threads_may_launch_at_once():
     assert found == [[("a", 0), ("a", 1)], [("b", 0), ("b", 1)]]
 
 
-# ---- what they print
-
-
 def test_printed_lines_are_grouped_by_rank_also_those_of_a_shell_and_of_c(capsys):
     def prints(rank):
         import ctypes
@@ -205,9 +199,6 @@ def test_of_very_much_only_the_end_is_shown_also_before_a_failure(capsys):
     assert len(shown) < (1 << 20) + 200 and shown.endswith("rank 0 │ end\n") and "bytes before this are left" in shown
 
 
-# ---- calls that cannot work
-
-
 @refusals(
     {
         "no function": (lambda: run_ranks(None, 2), TypeError, "found NoneType; pass the function itself"),
@@ -231,9 +222,6 @@ def test_a_call_that_cannot_work_is_explained(call, error, words):
 def test_a_rank_cannot_launch_ranks():
     words = "raised RuntimeError: expected run_ranks outside of ranks"
     refused(lambda: run_ranks(lambda rank: run_ranks(print, 2), 2), RankError, words)
-
-
-# ---- nothing stays behind
 
 
 def test_nothing_stays_behind_neither_after_success_nor_after_failure(tmp_path, monkeypatch):

@@ -47,8 +47,10 @@ def test_the_traceback_of_the_rank_is_in_the_error_which_travels_and_its_excepti
 
 def test_a_broken_connection_is_blamed_only_when_nothing_else_is_known():
     victim = Failure(0, 1.0, "raised RuntimeError: Connection closed by peer [127.0.0.1]:4711")
+    from_it = Failure(0, 1.0, "raised ValueError: step 17 failed", traceback="RuntimeError: Connection reset by peer")
     death, late = of_death(1, 2.0, -9, ""), Failure(2, 3.0, "raised ValueError: of its own")
-    assert culprit([victim, death, late]) is death and culprit([victim, late]) is late and culprit([victim]) is victim
+    assert culprit([victim, from_it, death, late]) is death and culprit([from_it, late]) is late
+    assert culprit([victim, late]) is late and culprit([victim]) is victim
     assert not death.may_be_victim and of_death(0, 0.0, None, "").summary == "closed its connection to the launcher"
     assert "after its function had returned" in of_death(1, 0.0, 3, "", returned=True).summary
     assert of_death(1, 0.0, -99, "").summary == "was killed by signal 99"
@@ -84,9 +86,6 @@ def test_a_thread_that_does_not_end_is_said(monkeypatch):
     with pytest.raises(RankError, match="rank 1 has returned, and its process did not end within 1 s: a thread"):
         run_ranks(leaves_a_thread, 2)
     assert no_rank_lives()
-
-
-# ---- ranks that others wait for
 
 
 def never_arrives(rank):
@@ -138,12 +137,7 @@ def stops(rank):
     ("fn", "ranks", "blamed", "words"),
     [
         (in_different_collectives, 2, 0, "wait for each other, and not in the same place…in all_reduce…in wait: "),
-        (
-            half_a_ring,
-            2,
-            0,
-            "rank 1 waits for messages that did not come, or were not taken…in exchange: exchange(",
-        ),
+        (half_a_ring, 2, 0, "rank 1 waits for messages that did not come, or were not taken…in exchange: exchange("),
         # of those that had none to send it is no fault
         (both_receive_first, 4, 0, "ranks 0, 1 wait for messages that did not come"),
         (both_receive_first, 2, 0, "ranks 0, 1 wait for each other\n"),
@@ -173,20 +167,6 @@ def test_a_rank_with_a_batch_less_is_blamed_and_not_those_that_wait_in_backward(
     with pytest.raises(RankError, match="rank 1 never arrived where ranks? 0") as caught:
         run_ranks(one_step_less, 2, wrap, timeout=1.5)
     assert caught.value.rank == 1
-
-
-def test_a_victim_that_raises_something_else_from_its_broken_connection_is_no_culprit():
-    def dies(rank):
-        if rank == 0:
-            time.sleep(0.1)
-            os.kill(os.getpid(), signal.SIGKILL)
-        try:
-            distributed.all_reduce(torch.ones(4))
-        except RuntimeError as error:
-            raise ValueError("step 17 failed") from error
-
-    with pytest.raises(RankError, match="rank 0 was killed by SIGKILL"):
-        run_ranks(dies, 3, timeout=10)
 
 
 class LeavesPython(Exception):

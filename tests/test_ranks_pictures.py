@@ -23,7 +23,6 @@ from memlab.book.ring_pictures import (
     draw_ring,
     draw_sent,
     explore_ring,
-    ring_moves,
     ring_parts,
     sent_table,
 )
@@ -36,9 +35,6 @@ from memlab.units import format_bytes
 from tests.harness import refusals, refused
 
 PNG = b"\x89PNG"
-
-
-# ---- what a rank holds
 
 
 def test_a_pictures_bars_are_the_formulas_figures_and_the_alt_text_says_what_fits():
@@ -68,9 +64,6 @@ def test_what_a_rank_holds_can_be_moved_by_every_slider():
     assert picture.png().startswith(PNG)
 
 
-# ---- when it is hidden
-
-
 def test_the_tokens_from_which_it_is_hidden_are_the_formulas_and_a_machine_of_ones_own_is_a_point():
     alt = draw_hidden(8192, "InfiniBand 400 Gb/s", 400, 64).alt
     needed = tokens_to_hide(400e12, LINKS["InfiniBand 400 Gb/s"], 64)
@@ -85,32 +78,15 @@ def test_the_tokens_from_which_it_is_hidden_are_the_formulas_and_a_machine_of_on
     assert explore_hidden().picture.png().startswith(PNG)
 
 
-# ---- the ring
-
-
-def test_the_parts_that_are_drawn_are_the_sums_that_numbers_would_have():
-    ranks = 5
-    numbers = [[torch.tensor(10**rank) for _ in range(ranks)] for rank in range(ranks)]
-    for step, moves in enumerate(ring_moves(ranks)):
-        sent = [numbers[rank][move.send].clone() for rank, move in enumerate(moves)]
-        for rank, move in enumerate(moves):
-            arrived = sent[(rank - 1) % ranks]
-            own = numbers[rank][move.receive]
-            numbers[rank][move.receive] = own + arrived if step < ranks - 1 else arrived
-        for row, drawn in zip(numbers, ring_parts(ranks, step + 1), strict=True):
-            assert [int(n) for n in row] == [sum(10**r for r in summed) for summed in drawn]
-    assert len(ring_moves(ranks)) == 2 * (ranks - 1) and {int(n) for row in numbers for n in row} == {11111}
-
-
 def test_every_step_of_the_ring_can_be_drawn_and_says_who_sends_what():
     assert list(explore_ring(4).choices["step"].values()) == list(range(7))
     found = draw_ring(4, 3)
     assert found.png().startswith(PNG)
     assert "4 of 16 pieces are complete" in found.alt and "rank 3 sends piece 3 to rank 0" in found.alt
     assert draw_ring(4, 6).alt.endswith("16 of 16 pieces are complete; the end.")
-
-
-# ---- memory above what is sent
+    scattered, whole = ring_parts(3, 2), ring_parts(3, 4)  # whose parts each rank's pieces have summed
+    assert all(set(scattered[rank][rank]) == {0, 1, 2} for rank in range(3)) and scattered[0][1] != scattered[0][0]
+    assert {frozenset(piece) for row in whole for piece in row} == {frozenset({0, 1, 2})}
 
 
 def records_of(events):

@@ -32,9 +32,6 @@ from tests.harness import refusals, refused
 RANKS = 4
 
 
-# ---- one of many, imagined
-
-
 @pytest.mark.parametrize("ranks_first", [False, True])
 def test_fsdp_on_imagined_ranks_of_imagined_hardware_holds_one_64th(ranks_first):
     hardware, ranks = imagine("H100-80GB"), imagined_ranks(64)
@@ -57,9 +54,6 @@ def test_a_record_names_the_moment_at_which_the_collective_began():
     assert [meter.timeline.totals[record.event] for record in traffic.records] == [440 + 8, 440 + 8 + 16 + 32]
 
 
-# ---- formulas
-
-
 def formula(call, rank=1, ranks=RANKS) -> list[Message]:
     with imagined_ranks(ranks, rank), Traffic() as traffic:
         call()
@@ -68,6 +62,10 @@ def formula(call, rank=1, ranks=RANKS) -> list[Message]:
 
 N = 4 * 40  # bytes of forty elements
 X, PIECES = torch.ones(40), [torch.ones(10)] * RANKS
+
+
+def uneven_rows():
+    distributed.all_to_all_single(torch.empty(12, 2), X.view(20, 2), [3, 4, 5, 0], [5, 10, 5, 0])
 
 
 @pytest.mark.parametrize(
@@ -89,13 +87,7 @@ X, PIECES = torch.ones(40), [torch.ones(10)] * RANKS
         (lambda: distributed.gather(X[:10], PIECES, dst=1), "gather", N, 0, 120),
         (lambda: distributed.gather(X[:10], None, dst=0), "gather", N, 40, 0),
         (lambda: distributed.all_to_all_single(torch.empty(40), X), "all_to_all", N, 120, 120),
-        (
-            lambda: distributed.all_to_all_single(torch.empty(12, 2), X.view(20, 2), [3, 4, 5, 0], [5, 10, 5, 0]),
-            "all_to_all",
-            N,
-            8 * 10,
-            8 * 8,
-        ),
+        (uneven_rows, "all_to_all", N, 8 * 10, 8 * 8),
     ],
 )
 def test_a_librarys_collective_is_counted_by_its_algorithms_formula(call, name, whole, sent, received):
@@ -129,9 +121,6 @@ def test_what_dtensor_says_is_counted_and_a_barrier_is_no_traffic():
             distribute_tensor(torch.ones(8, 4), mesh, [Shard(0)], src_data_rank=None).redistribute(mesh, [Replicate()])
             torch.ops._dtensor.shard_dim_alltoall(torch.ones(4, 4), 0, 1, distributed.group.WORLD.group_name)
     assert [(record.name, record.sent_bytes) for record in traffic.records] == [("all_gather", 96), ("all_to_all", 48)]
-
-
-# ---- counted
 
 
 def test_sends_are_counted_in_every_thread_and_by_every_open_traffic():
@@ -216,9 +205,6 @@ def test_after_an_error_nothing_is_counted_any_more():
         send(X, 1)
         1 / 0  # noqa: B018
     assert len(traffic.records) == 1 and page._OPEN == []
-
-
-# ---- staged through the host
 
 
 def test_where_gloo_meets_a_gpus_tensor_another_tensor_goes_over_the_wire(monkeypatch):

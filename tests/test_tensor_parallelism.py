@@ -229,5 +229,3 @@ def test_in_a_subgroup_each_group_computes_the_gradient_of_its_own_batch(others,
             assert sizes == {2}
             for key, p in plain.named_parameters():
                 assert (full[key] - p.grad).norm() <= 1e-12 * p.grad.norm(), (name, key)
-
-

@@ -276,3 +276,9 @@ def test_from_linear_takes_values_dtypes_and_what_is_trained_and_draws_nothing()
     assert torch.equal(column.weight, linear.weight[OUT // 2 :].float()) and torch.equal(row.bias, linear.bias)
 
 
+def test_in_a_group_of_one_regions_return_what_they_are_given():
+    x = seeded(3, 8, IN)
+    with one_rank():
+        for region in (tp.copy_to_ranks, tp.reduce_from_ranks, tp.gather_from_ranks, tp.scatter_to_ranks):
+            assert region(x) is x
+        assert tp.gather_sequence(x) is x and tp.reduce_scatter_sequence(x) is x

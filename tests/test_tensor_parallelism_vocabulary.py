@@ -52,6 +52,14 @@ def test_where_chunks_end_makes_no_difference(numel):
     assert torch.equal(part, full)
 
 
+def test_a_part_that_is_not_contiguous_is_filled_as_one_that_is():
+    torch.manual_seed(1)
+    full = torch.empty(6, 8).normal_()
+    torch.manual_seed(1)
+    draw_part_(part := torch.empty(4, 6).t(), tp.Cut((6, 8), 1, 1, 2, ((8, 2),)), NORMAL)
+    assert torch.equal(part, full[:, 4:])
+
+
 @pairs("dtype, ranks", [torch.float64, torch.float32, torch.bfloat16], [1, 8])
 def test_layers_begin_with_their_parts_of_what_plain_layers_begin_with(dtype, ranks):
     torch.manual_seed(3)
@@ -259,6 +267,14 @@ def test_in_place_the_loss_takes_one_matrix_less(dtype):
     assert peaks[False] - peaks[True] == n * v * dtype.itemsize
     scratch = 0 if dtype == torch.float32 else min(2**22, n * v * 4)
     assert 0 <= peaks[True] - scratch <= 200 * n
+
+
+def test_without_a_backward_the_loss_takes_scratch_and_no_matrix():
+    with one_rank("cpu"), torch.no_grad():
+        z, y = torch.randn(1024, 4096), torch.randint(4096, (1024,))
+        with Meter() as meter:
+            tp.vocabulary_parallel_cross_entropy(z, y)
+    assert meter.timeline.peak_bytes - z.nbytes - y.nbytes <= 2**22 + 200 * 1024 < z.nbytes
 
 
 def test_a_graph_that_is_kept_gives_the_same_gradient_twice():
