@@ -47,14 +47,10 @@ def test_hundreds_of_segments_fit_the_figure_and_no_line_is_longer_than_it_says(
 
 
 def test_the_sentence_says_how_many_segments_and_blocks_and_at_which_levels():
-    found = history(CachingAllocator(), PROGRAM)
-    alt = draw_blocks(found, len(PROGRAM), "a program").alt
+    assert "0 blocks in use in 0 segments" in draw_blocks(history(CachingAllocator(), []), 0).alt
+    alt = draw_blocks(history(CachingAllocator(), PROGRAM), len(PROGRAM), "a program").alt
     assert "a program" in alt and f"after event {len(PROGRAM)} of {len(PROGRAM)}" in alt
     assert "30 blocks in use in 11 segments" in alt and "202.0 MiB reserved" in alt
-
-
-def test_an_empty_trace_has_a_map_too():
-    assert "0 blocks in use in 0 segments" in draw_blocks(history(CachingAllocator(), []), 0).alt
 
 
 def test_several_allocators_share_one_slider_and_one_alone_has_no_buttons():

@@ -27,7 +27,6 @@ class Cut(Case):
 SGD, GPU = {"optimizer": "sgd"}, {"hardware": "gpu"}
 CASES = {
     "GPT, one block": Cut(layers=1, **SGD),
-    "GPT, three blocks in one segment": Cut(layers=3, **SGD),
     "GPT, seven blocks in three, gradients there already": Cut(layers=7, segments=3, micro_batches=2, **SGD),
     "GPT, AdamW's loop, few tokens: the optimizer's step decides": Cut(**SHORT, segments=2),
     "GPT, first step, AdamW": Cut(layers=3, segments=2, first_step=True),
@@ -39,13 +38,8 @@ CASES = {
     ),
     "GPT, by hand, dropout": Cut(**BY_HAND, dropout=0.1, layers=3, segments=2, micro_batches=2, **SGD),
     "GPT, by hand, one sequence, one head": Cut(**BY_HAND, batch=1, heads=1, layers=3, segments=2, **SGD),
-    "GPT, BF16": Cut(precision="bf16", layers=3, segments=2, **SGD),
     "GPT, BF16, dropout": Cut(precision="bf16", dropout=0.1, layers=3, segments=2, **SGD),
     "GPT, master weights, fused": Cut(precision="mixed", implementation="fused", layers=3, segments=3, micro_batches=2),
-    "Llama": Cut(**LLAMA, layers=3, segments=2, **SGD),
-    "Llama, every block, gradients there already": Cut(**LLAMA, layers=4, segments=4, micro_batches=2, **SGD),
-    "Llama, one segment": Cut(**LLAMA, layers=3, **SGD),
-    "Llama, few tokens": Cut(**LLAMA, **SHORT, layers=4, segments=3, **SGD),
     "Llama, the first segment lets the tables go": Cut(
         family="llama", layers=4, heads=1, hidden=16, batch=1, tokens=14, vocabulary=8, segments=4, **SGD
     ),
@@ -56,7 +50,6 @@ CASES = {
     ),
     "GPT on a GPU": Cut(**GPU, layers=3, segments=2, **SGD),
     "GPT on a GPU, dropout": Cut(**GPU, layers=3, segments=2, dropout=0.1, micro_batches=2, **SGD),
-    "GPT on a GPU, BF16, dropout": Cut(**GPU, layers=5, segments=3, dropout=0.1, precision="bf16", **SGD),
     "GPT on a GPU, master weights, fused": Cut(
         **GPU, layers=5, segments=4, precision="mixed", implementation="fused", micro_batches=8
     ),
@@ -69,7 +62,6 @@ CASES = {
 AUTOCAST = {"precision": "autocast", "layers": 3, "segments": 2, **SGD}
 WIDE = {"width": 128, "heads": 4, "layers": 8, "segments": 8, "batch": 1, "tokens": 16, "vocabulary": 16}
 CASES |= {
-    "GPT, autocast": Cut(**AUTOCAST),
     "GPT, autocast, dropout": Cut(**AUTOCAST, dropout=0.1),
     "GPT, autocast, few tokens: forward decides, for every weight has a copy": Cut(
         **AUTOCAST | WIDE | {"micro_batches": 2}
@@ -146,14 +138,9 @@ def test_every_rise_of_the_metered_curve_is_an_instant_of_the_arithmetic(name, m
 
 
 def test_the_cases_peak_in_every_moment_that_a_checkpointed_step_can_peak_in():
-    assert {predicted(case).peak.moment for case in CASES.values()} >= {
-        "forward",
-        "loss",
-        "recomputation of a segment",
-        "backward of a segment",
-        "backward of the embeddings",
-        "optimizer step",
-    }
+    moments = {"forward", "loss", "backward of the embeddings", "optimizer step"}
+    moments |= {"recomputation of a segment", "backward of a segment"}
+    assert {predicted(case).peak.moment for case in CASES.values()} >= moments
 
 
 # ---- what segments do
@@ -202,7 +189,6 @@ WRONG = {
     "none": (0, ValueError, "expected segments of at least 1, found 0"),
     "more than layers": (4, ValueError, "at most as many segments as layers (3), found 4; pick 1 to 3"),
     "a float": (2.0, TypeError, "expected segments as an int, found 2.0"),
-    "true": (True, TypeError, "expected segments as an int, found True"),
 }
 
 

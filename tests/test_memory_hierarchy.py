@@ -4,8 +4,6 @@ import importlib.util
 import json
 import math
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -48,16 +46,17 @@ def qkv(batch=2, heads=3, queries=37, keys=37, head_dim=8, *, kv_heads=None, val
 # ---- values
 
 
+CALLS = {
+    "batch": st.integers(1, 3),
+    "heads": st.sampled_from([(1, 1), (3, 3), (4, 2), (6, 1)]),
+    **dict.fromkeys(("queries", "keys"), st.integers(1, 40)),
+    "causal": st.booleans(),
+    **dict.fromkeys(("t", "u"), st.integers(1, 45)),  # sizes of tiles
+}
+
+
 @settings(deadline=None, max_examples=30, derandomize=True)
-@given(
-    st.integers(1, 3),
-    st.sampled_from([(1, 1), (3, 3), (4, 2), (6, 1)]),
-    st.integers(1, 40),
-    st.integers(1, 40),
-    st.booleans(),
-    st.integers(1, 45),
-    st.integers(1, 45),
-)
+@given(**CALLS)
 def test_it_equals_plain_attention_in_fp64_whatever_the_tiles(batch, heads, queries, keys, causal, t, u):
     q, k, v = qkv(batch, heads[0], queries, keys, 5, kv_heads=heads[1], value_dim=7)
     out, lse = tiled_attention(q, k, v, causal=causal, tile_queries=t, tile_keys=u, return_lse=True)
@@ -132,10 +131,9 @@ def test_inputs_may_lie_in_memory_in_any_order_and_stay_as_they_were(causal):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("causal", [False, True])
-def test_on_a_gpu_it_equals_plain_attention_too(causal):
+def test_on_a_gpu_it_equals_plain_attention_too():
     q, k, v = (x.cuda() for x in qkv(queries=300, keys=300))
-    torch.testing.assert_close(tiled_attention(q, k, v, causal=causal), plain_attention(q, k, v, causal)[0])
+    torch.testing.assert_close(tiled_attention(q, k, v, causal=True), plain_attention(q, k, v, True)[0])
 
 
 # ---- the softmax in pieces
@@ -179,17 +177,7 @@ def metered(run, *inputs: Tensor) -> int:
 
 
 @settings(deadline=None, max_examples=20, derandomize=True)
-@given(
-    st.integers(1, 2),
-    st.sampled_from([(1, 1), (3, 3), (4, 2)]),
-    st.integers(1, 30),
-    st.integers(1, 30),
-    st.booleans(),
-    st.integers(1, 35),
-    st.integers(1, 35),
-    st.sampled_from([torch.float64, torch.float32, torch.bfloat16]),
-    st.booleans(),
-)
+@given(**CALLS, dtype=st.sampled_from([torch.float64, torch.float32, torch.bfloat16]), return_lse=st.booleans())
 def test_the_closed_form_is_the_metered_peak_to_the_byte(batch, heads, queries, keys, causal, t, u, dtype, return_lse):
     q, k, v = qkv(batch, heads[0], queries, keys, 5, kv_heads=heads[1], value_dim=3, dtype=dtype)
     options = {"causal": causal, "tile_queries": t, "tile_keys": u, "return_lse": return_lse}
@@ -341,9 +329,3 @@ if importlib.util.find_spec("triton") is None:
 @refusals(REFUSALS)
 def test_what_does_not_fit_is_refused_with_what_was_found(call, error, words):
     refused(call, error, words)
-
-
-def test_importing_the_page_imports_no_triton_beyond_what_pytorch_does():
-    pytorchs = "import sys, torch.utils.flop_counter; before = 'triton' in sys.modules"
-    code = f"{pytorchs}; import memlab.memory_hierarchy.triton_attention; assert ('triton' in sys.modules) == before"
-    subprocess.run([sys.executable, "-c", code], check=True)

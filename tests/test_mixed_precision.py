@@ -129,17 +129,6 @@ def test_deepspeed_gives_the_same_weights_bit_for_bit_and_leaves_nothing_behind(
     assert capfd.readouterr().err == ""
 
 
-def test_deepspeed_does_not_take_over_a_process_group_that_was_there(tmp_path):
-    store = torch.distributed.FileStore(str(tmp_path / "ranks"), 1)
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        with pytest.raises(RuntimeError, match="expected no process group"), deepspeed_alone():
-            pass
-        assert torch.distributed.is_initialized()
-    finally:
-        torch.distributed.destroy_process_group()
-
-
 @with_deepspeed
 @pytest.mark.parametrize(("options", "moved"), [({"gradient_clipping": 0.0}, {2.0, 1.0}), ({}, {1.0})])
 def test_deepspeed_halves_the_step_in_which_its_scale_grows_and_clips_unless_told_otherwise(options, moved):

@@ -142,28 +142,6 @@ def test_many_runs_follow_gradscaler_bit_for_bit(**run):
     follow(**run)
 
 
-@pytest.mark.parametrize(
-    "optimizer, step_all", [(name, False) for name in OPTIMIZERS] + [("fused SGD", True), ("fused AdamW", True)]
-)
-def test_in_an_iteration_some_optimizers_may_have_no_gradients(optimizer, step_all):
-    """As in a GAN, where one of two trains. Both are unscaled; or both step, as fused ones can without gradients."""
-    ours, torchs = (Twin(scaler, optimizer) for scaler in scalers(init_scale=256.0, growth_interval=2))
-    for twin in (ours, torchs):
-        for number, plant in enumerate((1.0, 1.0, INF, 1.0, 1.0)):
-            x, trains = torch.full((5, 4), number + 1.0), number % 2
-            twin.scaler.scale(mse_loss(twin.models[trains](x), x[:, :3])).backward()
-            twin.models[trains].weight.grad[:1, :1].mul_(plant)
-            for each in twin.optimizers:
-                (twin.scaler.step if step_all else twin.scaler.unscale_)(each)
-            if not step_all:
-                twin.scaler.step(twin.optimizers[trains])
-            twin.scaler.update()
-            twin.optimizers[trains].zero_grad()
-            twin.scales.append(twin.scaler.get_scale())
-    assert ours.scales == [256.0, 512.0, 256.0, 256.0, 512.0]
-    assert_twins(ours, torchs)
-
-
 def test_an_fp16_sparse_gradient_that_overflows_when_its_duplicates_are_added_is_an_overflow():
     scaler, parameter, optimizer = scaled()
     table, double = nn.Parameter(torch.zeros(4).half()), nn.Parameter(torch.ones(1).double())
@@ -175,13 +153,12 @@ def test_an_fp16_sparse_gradient_that_overflows_when_its_duplicates_are_added_is
     assert scaler.skipped(optimizer) and parameter.item() == double.item() == 1.0
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", ["SGD", "fused AdamW"])
 def test_disabled_it_is_not_there(optimizer):
-    ours = Twin(LossScaler(enabled=False, growth_interval=1), optimizer)
-    plain = Twin(torch.amp.GradScaler("cpu", enabled=False), optimizer)
+    ours, plain = (Twin(scaler, optimizer) for scaler in scalers(enabled=False, growth_interval=1))
     for twin in (ours, plain):
         for seed in range(3):
-            twin.iteration(plants=(1.0, 1.0), clip=True, seed=seed)
+            twin.iteration(clip=True, seed=seed)
     assert_twins(ours, plain)
     loss = torch.tensor(1)
     assert ours.scaler.scale(loss) is loss
@@ -394,18 +371,11 @@ def test_a_scale_that_falls_for_ever_stays_one_that_it_can_come_back_from():
         scaler.update()
     assert scaler.get_scale() == torch.finfo(torch.float32).tiny
     LossScaler().load_state_dict(scaler.state_dict())
-    scaler.update(2.0)
-    parameter.grad = torch.tensor([2.0])
-    scaler.step(optimizer)
-    assert parameter.isfinite().all()
 
 
 def test_a_finite_loss_whose_scaled_value_overflows_has_right_gradients_and_is_stepped_on():
     scaler, parameter, optimizer = scaled(init_scale=2.0**127)
-    optimizer.zero_grad()
-    output = scaler.scale((parameter + 7).sum())
-    assert output.isinf()
-    output.backward()
+    assert scaler.scale((parameter + 7).sum()).isinf()
     scaler.step(optimizer)
     assert not scaler.skipped(optimizer) and parameter.item() == 0.0
 
@@ -433,11 +403,7 @@ def test_an_optimizer_that_widens_its_gradients_is_asked_to_before_they_are_unsc
 
 def test_an_overflow_on_another_rank_skips_the_step_here():
     calls = []
-
-    def agree(found_inf):
-        calls.append(found_inf.clone())
-        return torch.ones_like(found_inf) * 2  # a sum over two ranks: not exactly 1
-
+    agree = lambda found: calls.append(found.clone()) or torch.full_like(found, 2)  # noqa: E731, a sum over ranks
     for optimizer in (torch.optim.SGD, lambda *a, **k: torch.optim.SGD(*a, fused=True, **k)):
         scaler, parameter, optimizer = scaled(agree=agree, init_scale=8.0, optimizer=optimizer)
         scaler.step(optimizer)
@@ -466,11 +432,9 @@ def test_a_rank_without_gradients_and_losses_is_asked_once_for_each_optimizer_in
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_scheduler_steps_when_its_optimizer_did_and_torch_has_nothing_to_warn_of(fused):
-    scaler = LossScaler(init_scale=8.0)
-    parameter = nn.Parameter(torch.ones(1))
+    scaler, parameter, rates = LossScaler(init_scale=8.0), nn.Parameter(torch.ones(1)), []
     optimizer = torch.optim.SGD([parameter], lr=1.0, fused=fused)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-    rates = []
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for gradient in (INF, NAN, 1.0, INF, 1.0):
@@ -481,13 +445,6 @@ def test_a_scheduler_steps_when_its_optimizer_did_and_torch_has_nothing_to_warn_
             optimizer.zero_grad()
             rates.append(scheduler.get_last_lr()[0])
     assert rates == [1.0, 1.0, 0.5, 0.5, 0.25]
-
-
-def test_a_step_that_you_left_out_counts_as_skipped():
-    scaler, _, optimizer = scaled()
-    scaler.unscale_(optimizer)
-    scaler.update()
-    assert scaler.skipped(optimizer)
 
 
 # ---- saving
@@ -537,7 +494,7 @@ def test_a_new_scale_is_taken_and_the_iteration_ends(value):
     scaler, parameter, optimizer = scaled(init_scale=4.0)
     scaler.unscale_(optimizer)
     scaler.update(value)
-    assert scaler.get_scale() == 32.0
+    assert scaler.get_scale() == 32.0 and scaler.skipped(optimizer)  # you left the step out
     scaler.unscale_(optimizer)
     assert parameter.grad.item() == 1 / 32
 

@@ -10,6 +10,7 @@ from torch import nn, optim
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from memlab.memory_timeline import Meter
+from memlab.mixed_precision.flat_group import ELEMENTWISE
 from memlab.mixed_precision.master_weights import MasterWeights
 from tests.harness import refusals, refused
 from tests.tiers import pairs, some
@@ -84,10 +85,15 @@ ALGORITHMS = {
 }
 
 
-@some("name, chunk_bytes, dtype", itertools.product(ALGORITHMS, [1, 100, None], [BF16, FP16]), keep=30)
+def test_every_class_that_is_called_elementwise_is_tried():
+    assert {kind for kind, _ in ALGORITHMS.values()} >= ELEMENTWISE
+
+
+@some("name, chunk_bytes, dtype", itertools.product(ALGORITHMS, [1, 100, "auto", None], [BF16, FP16]), keep=40)
 def test_masters_and_states_are_those_of_fp32_bit_for_bit_however_small_the_chunks(name, chunk_bytes, dtype):
+    """Of several that fill vectors, and so may be stepped as one, and of some that are larger than a chunk."""
     kind, options = ALGORITHMS[name]
-    narrow, wide = pairs_of(dtype)
+    narrow, wide = pairs_of(dtype, [*SHAPES, (16, 4), (32,), (3, 16)])
     masters = MasterWeights(
         [{"params": narrow[:2]}, {"params": narrow[2:], "lr": 0.3}], kind, chunk_bytes=chunk_bytes, **options
     )

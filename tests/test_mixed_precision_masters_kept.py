@@ -135,15 +135,6 @@ def test_gradients_of_a_chunk_that_had_stepped_are_as_before_too_when_another_ra
     assert [p.item() for p in params] == [-1.0, 0.0]  # the first stepped twice
 
 
-def test_gradients_are_as_before_too_when_the_whole_step_is_refused():
-    params, scaler = ones((1,), (1,), dtype=torch.float32) + ones((1,)), LossScaler(4.0)
-    masters = MasterWeights(params, CountsInItself, chunk_bytes=4)
-    scaler.scale(sum(params).sum().float()).backward()
-    with pytest.raises(ValueError, match="chunk_bytes=None"):
-        scaler.step(masters)
-    assert [p.grad.item() for p in params] == [4.0] * 3
-
-
 # ---- optimizers that count
 
 

@@ -112,13 +112,8 @@ def test_wherever_the_controls_stand_the_bits_are_those_of_torchs_cast(part):
             assert f"{name} {' '.join(fields)} = " in picture.alt
 
 
-def test_a_box_is_drawn_for_every_bit():
+def test_a_digit_is_drawn_for_every_bit():
     axes = number_picture(0.1, "FP16").figure.axes[0]
-    exponents, mantissas = (
-        sum(getattr(f, name) for f in FORMATS.values()) for name in ("exponent_bits", "mantissa_bits")
-    )
-    assert [len(boxes.get_paths()) for boxes in axes.collections] == [len(FORMATS), exponents, mantissas]
-    assert len({tuple(boxes.get_facecolor()[0]) for boxes in axes.collections}) == 3
     drawn = {line.get_marker(): len(line.get_xdata()) for line in axes.lines}
     written = "".join(n.sign + n.exponent + n.mantissa for n in (bits(0.1, name) for name in FORMATS))
     assert drawn == {"$0$": written.count("0"), "$1$": written.count("1")}
@@ -257,8 +252,6 @@ def test_the_bands_meet_where_a_formats_ranges_do():
     values = torch.tensor([2.0**-15] + [1.0] * 999)
     axes = histogram_picture(Magnitudes(values), "FP16", 0, (-40, 30)).figure.axes[0]
     assert [text.get_text() for text in axes.texts[1:3]] == ["subnormal\n< 1 %", "normal\n> 99 %"]
-    axes = histogram_picture(Magnitudes(torch.ones(1)), "BF16", 0, (-40, 30)).figure.axes[0]
-    assert [text.get_text() for text in axes.texts] == ["normal\nall"]
 
 
 def test_several_kinds_of_gradients_get_a_button_each_and_share_one_axis():

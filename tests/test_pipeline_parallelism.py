@@ -33,13 +33,6 @@ def linear(inputs, outputs, dtype=torch.float64, frozen=False):
     return nn.Linear(inputs, outputs, dtype=dtype).requires_grad_(not frozen)
 
 
-class Fork(nn.Module):
-    """One stream becomes two."""
-
-    def forward(self, x):
-        return torch.tanh(x), x
-
-
 class PassOn(nn.Module):
     """Computes with the first tensor, and hands the others on as they are."""
 
@@ -52,46 +45,23 @@ class PassOn(nn.Module):
         return self.inner(first), *others
 
 
-class Join(nn.Module):
-    def forward(self, streams):
-        return sum(streams)
+class Do(nn.Module):
+    """A layer that computes this."""
 
-
-class Twice(nn.Module):
-    """The same tensor returned twice, with numbers that need no gradient."""
-
-    def forward(self, x):
-        return x, torch.arange(len(x)), x
-
-
-class Untwice(nn.Module):
-    def forward(self, streams):
-        x, numbers, again = streams
-        return x * numbers[:, None] + 2 * again
-
-
-class First(nn.Module):
-    """Leaves out what else has arrived: it gets no gradient."""
-
-    def forward(self, streams):
-        return streams[0]
-
-
-class Turned(nn.Module):
-    """Not contiguous, and a part of what it is a view of."""
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
 
     def forward(self, x):
-        return x.T[:4]
+        return self.function(x)
 
 
-class Back(nn.Module):
-    def forward(self, x):
-        return x.T
-
-
-class Sine(nn.Module):
-    def forward(self, x):
-        return x.sin()
+Fork, Join = make(Do, lambda x: (torch.tanh(x), x)), make(Do, sum)
+Twice = make(Do, lambda x: (x, torch.arange(len(x)), x))  # one tensor twice, with numbers that need no gradient
+Untwice = make(Do, lambda streams: streams[0] * streams[1][:, None] + 2 * streams[2])
+First = make(Do, lambda streams: streams[0])  # what else has arrived gets no gradient
+Turned = make(Do, lambda x: x.T[:4])  # not contiguous, and a part of what it is a view of
+Back = make(Do, lambda x: x.T)
 
 
 class Case(NamedTuple):
@@ -264,14 +234,11 @@ def test_evaluation_is_the_whole_model_s_without_dropout(found):
 
 
 class Merging(nn.Linear):
-    """Merges twice its input into what it computes, but only in eval mode; counts how often it does and undoes it."""
+    """Merges twice its input into what it computes, but only in eval mode."""
 
-    def __init__(self):
-        super().__init__(4, 4, dtype=torch.float64)
-        self.merged, self.turns = False, 0
+    merged = False
 
     def train(self, mode=True):
-        self.turns += self.merged == mode
         self.merged = not mode
         return super().train(mode)
 
@@ -280,16 +247,13 @@ class Merging(nn.Linear):
 
 
 def test_evaluation_calls_what_layers_do_when_their_mode_changes_and_undoes_it():
-    layers, x = [Merging(), nn.Sequential(Merging(), nn.Dropout()), Merging()], torch.randn(4, 4, dtype=torch.float64)
+    square = {"in_features": 4, "out_features": 4, "dtype": torch.float64}
+    layers, x = [Merging(**square), nn.Sequential(Merging(**square), nn.Dropout())], torch.randn(4, 4).double()
     layers[1][0].eval()
-    layers[2].eval()
     with one_rank():
-        pipeline = pp.Pipeline(pp.plan_pipeline(layers, pp.gpipe(1, 2), x), F.mse_loss)
-        outputs = pipeline.evaluate(x)
-    parts = [layers[0], layers[1], *layers[1], layers[2]]
-    assert [part.training for part in parts] == [True, True, False, True, False]
-    assert [part.merged for part in (layers[0], layers[1][0], layers[2])] == [False, True, True]
-    assert (layers[0].turns, layers[2].turns) == (2, 3)  # the last was merged before; its stage takes it along
+        outputs = pp.Pipeline(pp.plan_pipeline(layers, pp.gpipe(1, 2), x), F.mse_loss).evaluate(x)
+    assert [part.training for part in (*layers, *layers[1])] == [True, True, False, True]
+    assert [layers[0].merged, layers[1][0].merged] == [False, True]
     torch.testing.assert_close(outputs, nn.Sequential(*layers).eval()(x))
 
 
@@ -313,7 +277,7 @@ def test_ranks_do_the_schedules_list_and_have_as_much_in_flight_as_simulated(sch
 @pytest.mark.parametrize("layer, kept", [(nn.ReLU, 2), (nn.Softplus, 3)])
 def test_a_stage_keeps_its_input_if_an_op_does_and_its_output_never(layer, kept):
     """ReLU saves its result, softplus its input; sine and linear save theirs."""
-    run = StageRun(nn.Sequential(layer(), Sine(), nn.Linear(6, 6, bias=False)))
+    run = StageRun(nn.Sequential(layer(), Do(torch.sin), nn.Linear(6, 6, bias=False)))
     with Meter(run.module) as meter:
         held = meter.event
         run.forward(0, (torch.zeros(2, 6, requires_grad=True),))
@@ -337,17 +301,12 @@ class Counts(nn.Module):
         return x * self.weight.sum(), self.calls, self.again, self.weight.T
 
 
-class Weigh(nn.Module):
-    def forward(self, streams):
-        x, calls, again, weight = streams
-        return x * calls * again * weight.sum()
-
-
 @pytest.mark.parametrize(
     "order", ["F0@0 F0@1 B0@1 B0@0 F1@0 F1@1 B1@1 B1@0", "F0@0 F1@0 F0@1 F1@1 B0@1 B1@1 B0@0 B1@0"]
 )
 def test_what_a_layer_keeps_and_returns_is_sent_as_it_was_then(order):
-    layers = [make(linear, 4, 6), Counts, Weigh]
+    weigh = make(Do, lambda streams: streams[0] * streams[1] * streams[2] * streams[3].sum())
+    layers = [make(linear, 4, 6), Counts, weigh]
     torch.manual_seed(0)
     model = nn.Sequential(*[layer() for layer in layers])
     x = torch.randn(4, 4, dtype=torch.float64)
@@ -391,15 +350,8 @@ def test_a_module_on_several_stages_of_one_rank_has_buffers_of_its_own_on_each()
     assert [norm.num_batches_tracked.item(), second.num_batches_tracked.item()] == [1, 2]
 
 
-class Around(nn.Module):
+class Around(Do):
     """A wrapper that calls what it wraps by a name of its own."""
-
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, *args):
-        return self.inner(*args)
 
 
 def test_parameters_have_the_models_names_whatever_a_wrapper_calls_them_and_a_frozen_stage_is_not_wrapped():

@@ -138,6 +138,13 @@ def test_a_linear_layer_saves_its_input_and_a_relu_its_output():
     assert with_states[0].static_bytes == 4 * weights + 4 * 2  # and Adam's two counters
 
 
+def test_a_tie_within_a_stage_is_held_once():
+    layers, x, y = [linear(8, 8), nn.Tanh, linear(8, 8)], torch.randn(4, 8), torch.arange(4)
+    plans = (pp.plan_pipeline(layers, pp.gpipe(1, 1), x, tied=tied) for tied in ((), [("0.weight", "2.weight")]))
+    apart, one = (pp.measure_stages(plan, x, y, F.cross_entropy)[0].static_bytes for plan in plans)
+    assert apart - one == 2 * 4 * 8 * 8
+
+
 def draw(*_):
     random.random()
 

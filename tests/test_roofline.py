@@ -30,10 +30,6 @@ def test_a_group_keeps_its_colour_and_marker_whatever_its_share():
     looks = []
     for attention in ("fused", "by hand"):
         points = draw_roofline("H100-80GB", 1, attention).figure.axes[0].collections
-        looks.append(
-            {
-                point.get_label().partition(":")[0]: (point.get_facecolor().tolist(), len(point.get_paths()[0]))
-                for point in points
-            }
-        )
+        look = lambda point: (point.get_facecolor().tolist(), len(point.get_paths()[0]))  # noqa: E731
+        looks.append({point.get_label().partition(":")[0]: look(point) for point in points})
     assert looks[0] == looks[1] and len(looks[0]) == len(GROUPS) + 1

@@ -27,7 +27,7 @@ THOROUGH = pytest.mark.thorough
 
 
 class Grouped(nn.Module):
-    """The book's attention with fewer keys and values: each is repeated for the queries that share it."""
+    """The book's attention with fewer keys and values: several queries share each."""
 
     def __init__(self, config: GPTConfig, kv_heads: int):
         super().__init__()
@@ -41,13 +41,8 @@ class Grouped(nn.Module):
         batch, tokens, width = x.shape
         q, k, v = self.qkv(x).split((width, self.keys, self.keys), -1)
         q = q.view(batch, tokens, self.heads, -1).transpose(1, 2)
-        k, v = (
-            t.view(batch, tokens, self.kv_heads, -1).transpose(1, 2).repeat_interleave(self.heads // self.kv_heads, 1)
-            for t in (k, v)
-        )
-        scores = q @ k.transpose(-2, -1) * (width // self.heads) ** -0.5
-        future = torch.ones(tokens, tokens, dtype=torch.bool).triu(1)
-        mixed = scores.masked_fill(future, float("-inf")).softmax(-1) @ v
+        k, v = (t.view(batch, tokens, self.kv_heads, -1).transpose(1, 2) for t in (k, v))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return self.out(mixed.transpose(1, 2).reshape(batch, tokens, width))
 
 
@@ -91,7 +86,7 @@ def split(name: str, state: dict | None = None, **options) -> tp.TensorParallelG
     if name == "tied":
         model.head.weight = model.token_embedding.weight
     if state is not None:
-        tp.load_full_state_dict(model, state, group=options.get("group"))
+        tp.load_full_state_dict(model, state)
     return model
 
 
@@ -187,28 +182,9 @@ def with_other_techniques(rank: int) -> dict:
     return found
 
 
-def two_groups(rank: int, states: dict) -> dict:
-    pairs = [torch.distributed.new_group(pair) for pair in ([0, 1], [2, 3])]
-    group = pairs[rank // 2]
-    found = {}
-    for name in ("plain", "two keys", "one key", "sequence"):
-        model = split(name, states[name], group=group)
-        x, y = text_batch(2, 16, seed=rank // 2)
-        with Traffic() as traffic:
-            model(x, y).backward()
-        for p in model.parameters():
-            p.data = p.grad
-        found[name] = tp.full_state_dict(model, group), {record.ranks for record in traffic.records}
-    return found
-
-
-def beside(rank: int, states: dict) -> dict:
-    return with_other_techniques(rank) | {"two groups": two_groups(rank, states)}
-
-
 @pytest.fixture(scope="module")
-def others(references) -> list[dict]:
-    return run_ranks(beside, 4, {name: before for name, (before, _) in references.items()})
+def others() -> list[dict]:
+    return run_ranks(with_other_techniques, 4)
 
 
 @pytest.mark.parametrize("how", ["memlab", "torch", "re-entrant"])
@@ -218,14 +194,3 @@ def test_a_checkpoint_repeats_masks_and_collectives_so_gradients_are_the_same_bi
             (gradients, after), (expected, same) = rank[name, how], rank[name, "none"]
             assert all(torch.equal(one, other) for one, other in zip(gradients, expected, strict=True))
             assert torch.equal(after, same)
-
-
-def test_in_a_subgroup_each_group_computes_the_gradient_of_its_own_batch(others, references):
-    for number in range(2):
-        for name, (full, sizes) in others[2 * number]["two groups"].items():
-            plain = one_process(WAYS[name].get("kv_heads"))
-            plain.load_state_dict(references[name][0])
-            plain(*text_batch(2, 16, seed=number)).backward()
-            assert sizes == {2}
-            for key, p in plain.named_parameters():
-                assert (full[key] - p.grad).norm() <= 1e-12 * p.grad.norm(), (name, key)

@@ -197,37 +197,28 @@ def test_under_autocast_layers_compute_in_16_bit_as_linear_does_and_gradients_ke
         assert far < 2**-7  # sums of a few numbers with 8 bits each
 
 
-def expected_messages(kind: type, mode: str, trained: str, ranks: int) -> list:
-    read, written = 8 * IN * 8, 8 * OUT * 8  # bytes of x and of y, whole
-    send = lambda name, nbytes: (name, ring_bytes(name, nbytes, ranks))  # noqa: E731
-    if kind is tp.RowParallelLinear:
-        if mode == "whole rows":
-            return [[send("all_reduce", written)], []]
-        return [[send("reduce_scatter", written)], [send("all_gather", written)]]
-    if mode == "whole rows":
-        return [[], [send("all_reduce", read)] if "x" in trained else []]
-    again = mode == "own rows" and "weight" in trained
-    back = [send("all_gather", read)] * again + [send("reduce_scatter", read)] * ("x" in trained)
-    return [[send("all_gather", read)], back]
+BACK = {  # what is sent in backward, if a gradient is needed of x and the weight, of x, of the weight
+    (tp.ColumnParallelLinear, "whole rows"): (["all_reduce"], ["all_reduce"], []),
+    (tp.ColumnParallelLinear, "own rows"): (["all_gather", "reduce_scatter"], ["reduce_scatter"], ["all_gather"]),
+    (tp.ColumnParallelLinear, "gathered rows kept"): (["reduce_scatter"], ["reduce_scatter"], []),
+    (tp.RowParallelLinear, "whole rows"): ([], [], []),
+    (tp.RowParallelLinear, "own rows"): (["all_gather"], ["all_gather"], ["all_gather"]),
+}
 
 
-@pytest.mark.parametrize("trained", ["x weight", "x", "weight"])
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", [tp.ColumnParallelLinear, tp.RowParallelLinear])
-def test_layers_send_what_the_formula_says_and_nothing_for_a_gradient_that_nobody_needs(kind, mode, trained):
-    options = MODES[mode] if kind is tp.ColumnParallelLinear else {"sequence_parallel": bool(MODES[mode])}
-    for ranks in (1, 4):
-        with imagined_ranks(ranks):
-            layer = kind(IN, OUT, **options, dtype=torch.float64).requires_grad_("weight" in trained)
-            rows = 8 // ranks if options and kind is tp.ColumnParallelLinear else 8
-            width = IN if kind is tp.ColumnParallelLinear else IN // ranks
-            x = torch.zeros(rows, width, dtype=torch.float64, requires_grad="x" in trained)
-            with Traffic() as forward:
-                y = layer(x)
+@pytest.mark.parametrize(("kind", "mode"), BACK)
+def test_layers_send_nothing_for_a_gradient_that_nobody_needs(kind, mode):
+    column = kind is tp.ColumnParallelLinear
+    for trained, expected in zip(("x weight", "x", "weight"), BACK[kind, mode], strict=True):
+        with imagined_ranks(4):
+            layer = kind(IN, OUT, **MODES[mode], dtype=torch.float64).requires_grad_("weight" in trained)
+            rows, width = 2 if column and mode != "whole rows" else 8, IN if column else IN // 4
+            y = layer(torch.zeros(rows, width, dtype=torch.float64, requires_grad="x" in trained))
             with Traffic() as backward:
                 y.sum().backward()
-        sent = [[(record.name, record.sent_bytes) for record in half.records] for half in (forward, backward)]
-        assert sent == ([[], []] if ranks == 1 else expected_messages(kind, mode, trained, ranks))
+        assert [record.name for record in backward.records] == expected
+        whole = 8 * 8 * (IN if column else OUT)
+        assert all(r.sent_bytes == ring_bytes(r.name, whole, 4) for r in backward.records)
 
 
 def a_step(layer, x) -> dict:

@@ -36,17 +36,8 @@ def pickled(layers):
     return torch.load(io.BytesIO(file.getvalue()), weights_only=False)
 
 
-def swapped(layers):
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    try:
-        return layers.double()
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(False)
-
-
 WAYS = {
     "deepcopy of what was pickled": lambda layers: copy.deepcopy(pickled(layers)),
-    "double, by swapping": swapped,
     "double": lambda layers: layers.double(),
     "to meta and back": lambda layers: layers.to("meta").to_empty(device="cpu"),
     "load_state_dict(assign=True)": assigned,
@@ -69,11 +60,6 @@ def test_a_call_with_other_tensors_in_place_of_the_parts_is_the_call_with_these_
         given = {name: p.detach().clone() for name, p in other.named_parameters()}
         assert torch.equal(torch.func.functional_call(model, given, (x, x)), other(x, x))
         assert all(tp.cut_of(p) == tp.cut_of(q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
-
-
-def test_a_layer_without_its_bias_is_converted(layers):
-    layers[0].bias = None
-    assert layers.double()[0].weight.dtype == torch.float64
 
 
 def test_a_layer_with_a_group_of_its_own_is_copied_with_it(layers):

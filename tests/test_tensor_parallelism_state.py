@@ -275,23 +275,6 @@ def optimizers(group, folder: Path) -> dict:
     return facts
 
 
-def both_groups_save(group, path: Path) -> bool:
-    """Two groups of two, replicas of one model, each of which saves it to one path at a time."""
-    model, expected, write = Split(group), plain().state_dict(), tp.Cut.write
-    tp.load_full_state_dict(model, expected, group)
-
-    def all_are_here(*args):  # so that each group's file is being written while the other's is
-        distributed.barrier()
-        return write(*args)
-
-    tp.Cut.write = all_are_here
-    tp.save_full(model, path, group)
-    tp.Cut.write = write
-    whole = alike(torch.load(path), expected)
-    distributed.barrier()
-    return whole and not list(path.parent.glob("*.unfinished"))
-
-
 def in_rank(rank: int, folder: str) -> dict:
     made, found = groups(), {}
     for group in made:
@@ -304,7 +287,6 @@ def in_rank(rank: int, folder: str) -> dict:
     whole = Split(None)
     found["other group"] = raised(lambda: tp.full_state_dict(whole, made[1]))
     found["other group's norm"] = raised(lambda: tp.clip_grad_norm_(with_gradients(whole, 1), 1.0, group=made[1]))
-    found["one path"] = both_groups_save(made[1], Path(folder) / "split.pt")
     return found
 
 
@@ -375,10 +357,6 @@ def test_a_group_of_another_size_than_the_models_is_refused(ranks):
         words = "expected the group that the model was made with, found "
         assert f"{words}table.weight cut for 4 ranks" in rank["other group"]
         assert f"{words}a part of (6, 8) cut for 4 ranks" in rank["other group's norm"]
-
-
-def test_two_groups_that_save_to_one_path_at_a_time_leave_one_whole_file(ranks):
-    assert all(rank["one path"] for rank in ranks)
 
 
 @pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="the system does not reserve room in files")

@@ -137,6 +137,7 @@ def losses(group) -> tuple[dict, dict]:
         "all ignored": (z, torch.full_like(y, -100)),
         "large": (z * 1000, y),
         "minus infinity": (hidden, y),
+        "minus infinity, and all else far below zero": (hidden - 1000, y),
         "minus infinity at the target": (at_target, y),
         "empty": (z[:0], y[:0]),
         "3-dimensional": (z.view(3, 4, 24), y.view(3, 4)),
