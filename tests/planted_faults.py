@@ -1,7 +1,7 @@
 """Do the tests notice a broken library? Faults drawn by a seed, planted one at a time in a copy of the tree.
 
     python -m tests.planted_faults draw                          list the faults
-    python -m tests.planted_faults run --tree /tmp/other         plant each in /tmp/other, a clone, and run its tests there
+    python -m tests.planted_faults run --tree /tmp/other         plant each in a clone, and run its tests there
 
 Two faults are drawn in each package of a technique and four in memlab/book. A fault breaks one statement inside a
 function: it is removed, its condition negated, a comparison or an operator exchanged, a number made larger by one, or
@@ -29,9 +29,22 @@ FAULTS = {"book": 4}
 """More than two."""
 SECONDS = 1200
 EXCHANGED = {
-    **{ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "=="},
-    **{ast.Is: "is not", ast.IsNot: "is", ast.In: "not in", ast.NotIn: "in"},
-    **{ast.Add: "-", ast.Sub: "+", ast.Mult: "+", ast.FloorDiv: "*", ast.Div: "*", ast.Mod: "+"},
+    ast.Lt: "<=",
+    ast.LtE: "<",
+    ast.Gt: ">=",
+    ast.GtE: ">",
+    ast.Eq: "!=",
+    ast.NotEq: "==",
+    ast.Is: "is not",
+    ast.IsNot: "is",
+    ast.In: "not in",
+    ast.NotIn: "in",
+    ast.Add: "-",
+    ast.Sub: "+",
+    ast.Mult: "+",
+    ast.FloorDiv: "*",
+    ast.Div: "*",
+    ast.Mod: "+",
 }
 REFUSING = re.compile(r"refus|check|expect|misfit|explain|advice|^__init__$|^__repr__$|^__str__$")
 

@@ -23,11 +23,10 @@ from memlab.memory_hierarchy.bandwidth import (
     transfer_bandwidth,
 )
 from memlab.memory_hierarchy.counting import FLOPS, Op, OpCounter
-from memlab.memory_hierarchy.levels import PUBLISHED, Level, fit_levels, levels
+from memlab.memory_hierarchy.levels import Level, fit_levels, levels
 from memlab.memory_hierarchy.roofline import bound_by, least_seconds, measure_peak_flops, roof
 from memlab.memory_hierarchy.touched import touched_bytes
-from memlab.memory_timeline import CARDS
-from memlab.units import GiB, KiB, MiB, parse_bytes
+from memlab.units import GiB, KiB, MiB
 from tests.harness import nothing_left_behind, refusals, refused
 from tests.tiers import some
 from tests.torch_ops import forward_and_backward, ops_of_torch
@@ -315,16 +314,9 @@ def test_calls_of_one_op_on_the_same_shapes_are_added_up():
 # ---- a real step
 
 
-def gpt_step(attention: str):
-    torch.manual_seed(0)
-    model = GPT(layers=2, width=32, heads=4, context=16, attention=attention)
-    tokens = torch.randint(256, (2, 16))
-    return model, tokens
-
-
 def test_the_flops_of_a_gpts_step_are_those_of_torchs_own_counter_and_of_the_arithmetic():
     """Forward: 2 FLOPs a token for each weight of a matrix, 4 a score for each feature; backward twice that."""
-    model, tokens = gpt_step("by hand")
+    model, tokens = GPT(layers=2, width=32, heads=4, context=16, attention="by hand"), torch.randint(256, (2, 16))
     ops = counted(lambda: model(tokens, tokens).backward())
     weights = sum(p.numel() for name, p in model.named_parameters() if p.dim() == 2 and "embedding" not in name)
     forward = 2 * weights * tokens.numel() + 2 * (2 * 2 * 2 * 16 * 16 * 32)
@@ -585,15 +577,6 @@ def test_registers_have_no_plateau_though_they_are_larger_than_the_next_level():
     named = [Level("registers", 256 * KiB, 132), Level("shared memory and L1", 228 * KiB, 132), Level("L2", 50 * MiB)]
     found = fit_levels([(64 * KiB, 9.0), (MiB, 5.0)], named)
     assert [p.bytes_per_second for p in found] == [None, 9.0, 5.0]
-
-
-def test_published_figures_are_of_the_cards_that_can_be_imagined():
-    assert PUBLISHED.keys() == CARDS.keys()
-    for name, card in PUBLISHED.items():
-        assert 0.9 < parse_bytes(CARDS[name].capacity) / card.memory < 1.08
-        assert card.shared_memory < card.registers < card.l2 < card.memory
-        assert card.pcie < card.memory_bandwidth and card.flops_per_second < card.half_flops_per_second
-        assert card.source
 
 
 def test_torch_compile_compiles_the_model_at_most_and_nothing_of_the_counter():

@@ -11,11 +11,8 @@ from torch.nn import functional as F
 
 from memlab.book.frameworks import deepspeed_alone, has_deepspeed
 from memlab.book.measures.mixed_precision import cast_step_cast, with_gradients
-from memlab.book.steps import metered_step
 from memlab.book.workloads import GPT, text_batch
-from memlab.memory_arithmetic import Transformer, training_step
 from memlab.mixed_precision import LossScaler, MasterWeights, StochasticRounding
-from tests.harness import refused
 from tests.memory_timeline_helpers import one_thread  # noqa: F401
 from tests.tiers import some
 
@@ -152,18 +149,3 @@ def test_deepspeed_halves_the_step_in_which_its_scale_grows_and_clips_unless_tol
     assert {False, True} == set(grew) and set(moves) == moved
     if options:  # by default the gradient's norm is clipped to 1 all the same
         assert moves == [1.0 if now else 2.0 for now in grew]
-
-
-MODEL = Transformer(layers=1, width=8, heads=2, context=8, vocabulary=16)
-WRONG = {
-    "lion": ({"optimizer": "lion"}, ValueError, "expected optimizer to be one of 'sgd', …; found 'lion'"),
-    "nothing": ({"implementation": ""}, ValueError, "expected implementation to be one of …; found ''"),
-    "half a byte": ({"chunk_bytes": 0.5}, TypeError, "a size as int …found 0.5; or pass 'auto', or None for no limit"),
-    "no byte": ({"chunk_bytes": 0}, ValueError, "chunk_bytes of at least 1, 'auto', or None for no limit; found 0"),
-}
-
-
-@pytest.mark.parametrize("step", [metered_step, training_step])
-@pytest.mark.parametrize(("options", "error", "words"), WRONG.values(), ids=WRONG)
-def test_a_metered_step_refuses_what_its_prediction_refuses(options, error, words, step):
-    refused(lambda: step(MODEL, 1, 8, **options), error, words)

@@ -113,37 +113,6 @@ def test_the_scale_of_a_scaler_is_divided_out_in_fp32_and_an_overflow_skips_the_
     assert kernel == [len(params)]
 
 
-def others():
-    """Parameters that the kernel cannot step, and a gradient of each."""
-    half = lambda *shape: torch.randn(shape).to(DEVICE, FP16)  # noqa: E731
-    return {
-        "of FP32": (torch.randn(16, device=DEVICE), torch.randn(16, device=DEVICE)),
-        "of another order than its gradient": (half(8, 4), half(4, 8).t()),
-        "with gaps": (half(8, 8)[:, ::2], half(8, 8)[:, ::2]),
-        "empty": (half(0, 4), half(0, 4)),
-        "whose gradient is 0 without memory": (half(16), torch._efficientzerotensor((16,), device=DEVICE, dtype=FP16)),
-        "whose gradient is negated when read": (half(16), torch._neg_view(half(16))),
-    }
-
-
-def test_what_the_kernel_cannot_step_the_optimizer_does_beside_it(kernel):
-    params, gradients = parameters(shapes=[(32,), (48,)]), list(others().values())
-    params += [nn.Parameter(other) for other, _ in gradients]
-    masters, reference, wide = beside_pytorchs(params)
-    for _ in range(3):
-        give_gradients(params)
-        for p, (_, gradient) in zip(params[2:], gradients, strict=True):
-            p.grad = gradient
-        for p, q in zip(params, wide, strict=True):
-            q.grad = p.grad.clone().float().contiguous()
-        masters.step()
-        reference.step()
-    for p, q in zip(params, wide, strict=True):
-        torch.testing.assert_close(masters.state[p].get("master", p.detach()), q.detach(), rtol=1e-6, atol=1e-7)
-        assert masters.state[p]["step"] == 3
-    assert kernel == [2] * 3
-
-
 CHANGES = {  # what may happen between steps to a parameter's weight, gradient and states
     "written": lambda masters, p: p.detach().fill_(0.5),
     "other memory": lambda masters, p: setattr(p, "data", p.data.clone()),

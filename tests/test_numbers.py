@@ -22,7 +22,7 @@ from memlab.book.numbers import (
     share,
 )
 from memlab.book.workloads import GPT, text_batch
-from memlab.mixed_precision.formats import FATES, FORMATS, bits, fates
+from memlab.mixed_precision.formats import FATES, FORMATS, bits
 from tests.harness import refusals, refused
 from tests.memory_timeline_helpers import one_thread  # noqa: F401
 from tests.tiers import some
@@ -208,15 +208,6 @@ def test_the_shares_under_the_sliders_are_what_casting_the_gradients_shows(gradi
         assert f"times 2^{asked['scale_power']}, over the ranges of {asked['format']}: {parts}. " in picture.alt
         zeros = share(len(every) - len(nonzero), len(every))
         assert picture.alt.endswith(f"Beside them, {zeros} of the {len(every):,} are exactly zero.")
-
-
-def test_sorted_magnitudes_find_the_counts_of_losses_also_at_the_edges(gradients):
-    for format in FORMATS.values():
-        edges = [format.smallest_subnormal / 2, format.smallest_normal, format.max + format.largest_ulp / 2]
-        edges = torch.tensor([*edges, *edges, -edges[0], 0.0, math.inf, math.nan], dtype=torch.float64)
-        for values in (gradients["head.weight"], edges, edges * (1 - 1e-9), edges * (1 + 1e-9), torch.zeros(3)):
-            for scale in (1.0, 2.0**10):
-                assert Magnitudes(values).fates(format, scale) == fates(values, format, scale)
 
 
 def test_the_bars_are_powers_of_two_and_move_by_one_for_each_power_of_the_scale():

@@ -123,19 +123,11 @@ def clamp(module: nn.Linear, *_) -> None:
         module.weight.clamp_(-0.1, 0.1)
 
 
-class Clamped(nn.Linear):
-    def forward(self, x):
-        clamp(self)
-        return super().forward(x)
-
-
-@pytest.mark.parametrize("writes", ["in its forward", "in a hook before it"])
-def test_what_a_layer_writes_to_its_own_weights_comes_home(to, writes):
+def test_what_a_layer_writes_to_its_own_weights_in_its_forward_or_a_hook_before_it_comes_home(to):
     def model():
         torch.manual_seed(0)
-        last = (Clamped if writes == "in its forward" else nn.Linear)(8, 8)
-        if writes == "in a hook before it":
-            last.register_forward_pre_hook(clamp)
+        last = nn.Linear(8, 8)
+        last.register_forward_pre_hook(clamp)
         return nn.Sequential(nn.Embedding(10, 8, max_norm=1.0), nn.Linear(8, 8), last)
 
     plain, streamed, x = model(), model(), torch.arange(6)
@@ -286,7 +278,7 @@ def in_order(*numbers):
                 x = torch.tanh(model.layers[number](x))
             x.square().sum().backward()
 
-    return Stack, lambda model: model.layers, do
+    return Stack, lambda model: [*model.layers, model.layers[0]], do
 
 
 def of_queries(model):
@@ -297,13 +289,6 @@ def of_queries(model):
                 x = layer(x)
             loss = (x + out["queries"][1]).square().sum() + out["queries"][0].sum()
     loss.backward()
-
-
-def of_one_block(model):
-    x = X[:, :8]
-    for _ in range(4):
-        x = model[0](x)
-    x.square().sum().backward()
 
 
 def twice_and_through_its_own_gradient(model):
@@ -326,35 +311,18 @@ def with_sides(model):
     (hidden.sum() + sum(layer.side for layer in model)).backward()
 
 
-def under_autocast(model):
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = model(X[:, :16]).float().square().mean()
-    loss.backward()
-
-
 CASES = {
     "backwards": in_order(3, 2, 1, 0),
     "skipping and repeating": in_order(0, 1, 0, 1, 3),
-    "one layer": in_order(2),
     "one layer three times": in_order(0, 0, 0),
     "a parameter of its own returned": (
         lambda: nn.ModuleList([Queries(), *(nn.Linear(8, 8) for _ in range(4))]),
         list,
         of_queries,
     ),
-    "one block many times": (
-        lambda: nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.Tanh())),
-        lambda m: [m[0]] * 4,
-        of_one_block,
-    ),
     "double backward": (Stack, lambda model: model.layers, twice_and_through_its_own_gradient),
     "two forwards": (lambda: gpt(dropout=0.0), lambda model: model.blocks, of_two_forwards),
     "a loss on the side": (lambda: nn.ModuleList(Router() for _ in range(3)), list, with_sides),
-    "autocast and buffers": (
-        lambda: nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16)) for _ in range(3))),
-        list,
-        under_autocast,
-    ),
 }
 
 
@@ -481,19 +449,6 @@ def test_strides_and_dtypes_come_back_as_they_were(to):
 # ---- bytes
 
 
-@pytest.mark.parametrize("prefetch", [0, 1, 2])
-def test_parameters_on_the_device_are_the_rest_and_as_many_layers_as_are_needed(tmp_path, prefetch):
-    model = gpt(layers=6)
-    rest, layer = sizes_of(model)
-    with stream_weights(model, model.blocks, tmp_path, prefetch=prefetch) as weights:
-        for _ in range(2):
-            with Meter(model) as meter:
-                model(*batch()).backward()
-            assert weights.layers[0].nbytes == layer
-            assert max(meter.timeline.curves["parameter"]) == rest + (1 + prefetch) * layer
-            assert meter.timeline.curves["parameter"][-1] == rest
-
-
 @pairs("prefetch, given", [0, 1, 2], [True, False])
 def test_the_peak_of_inference_is_the_layers_needed_and_two_activations(tmp_path, prefetch, given):
     model, x = Stack(layers=5, width=64), torch.randn(3, 64)
@@ -532,6 +487,7 @@ def test_a_model_larger_than_the_card_is_trained_on_it():
             model(x, x).backward()
             optimizer.step()
         assert [p.untyped_storage().in_main_memory for p in model.parameters()] == before
+        assert weights.layers[0].nbytes == layer
         timeline = meter.timeline.on(f"imagined {CARD}")
         assert max(timeline.curves["parameter"]) == rest + 2 * layer
         assert meter.timeline.on("cpu").peak_bytes == 2 * 12 * layer  # weights and gradients at home
@@ -690,8 +646,6 @@ def test_an_activation_written_to_after_it_was_saved_is_autograds_error(to):
 
 
 def scale(parameters, way):
-    if way == "vector_to_parameters":
-        nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(parameters) * 1.5, parameters)
     for p in parameters:
         if way == "mul_":
             p.mul_(1.5)
@@ -701,7 +655,7 @@ def scale(parameters, way):
             p.data = p.detach() * 1.5
 
 
-@pairs("way, prefetch, place", ["mul_", "data.copy_", "data =", "vector_to_parameters"], [1, 99], ["cpu", "file"])
+@pairs("way, prefetch, place", ["mul_", "data.copy_", "data ="], [1, 99], ["cpu", "file"])
 def test_a_weight_written_after_an_inference_is_read_again(way, prefetch, place, tmp_path):
     plain, streamed = gpt(dropout=0.0), gpt(dropout=0.0)
     where = "cpu" if place == "cpu" else tmp_path
@@ -756,7 +710,6 @@ REFUSALS = {
     "another's layer": (lambda: of_a_gpt(lambda m: [nn.Linear(2, 2)]), ValueError, "layers of the model"),
     "one in another": (lambda: of_a_gpt(lambda m: [m.blocks[0], m.blocks[0].attention]), ValueError, "contains one"),
     "no weights": (lambda: of_a_gpt(lambda m: [m.dropout]), ValueError, "no weights"),
-    "no layers": (lambda: of_a_gpt(lambda m: []), ValueError, "no weights"),
     "a layer alone": (lambda: of_a_gpt(lambda m: m.blocks[0]), TypeError, "write [layer]"),
     "a negative prefetch": (lambda: of_a_gpt(lambda m: m.blocks, prefetch=-1), ValueError, "0 or more"),
     "of inference mode": (of_inference_mode, ValueError, "make the model outside it"),
@@ -894,10 +847,6 @@ def test_an_exception_in_between_leaves_a_model_that_works(to, moment):
         for model in (plain, streamed):
             model(*batch()).backward()
         assert alike(gradients(weights.parameters()), gradients(plain.parameters()))
-    with pytest.raises(ZeroDivisionError), stream_weights(streamed, streamed.blocks, to):
-        streamed(*batch())
-        raise ZeroDivisionError
-    assert alike(list(streamed.parameters()), list(plain.parameters()))
 
 
 def test_nothing_is_left_behind(to):
@@ -973,33 +922,3 @@ def test_a_gpu_trains_from_the_host_as_it_does_by_itself(to, device):
                 optimizer.zero_grad()
     assert alike([p.cpu() for p in streamed.parameters()], [p.cpu() for p in plain.parameters()])
     assert {p.device.type for p in streamed.parameters()} == {"cpu" if device else "cuda"}
-
-
-# ---- beside accelerate
-
-
-def accelerated(model, way, folder):
-    accelerate = pytest.importorskip("accelerate")
-    if way == "cpu_offload":
-        return accelerate.cpu_offload(model, execution_device="cpu")
-    if way == "disk_offload":
-        return accelerate.disk_offload(model, folder, execution_device="cpu")
-    where = {name: "cpu" for name, _ in model.named_children() if name != "blocks"}
-    where |= {f"blocks.{i}": "cpu" if i < 2 else "disk" for i in range(len(model.blocks))}
-    return accelerate.dispatch_model(model, where, main_device="cpu", offload_dir=folder)
-
-
-@pytest.mark.parametrize("way", ["cpu_offload", "disk_offload", "dispatch_model"])
-def test_accelerate_gives_the_same_outputs_and_no_gradient_of_what_it_moved(tmp_path, way):
-    plain = gpt(dropout=0.0)
-    expected = plain(*batch())
-    theirs = accelerated(gpt(dropout=0.0), way, tmp_path)
-    ours = gpt(dropout=0.0)
-    with stream_weights(ours, ours.blocks, tmp_path) as weights:
-        for model in (theirs, ours):
-            loss = model(*batch())
-            assert torch.equal(loss, expected)
-            loss.backward()
-        moved = [p for p in theirs.parameters() if p.is_meta]
-        assert moved and all(p.grad is None for p in moved)
-        assert all(p.grad is not None for p in weights.parameters())

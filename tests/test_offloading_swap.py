@@ -236,13 +236,6 @@ def test_backward_of_a_part_keeps_nothing_on_the_device(swap, monkeypatch):
     assert made and not [reference for reference in made if reference() is not None]
 
 
-def test_backward_may_be_inside_the_context(swap):
-    x, w = values(64, 64), values(64, 64, seed=1)
-    expected = torch.autograd.grad(((x @ w).exp() * x).sum(), (x, w))
-    with swap:
-        assert alike(torch.autograd.grad(((x @ w).exp() * x).sum(), (x, w)), expected)
-
-
 def test_several_forwards_before_their_backwards_which_run_in_several_threads_at_once(swap):
     xs = [values(64, 128, seed=i) for i in range(4)]
     expected = [torch.autograd.grad((x.exp() * x.sin()).tanh().sum(), x)[0] for x in xs]
@@ -337,37 +330,14 @@ def test_a_storage_that_eight_entries_save_leaves_once(swap):
 def test_a_tensor_and_its_transpose_share_one_copy_and_neither_gets_the_others_strides(swap):
     """Where ms-swift's pull request 10157 found a transpose with its original's copy."""
     x, w = values(48, 64), values(48, 32, seed=1)
-
-    def loss(x, w):
-        h = x * 2
-        return ((h.t() @ w).sin().sum() + (h * h.cos()).sum()) * 1.0
-
-    with swap:
-        y = loss(x, w)
-    assert alike(torch.autograd.grad(y, (x, w)), torch.autograd.grad(loss(x, w), (x, w)))
     with swap:
         h = x * 2
-        y = h.t() @ w
+        y = (h.t() @ w).sum()
         moved = swap.moved_bytes
-        z = h * h
+        z = (h * h).sum()
     assert swap.moved_bytes == moved
-    del y, z, h
-
-
-def test_of_a_fused_projection_each_third_leaves_as_a_third_and_its_transpose_with_it(tmp_path):
-    x = values(32, 16, 3 * 64)
-
-    def loss(x):
-        q, k, v = (x * 2).chunk(3, -1)
-        scores = q @ k.transpose(1, 2)
-        return ((scores.softmax(-1) @ v) * v).sin().sum() + (k * 2).cos().sum()
-
-    third, scores = 32 * 16 * 64 * 4, 32 * 16 * 16 * 4
-    swap = swap_activations(tmp_path)
-    with swap:
-        y = loss(x)
-    assert swap.moved_bytes == 3 * third + scores + 3 * third  # q, k, v; softmax; scores @ v, its sin's, k's cos's
-    assert torch.equal(torch.autograd.grad(y, x)[0], torch.autograd.grad(loss(x), x)[0])
+    expected = ((x * 2).t() @ w).sum() + (x * 2).square().sum()
+    assert alike(torch.autograd.grad(y + z, (x, w)), torch.autograd.grad(expected, (x, w)))
 
 
 # ---- written to after it was saved
@@ -718,23 +688,6 @@ def test_a_disk_that_is_full_is_an_error_in_the_forward_that_names_the_folder(
     assert alike(step(model, batch, swap), expected)  # with space again, it works again
 
 
-def test_a_folder_that_is_removed_is_an_error_in_the_next_forward_and_none_in_backward(tmp_path):
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    model, batch = gpt(), tokens(4, 64)
-    expected = step(model, batch)
-    swap = swap_activations(folder, ram_bytes="64 KiB")
-    torch.manual_seed(0)
-    model.zero_grad()
-    with swap:
-        loss = model(*batch)
-    folder.rmdir()  # its one file has no name
-    loss.backward()
-    assert alike([p.grad for p in model.parameters()], expected[1:])
-    with pytest.raises(FileNotFoundError, match=f"folder '{folder}'"), swap:
-        model(*batch)
-
-
 def test_a_read_that_fails_is_an_error_that_names_the_folder(tmp_path, monkeypatch):
     model, batch = gpt(), tokens(4, 64)
     swap = swap_activations(tmp_path, ram_bytes="64 KiB")
@@ -787,14 +740,9 @@ def test_entering_twice_is_an_error_and_the_first_goes_on(swap):
 PREFETCH = "expected prefetch='auto' or a number of tensors"
 REFUSALS = {
     "a negative prefetch": (lambda: swap_activations(prefetch=-1), ValueError, PREFETCH),
-    "half a prefetch": (lambda: swap_activations(prefetch=1.5), ValueError, PREFETCH),
-    "a fast prefetch": (lambda: swap_activations(prefetch="fast"), ValueError, PREFETCH),
     "a true prefetch": (lambda: swap_activations(prefetch=True), ValueError, PREFETCH),
-    "no prefetch": (lambda: swap_activations(prefetch=None), ValueError, PREFETCH),
     "a size in words": (lambda: swap_activations("/", ram_bytes="many"), ValueError, "expected a size such as"),
-    "half a byte": (lambda: swap_activations("/", min_bytes=1.5), TypeError, "expected a size as int"),
     "no such folder": (lambda: swap_activations("no/where"), OSError, "expected to make a file in folder 'no/where'"),
-    "no folder": (lambda: swap_activations(__file__), OSError, f"expected to make a file in folder '{__file__}'"),
 }
 
 
@@ -831,22 +779,6 @@ def test_on_a_gpu_gradients_are_the_same_bit_for_bit_and_memory_is_free(to, pref
         del loss
     assert held[1] < 0.3 * held[0]
     assert all(memory.is_pinned() for s in swap._stores.values() for memory, _ in s.slab._chunks)
-
-
-@gpu
-def test_on_a_gpu_a_tensor_written_to_while_it_is_copied_gives_right_gradients_or_an_error():
-    x = torch.randn(4096, 4096, device="cuda", requires_grad=True)
-    for _ in range(5):
-        with swap_activations():
-            h = x * 1
-            y = h.sin()
-            h.mul_(3)
-        try:
-            (found,) = torch.autograd.grad(y.sum(), x)
-        except RuntimeError as error:
-            assert "modified by an inplace operation" in str(error)
-        else:
-            torch.testing.assert_close(found, x.cos())
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")

@@ -61,7 +61,7 @@ LAYERS = {  # some layers, and what is tied of them
     "two": ([Linear, Linear, Linear, Linear], [("0.weight", "3.weight")]),
     "one stage": ([Linear, Linear, nn.Tanh, Linear], [("0.weight", "1.weight")]),
     "unused": ([Linear, nn.Tanh, Unused, Linear], [("0.weight", "2.weight")]),
-    "two names": ([Linear, nn.Tanh, Twice, Linear], [("0.weight", "2.weight")]),
+    "two names": ([Linear, nn.Tanh, Twice, Linear], [("0.weight", "2.again")]),
     "turned": ([Turned, nn.Tanh, Turned, Linear], [("0.weight", "2.weight")]),
     "sparse": ([Sparse, nn.Tanh, Linear, Linear], [("0.weight", "2.weight")]),
     "frozen": ([frozen, Linear, frozen, Linear], [("0.weight", "2.weight")]),
@@ -81,7 +81,9 @@ def plain(name: str) -> list[dict[str, Tensor | None]]:
     model = nn.Sequential(*[layer() for layer in made])
     for names in tied_names(ties):
         for other in names[1:]:
-            setattr(model[int(other[0])], other[2:], model[int(names[0][0])].weight)
+            layer = model[int(other[0])]
+            for own in layer._parameters:  # one weight, maybe under two names
+                setattr(layer, own, model[int(names[0][0])].weight)
     found = []
     for step in range(2):
         F.mse_loss(model(rows(step)[0]), rows(step)[1]).backward()
