@@ -54,17 +54,6 @@ def cycles(rng: random.Random, steps: int, room: float) -> list[float]:
     return found
 
 
-def pages(rng: random.Random, steps: int, room: float) -> list[float]:
-    """Resident pages: a random walk that is pulled back, in jumps."""
-    size, level, found = room * rng.uniform(0.002, 0.02), 0.0, []
-    for _ in range(steps):
-        level = 0.97 * level + size * rng.gauss(0, 0.5)
-        if rng.random() < 0.01:
-            level *= rng.random()
-        found.append(abs(level))
-    return found
-
-
 def evaluations(rng: random.Random, steps: int, room: float) -> list[float]:
     """Every so often much is held for some steps."""
     every, long = rng.randint(20, max(21, min(200, steps // 4))), rng.randint(1, 10)
@@ -72,33 +61,13 @@ def evaluations(rng: random.Random, steps: int, room: float) -> list[float]:
     return [size if step % every < long and step > every else 0.0 for step in range(steps)]
 
 
-def phases(rng: random.Random, steps: int, room: float) -> list[float]:
-    """Two programs by turns, such as a generator's and a discriminator's epochs."""
-    long, size = rng.randint(3, min(120, steps // 16)), room * rng.uniform(0.02, 0.25)
-    return [size * (step // long % 2) for step in range(steps)]
-
-
-NOISES = (no_noise, lengths, heavy_tails, cycles, pages, evaluations, phases)
+NOISES = (no_noise, lengths, heavy_tails, cycles, evaluations)
 
 # ---- leaks: how much is kept after each step, without a unit
 
 
 def every_step(rng, steps):
     return [float(step) for step in range(1, steps + 1)]
-
-
-def every_kth(rng, steps):
-    k = rng.randint(2, min(25, steps // 16))
-    return [float(step // k) for step in range(1, steps + 1)]
-
-
-def random_amounts(rng, steps):
-    chance, kept, found = rng.uniform(0.05, 0.9), 0.0, []
-    for _ in range(steps):
-        if rng.random() < chance:
-            kept += rng.uniform(0.2, 1.8)
-        found.append(kept)
-    return found
 
 
 def ever_rarer(rng, steps):
@@ -136,7 +105,7 @@ def stacked(rng, steps):
     return every_step(rng, steps)
 
 
-LEAKS = (every_step, every_kth, random_amounts, ever_rarer, by_length, begins_late, in_segments, stacked)
+LEAKS = (every_step, ever_rarer, by_length, begins_late, in_segments, stacked)
 
 # ---- clean programs: what is kept, 0 to 1
 
@@ -177,27 +146,12 @@ def jumps(rng, steps):
     return [sum(step >= a for a in at) / count for step in range(steps)]
 
 
-def warming(rng, steps):
-    """States and buffers in the first steps."""
-    long = rng.randint(1, 20)
-    return [1 - math.exp(-3 * step / long) for step in range(steps)]
-
-
-def drift(rng, steps):
-    """Fragmentation: resident bytes that creep up ever more slowly, then stay."""
-    level, found, tau = 0.0, [], steps * rng.uniform(0.05, 0.3)
-    for _ in range(steps):
-        level += (1 - level) / tau * rng.expovariate(1)
-        found.append(min(1.0, round(level * 40) / 40))
-    return found
-
-
 def floats(rng, steps):
     """A list of Python floats: a true growth, and no run is long enough."""
     return [step * 32 / (1024 * MIB) for step in range(steps)]
 
 
-CLEANS = (flat, saturating, bounded_cache, curriculum, jumps, warming, drift, floats)
+CLEANS = (flat, saturating, bounded_cache, curriculum, jumps, floats)
 
 
 def leak(seed: int, kind=None, noise=None) -> Run:

@@ -7,7 +7,7 @@ Two faults are drawn in each package of a technique and four in memlab/book. A f
 function: it is removed, its condition negated, a comparison or an operator exchanged, a number made larger by one, or
 what it returns forgotten. Left out are `__init__`s and refusals. The places are those of this tree, found in the other
 one by their text. The tests run until the first that fails: the package's own, the ones that import the broken page
-first, then its chapter. Tests of how the code is written do not count.
+first, then its chapter, or the first that imports it. Tests of how the code is written do not count.
 """
 
 from __future__ import annotations
@@ -184,6 +184,7 @@ def tests_of(fault: Fault, tree: Path) -> list[list[str]]:
     ]
     if "/checks/" in fault.file:
         return [["tests/test_exercises.py", "-k", fault.file.split("/checks/")[1].split("/")[0].removesuffix(".py")]]
+    chapters = chapters[:1]  # a page of the book is imported by many
     own = [path for path in own if path not in near]
     groups = [[tree / fault.file, *(path for path in near if path.stem.startswith(f"test_{fault.package}"))]]
     groups += [[path for path in near if path not in groups[0]], own, chapters]

@@ -237,19 +237,6 @@ def test_a_segment_grows_where_others_would_leave_a_gap():
     assert expandable.reserved_bytes == 240 * MiB  # 4 × 56 MiB, in pages of 20 MiB
 
 
-def test_pages_are_mapped_as_far_as_needed_and_given_back_beside_a_block_in_use():
-    allocator = ExpandableAllocator()
-    low, high = allocator.malloc(90 * MiB), allocator.malloc(2 * MiB)
-    allocator.malloc(1), allocator.malloc(MiB)
-    assert high.address == low.address + low.size
-    assert [d.size for d in allocator.decisions] == [100 * MiB, 2 * MiB]
-    allocator.free(low)
-    allocator.empty_cache()
-    assert allocator.decisions[-1][1:] == ("segment_unmap", low.address, 80 * MiB)
-    assert allocator.reserved_bytes == 22 * MiB and allocator.inactive_split_bytes == 0
-    assert allocator.malloc(70 * MiB).address == low.address  # the hole is filled first
-
-
 # ---- traces
 
 NOWHERE = Line("", "")

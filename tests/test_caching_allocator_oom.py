@@ -5,7 +5,6 @@ import re
 import pytest
 import torch
 
-from memlab.caching_allocator.allocator import CachingAllocator
 from memlab.caching_allocator.oom import explain_oom, read_oom
 from memlab.units import GiB, KiB, MiB
 from tests.harness import refusals, refused
@@ -224,21 +223,6 @@ def test_in_a_container_other_processes_are_told_from_this_one(others):
     assert oom.words["others"] == "Process 7 has 20.00 GiB memory in use."
     unknown = read_oom(message(*CONTAINER, others=[(6, 2**34 * GiB), *others]))
     assert (unknown.process, unknown.others) == (26 * GiB, 20 * GiB)
-
-
-def test_the_models_error_is_read_like_cudas():
-    model = CachingAllocator("1000 MiB")
-    blocks = [model.malloc(30 * MiB) for _ in range(33)]
-    for block in blocks[::2]:
-        model.free(block)
-    kept = [model.malloc(25 * MiB) for _ in range(17)]
-    assert all(kept)
-    with pytest.raises(torch.OutOfMemoryError) as error:
-        model.malloc(64 * MiB)
-    oom = read_oom(error.value)
-    assert (oom.asked, oom.total, oom.free) == (64 * MiB, 1000 * MiB, 10 * MiB)
-    assert (oom.allocated, oom.unallocated) == (model.allocated_bytes, model.reserved_bytes - model.allocated_bytes)
-    assert oom.can_be_fragmented and "fragmentation" in explain_oom(error.value)[-1].meaning
 
 
 def rejection(asked, name="CUDA"):

@@ -61,9 +61,6 @@ WATCH = """() => {
 BUSY = "() => document.querySelector('.jp-Notebook-ExecutionIndicator').dataset.status === 'busy'"
 
 
-# ---- what the browser keeps
-
-
 @pytest.fixture(scope="module")
 def opened():
     with browser() as opened:
@@ -180,9 +177,6 @@ def test_ticks_are_round_few_and_inside(page):
         assert 1 <= len(found) <= 6 and found[-1] <= most
         assert all(float(f"{tick:.2g}") == pytest.approx(tick) for tick in found[:1])
     assert page.evaluate("() => ticks(300, 4, 2)") == [128, 256]
-
-
-# ---- in JupyterLab
 
 
 @pytest.fixture

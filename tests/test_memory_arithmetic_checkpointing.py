@@ -146,15 +146,6 @@ def test_the_cases_peak_in_every_moment_that_a_checkpointed_step_can_peak_in():
 # ---- what segments do
 
 
-def test_kept_are_the_inputs_of_segments_and_nothing_else_of_the_blocks():
-    def blocks(segments):
-        steps = (training_step(Transformer(n, 32, 4, 64, 32), 4, 32, segments=segments) for n in (12, 6))
-        return [step.activations.nbytes for step in steps]
-
-    stream = 4 * 32 * 32 * 4
-    assert blocks(6)[0] == blocks(6)[1] == blocks(2)[0] + 4 * stream
-
-
 @some("layers", [24, 12, 40], keep=1)
 def test_the_best_number_for_the_whole_step_is_the_one_for_the_blocks_alone(layers):
     """Of a step with gradients already there. s and c come from the arithmetic itself."""

@@ -9,7 +9,6 @@ from collections import Counter
 
 import pytest
 import torch
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
@@ -517,9 +516,7 @@ REFUSALS = {
     "writing": (lambda: measure_bandwidth([4096], kind="write"), ValueError, "one of 'read', 'copy'; found 'write'"),
     "a meta device": (lambda: measure_bandwidth([4096], "meta"), ValueError, "one of 'cpu', 'cuda'; found 'meta'"),
     "one size": (lambda: measure_bandwidth(4096), TypeError, "expected sizes in a list, found 4096"),
-    "a peak of nothing": (lambda: measure_peak_flops("meta"), ValueError, "one of 'cpu', 'cuda'; found 'meta'"),
     "no bandwidth": (lambda: roof(1.0, 1.0, 0.0), ValueError, "expected FLOP/s and bytes/s above 0"),
-    "a nan": (lambda: least_seconds(OP, 1.0, math.nan), ValueError, "expected FLOP/s and bytes/s above 0"),
     "less than no intensity": (lambda: roof(-1, 1.0, 1.0), ValueError, "at least 0 FLOPs a byte, found -1"),
     "no folder": (lambda: disk_bandwidth("/none"), NotADirectoryError, "expected a folder"),
     "a file too large": (lambda: disk_bandwidth(".", "1000 TiB"), ValueError, "expected a size from 1 byte to"),
@@ -577,16 +574,3 @@ def test_registers_have_no_plateau_though_they_are_larger_than_the_next_level():
     named = [Level("registers", 256 * KiB, 132), Level("shared memory and L1", 228 * KiB, 132), Level("L2", 50 * MiB)]
     found = fit_levels([(64 * KiB, 9.0), (MiB, 5.0)], named)
     assert [p.bytes_per_second for p in found] == [None, 9.0, 5.0]
-
-
-def test_torch_compile_compiles_the_model_at_most_and_nothing_of_the_counter():
-    torch._dynamo.reset()
-    model, graphs = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()), CompileCounterWithBackend("eager")
-    x = torch.ones(4, 8)
-    with OpCounter() as expected:
-        model(x).sum().backward()
-    model.zero_grad()
-    with OpCounter() as found:
-        torch.compile(model, backend=graphs)(x).sum().backward()
-    assert found.ops == expected.ops
-    assert graphs.frame_count <= 1  # torch 2.13 compiles none while a dispatch mode is on

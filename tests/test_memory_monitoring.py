@@ -56,9 +56,6 @@ def monitors_threads():
     return [thread for thread in threading.enumerate() if thread.name == "memlab monitor"]
 
 
-# ---- the process
-
-
 @linux
 def test_resident_is_what_the_systems_own_account_of_the_pages_adds_up_to():
     held = torch.ones(24 * MiB, dtype=torch.uint8)
@@ -153,9 +150,6 @@ def test_where_the_mark_cannot_be_set_back_peaks_are_sampled_and_the_monitor_say
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-# ---- marks that are shared
-
-
 class OneMark:
     """A counter with one peak, as the system and PyTorch keep it."""
 
@@ -186,9 +180,6 @@ def test_each_reader_of_a_mark_hears_the_most_since_it_asked_itself():
     assert "one" not in _tables[os.getpid()].marks
 
 
-# ---- a meter
-
-
 @pytest.mark.parametrize("imagined", [False, True])
 def test_a_metered_history_is_the_closed_form_of_a_toy_leak(imagined):
     kept = []
@@ -215,9 +206,6 @@ def test_later_sources_of_a_level_have_their_names_behind_it_and_those_of_one_na
     for _ in range(2):
         assert readings.read() == {"driver": 5, "driver of gpu": 6, "driver of gpu 2": 7, "driver of gpu 3": 8}
     assert readings.end_of("driver of gpu 2")() == 7
-
-
-# ---- several sources
 
 
 def test_a_steps_end_is_asked_for_quickly_where_that_is_possible_and_read_where_it_fails():
@@ -285,9 +273,6 @@ def test_what_is_watched_is_the_level_nearest_to_the_tensors(levels, watch):
         assert monitor.watch == watch and f"{watch} 1 B" in repr(monitor)
 
 
-# ---- thresholds and calls
-
-
 def test_the_thread_warns_at_once_and_the_callback_waits_for_the_step():
     source, called = Figures(allocated=100), []
     with pytest.warns(MemoryWarning), Monitor(1000, every=0.002, sources=[source], on_alarm=called.append) as monitor:
@@ -328,9 +313,6 @@ def test_a_callback_that_changed_the_run_is_not_called_again_for_what_was_before
     assert monitor.forecast().step == monitor.steps == after + 200
 
 
-# ---- the log
-
-
 def test_the_log_has_the_start_each_step_the_alarms_and_the_end(tmp_path):
     source = Figures(allocated=10)
     source.marks = {"allocated": 10}
@@ -344,9 +326,6 @@ def test_the_log_has_the_start_each_step_the_alarms_and_the_end(tmp_path):
     assert [(line["end"], line["peak"]) for line in lines if line["kind"] == "step"] == [(10, 15), (20, 25), (30, 905)]
     assert lines[0]["budget"] == 1000 and lines[0]["watch"] == "allocated" and lines[-1]["error"] is None
     assert len({line["run"] for line in lines}) == 1
-
-
-# ---- cost
 
 
 def test_without_proc_the_resident_pages_are_macoss_to_tell(monkeypatch):

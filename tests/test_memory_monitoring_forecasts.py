@@ -1,9 +1,16 @@
-"""Forecasts: closed forms, what is refused, and how made-up leaks and clean runs are told apart."""
+"""Forecasts: closed forms, what is refused, and how made-up leaks and clean runs are told apart.
+
+Is the detector any good? Runs whose end is known are played to it: how early does it call, how often does it cry wolf?
+The two pull against each other, and `patience` sets where they meet.
+"""
 
 from __future__ import annotations
 
 import math
 import random
+from collections.abc import Iterable, Sequence
+from statistics import median
+from typing import NamedTuple
 
 import pytest
 
@@ -12,7 +19,6 @@ from memlab.memory_monitoring.forecasts import LINE, PATIENCE
 from memlab.memory_monitoring.leaks import STRETCHES
 from memlab.memory_monitoring.steps import BLOCKS
 from tests.harness import refusals, refused
-from tests.judged_histories import first_call, judge
 from tests.leaky_histories import BUDGET, CLEANS, LEAKS, NOISES, clean, leak
 
 MIB = 2**20
@@ -26,7 +32,53 @@ def history_of(ends, above: int = 0) -> StepHistory:
     return history
 
 
-# ---- closed forms
+def first_call(
+    steps: Iterable[tuple[int, int]], budget_bytes: int, patience: float = PATIENCE
+) -> tuple[Forecast | None, int]:
+    """The forecast with which a run of (end, peak) is called, None if it never is; and after how many steps it ends."""
+    history = StepHistory()
+    forecaster, call = Forecaster(history, budget_bytes, patience), None
+    for end_bytes, peak_bytes in steps:
+        history.append(end_bytes, peak_bytes)
+        if max(end_bytes, peak_bytes) >= budget_bytes:
+            break
+        if call is None and (said := forecaster()).runs_out:
+            call = said
+    return call, history.steps
+
+
+class Judgement(NamedTuple):
+    """How many leaks were called, how many below `LINE` of the budget, and within the interval that was foretold.
+
+    lead: the middle of the shares of their steps that were left at the call. false_alarms: clean runs that were called.
+    """
+
+    called: int
+    in_time: int
+    lead: float
+    covered: int
+    false_alarms: int
+
+
+def judge(
+    leaks: Sequence[Sequence[tuple[int, int]]],
+    cleans: Sequence[Sequence[tuple[int, int]]],
+    budget_bytes: int,
+    patience: float = PATIENCE,
+) -> Judgement:
+    """How a detector with this patience does on runs with a leak, all of which fill the budget, and on clean ones."""
+    called = in_time = covered = 0
+    leads = []
+    for steps in leaks:
+        call, length = first_call(steps, budget_bytes, patience)
+        assert max(steps[length - 1]) >= budget_bytes
+        leads.append((length - call.step) / length if call else 0.0)
+        if call:
+            called += 1
+            in_time += all(end < LINE * budget_bytes for end, _ in steps[: call.step])
+            covered += call.earliest - 1 <= length - call.step <= call.latest + 1
+    false_alarms = sum(first_call(steps, budget_bytes, patience)[0] is not None for steps in cleans)
+    return Judgement(called, in_time, median(leads), covered, false_alarms)
 
 
 @pytest.mark.parametrize("rate", [1, 3 * MIB])
@@ -117,9 +169,6 @@ def test_noise_that_grows_and_shrinks_again_with_what_is_kept_is_no_leak():
         for end in ends[80:]:
             history.append(end, end)
             assert not growth(history).grows
-
-
-# ---- edges
 
 
 def test_a_budget_that_is_reached_leaves_0_steps():

@@ -7,7 +7,6 @@ import importlib.util
 import os
 import re
 import sys
-import time
 import types
 from collections import Counter
 from pathlib import Path
@@ -16,7 +15,7 @@ import pytest
 import torch
 
 import memlab.memory_monitoring.driver as driver_page
-from memlab.memory_monitoring import Gone, GPUMemory, MemoryWarning, Monitor, ProcessMemory, list_gpus
+from memlab.memory_monitoring import Gone, GPUMemory, list_gpus
 from memlab.units import GiB, MiB
 from tests.harness import refused
 
@@ -154,9 +153,6 @@ esac
 """
 
 
-# ---- the figures
-
-
 def test_used_leaves_out_what_the_driver_keeps_for_itself_and_the_total_is_what_programs_can_have(nvml):
     source = GPUMemory(1)
     assert source.read() == {"driver": 2 * GiB}
@@ -227,9 +223,6 @@ def test_nvidia_smi_is_asked_only_when_wished_and_answers_in_whole_mib(monkeypat
     words = "expected ways of nvml, cuda, nvidia-smi; found rocm"
     refused(lambda: GPUMemory(0, ways=("nvml", "rocm")), ValueError, words)
     refused(lambda: GPUMemory(0, ways=()), ValueError, "found none")
-
-
-# ---- which card
 
 
 @pytest.mark.parametrize(
@@ -305,9 +298,6 @@ def test_a_part_of_a_gpu_is_watched_by_its_own_name_and_never_guessed(monkeypatc
     assert GPUMemory(0).uuid == second
 
 
-# ---- what goes away
-
-
 def test_a_broken_driver_says_so_at_once_with_every_ways_reason(nvml):
     nvml.errors["nvmlInit"] = 18
     with pytest.raises(
@@ -341,22 +331,6 @@ def test_nvml_is_shut_down_as_often_as_it_was_opened_and_a_look_makes_no_process
     del source
     gc.collect()
     assert nvml.open == 0
-
-
-def test_a_run_goes_on_when_its_gpu_falls_off_the_bus(nvml):
-    with pytest.warns(MemoryWarning, match="gpu 0 is gone: the GPU has fallen off the bus"):
-        monitor = Monitor(every=0.005, sources=[ProcessMemory(), GPUMemory(0)])
-        with monitor:
-            monitor.step()
-            assert monitor.samples[-1].figures["driver"] == 1 * GiB
-            nvml.errors[A] = 15
-            deadline = time.monotonic() + 10
-            while not monitor.alarms and time.monotonic() < deadline:
-                monitor.step()
-    assert monitor.history.steps > 1 and [alarm.kind for alarm in monitor.alarms] == ["gone"]
-
-
-# ---- what stays behind
 
 
 def test_the_package_that_pip_installs_has_every_name_that_is_used(monkeypatch):

@@ -22,9 +22,6 @@ def history_of(ends, above: int = 0) -> StepHistory:
     return history
 
 
-# ---- what is kept
-
-
 @pytest.mark.parametrize("steps", [1, 7, BLOCKS, BLOCKS + 1, 3 * BLOCKS, 10_000])
 def test_a_block_keeps_the_least_end_and_the_highest_peak_of_its_steps(steps):
     ends = [(step * 7919) % 1009 for step in range(steps)]
@@ -45,9 +42,6 @@ def test_what_happened_of_late_is_kept_step_by_step():
         assert min(steps, RECENT) <= kept <= 2 * RECENT
         assert list(history.recent_ends) == ends[-kept:]
         assert list(history.recent_peaks) == [end + 3 for end in ends[-kept:]]
-
-
-# ---- the parts
 
 
 def test_a_swing_is_the_most_by_which_floors_rose_and_then_fell():
@@ -123,9 +117,6 @@ def test_the_interval_is_that_of_the_mean_of_the_rises():
     assert found.bytes_per_step == pytest.approx(20 / 4)
     assert found.low == pytest.approx((20 - half_width) / 4) and found.high == pytest.approx((20 + half_width) / 4)
     assert (found.since_step, found.until_step) == (0, 32)
-
-
-# ---- what is a leak's pattern and what is not
 
 
 def test_a_sawtooth_does_not_grow_from_its_third_tooth_on():

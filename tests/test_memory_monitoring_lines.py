@@ -109,9 +109,6 @@ def test_two_readings_of_one_meter_name_the_line():
     assert [(row.line.source, row.bytes_per_step) for row in rows] == [("loss = output.square().mean()", 4)]
 
 
-# ---- each kind of leak, its line, its bytes and its holder
-
-
 def test_a_hidden_state_that_is_not_detached_is_named_by_the_state_whose_graph_goes_back():
     cell, state = torch.nn.RNNCell(WIDTH, WIDTH), torch.zeros(ROWS, WIDTH)
 
@@ -214,9 +211,6 @@ def test_storages_in_reference_cycles_are_called_that():
     assert row.bytes_per_step == 400 and "gc.collect()" in row.reason
 
 
-# ---- what stays and does not leak
-
-
 def test_states_accumulated_gradients_an_average_and_a_best_model_are_not_named():
     training, best = Training(), {}
     average = [p.detach().clone() for p in training.model.parameters()]
@@ -292,9 +286,6 @@ def test_what_tensors_do_not_explain_is_traced_afterwards_and_what_they_explain_
     assert not explained or rows[0].bytes_per_step == 4000
 
 
-# ---- around, inside and after: modes, threads, errors
-
-
 class Counting(TorchDispatchMode):
     ops = 0
 
@@ -326,9 +317,6 @@ def test_fewer_steps_than_8_and_marks_than_5_are_refused():
         growing_lines(Timeline(), Timeline(), 0)
     with pytest.raises(ValueError, match="5 steps' ends or more, found 2"):
         piling_up(Timeline(), [0, 1])
-
-
-# ---- what is not tensors
 
 
 def test_numpy_arrays_in_a_list_are_named_with_their_bytes():
@@ -367,9 +355,6 @@ def test_what_was_full_by_the_first_half_of_the_steps_does_not_pile_up():
                 cache.append(torch.zeros(100))
             marks.append(meter.event_count)
     assert piling_up(meter.timeline, marks) == []
-
-
-# ---- holders
 
 
 MODULE = [torch.zeros(1)]
@@ -429,9 +414,6 @@ def test_holders_call_nothing_of_an_objects_own(hold, said):
         assert found.startswith(said)
     finally:
         MODULE.pop()
-
-
-# ---- a monitor
 
 
 def test_what_stood_for_a_tensor_inside_vmap_or_grad_does_not_end_the_search_for_lines():

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-from memlab.caching_allocator import FREE, CachingAllocator, ExpandableAllocator, Replay, replay
+from memlab.caching_allocator import FREE, CachingAllocator, Replay, replay
 from memlab.memory_monitoring.polling import leak_seen, polled, repeated
 from memlab.units import MiB
 from tests.harness import refusals, refused
@@ -25,34 +25,9 @@ def steps(count: int, peak: int, leak: int = 0) -> tuple[list, list[int]]:
     return trace, ends
 
 
-class EmptiedEachStep(CachingAllocator):
-    """A CachingAllocator whose program calls `torch.cuda.empty_cache()` at the end of each step: `ends`, in events."""
-
-    def __init__(self, ends):
-        super().__init__()
-        self._ends, self._calls = frozenset(ends), 0
-
-    def malloc(self, nbytes):
-        block = super().malloc(nbytes)
-        self._called()
-        return block
-
-    def free(self, block):
-        super().free(block)
-        self._called()
-
-    def _called(self):
-        self._calls += 1
-        if self._calls in self._ends:
-            self.empty_cache()
-
-
 def levels(allocated: list[int], reserved: list[int]) -> Replay:
     """A replay that held these bytes after each event, and nothing before."""
     return Replay([0, *allocated], [0, *allocated], [0, *reserved], [0] * (len(allocated) + 1))
-
-
-# ---- polls
 
 
 def test_a_poll_shows_what_is_reserved_at_its_moment_and_the_context():
@@ -61,6 +36,9 @@ def test_a_poll_shows_what_is_reserved_at_its_moment_and_the_context():
     assert found.seconds == [0.0, 1.0, 2.0, 3.0]
     assert found.driver == [100, 110, 120, 120] and found.allocated == [0, 1, 5, 2]
     assert (found.peak_driver, found.peak_allocated) == (130, 5)
+    found = polled(done, [2, 4], 2.0, 4.0, context_bytes=100)  # one poll, at any moment of the four seconds
+    assert found.highest_driver == (100, 120) and found.highest_allocated == (0, 5)
+    assert (found.driver_peaks_met, found.allocated_peaks_met) == (0.375, 0.25)
     found = polled(done, [2, 4], 1.0, 1.0, context_bytes=0, seconds=[0.0, 0.5, 0.6, 2.0, 3.5])
     assert found.driver == [0, 20, 20, 20] and found.allocated == [0, 5, 2, 2]
     trace, ends = steps(60, 40 * MiB)  # a cache that is kept shows the highest to every poll
@@ -95,18 +73,6 @@ def test_peaks_met_agree_with_a_thousand_clocks():
             for start, stop in pairwise((0, *ends))
         )
     assert abs(found.allocated_peaks_met - met / clocks / len(ends)) < 0.005
-
-
-def test_a_cache_that_is_emptied_each_step_is_what_a_poll_of_the_driver_misses():
-    trace, ends = steps(1000, 40 * MiB)
-    done = replay(EmptiedEachStep(ends), trace)
-    assert done.reserved[1:5] == [40 * MiB, 0, 40 * MiB, 0]
-    found = polled(done, ends, 0.2, 1.0, context_bytes=0)  # polls and steps keep a common time: 5 steps a poll
-    assert found.highest_driver == (0, 40 * MiB) and found.peak_driver == 40 * MiB
-    assert math.isclose(found.driver_peaks_met, 0.1)
-
-
-# ---- leaks
 
 
 @pytest.mark.parametrize("leak", [2 * MiB, 5 * MiB])
@@ -168,18 +134,6 @@ REFUSALS = {
 @refusals(REFUSALS)
 def test_what_makes_no_sense_is_refused(call, error, words):
     refused(call, error, words)
-
-
-def test_between_two_moves_of_the_driver_are_a_segment_over_the_growth_steps():
-    """What is kept goes into the segment of the large request, so that request needs one of its own size again."""
-    trace, ends = steps(200, 64 * MiB, 2 * MiB)
-    found = leak_seen(replay(CachingAllocator(), trace), ends)
-    assert set(found.moves) == {64 // 2} and found.driver_after <= found.at_most
-    expandable = leak_seen(replay(ExpandableAllocator(), trace), ends)
-    assert set(expandable.moves) == {20 // 2} and expandable.driver_after <= expandable.at_most
-
-
-# ---- longer traces
 
 
 def test_a_last_step_done_again_is_what_a_longer_run_asks_for():

@@ -207,16 +207,3 @@ def test_a_sparse_gradient_needs_no_room_as_if_it_were_dense():
             masters.step()
         masters.zero_grad()
     assert max(event.delta for event in meter.timeline.events) == 4 * (64 + 8)
-
-
-def test_an_optimizer_that_keeps_gradients_keeps_each_chunks_bytes_and_no_more():
-    class Keeps(optim.SGD):
-        def step(self, closure=None):
-            for p in self.param_groups[0]["params"]:
-                self.state[p]["last"] = p.grad
-
-    params = ones((10_000,), *[(100,)] * 5)
-    masters = MasterWeights(params, Keeps, chunk_bytes=1)
-    stepped(masters, params, 2)
-    kept = {s._cdata: s.nbytes() for s in (masters.state[p]["last"].untyped_storage() for p in params)}
-    assert sum(kept.values()) == 4 * 10_500

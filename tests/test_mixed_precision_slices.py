@@ -3,22 +3,15 @@ gradients."""
 
 import copy
 
-import pytest
 import torch
 from torch import nn, optim
 
 from memlab.memory_timeline import Meter
-from memlab.mixed_precision import MasterWeights, adam_in_c
+from memlab.mixed_precision import MasterWeights
 from tests.test_mixed_precision_flat_group import give_gradients
 from tests.test_mixed_precision_master_weights import assert_same
 
 BF16 = torch.bfloat16
-
-
-@pytest.fixture(autouse=True)
-def without_a_compiler(monkeypatch):
-    """Fused Adam makes no FP32 gradients where its kernel works."""
-    monkeypatch.setattr(adam_in_c, "works", lambda *types: False)
 
 
 def pair(shapes, kind=optim.AdamW, chunk_bytes=1000, **options):

@@ -58,9 +58,6 @@ def fan(picture):
     return patch.get_xy()[:-1].tolist()
 
 
-# ---- a run
-
-
 def test_the_lines_are_the_ends_and_peaks_of_the_history():
     history = history_of([(100 + i) * MiB for i in range(50)])
     picture = draw_run(history, "400 MiB")
@@ -113,9 +110,6 @@ def test_a_monitor_brings_its_budget_and_the_forecast_of_its_first_call():
     assert fan(picture)[0] == [100, 300] and "budget of 400.0 MiB" in picture.alt
 
 
-# ---- levels
-
-
 def test_stairs_are_the_levels_and_rings_are_what_was_polled():
     levels = {"allocated": [MiB, 2 * MiB, 3 * MiB], "driver": [8 * MiB, 8 * MiB, 10 * MiB]}
     picture = draw_levels(levels, [(1.5, 8 * MiB), (3, 10 * MiB)])
@@ -129,9 +123,6 @@ def test_stairs_are_the_levels_and_rings_are_what_was_polled():
     assert len({line(picture, name).get_linestyle() for name in levels}) == 2
     assert [changes(series) for series in ([], [1], [1, 1], [1, 2, 2, 1])] == [0, 0, 0, 2]
     assert picture.png().startswith(PNG)
-
-
-# ---- judgements
 
 
 def judged(**shares):
@@ -162,9 +153,6 @@ def test_words_count_what_was_called_and_what_too_late():
         "kept: 2 of 3 called, the latest at 90% of the budget, 1 of them too late; "
         "clean: 1 of 2 called, the latest at 40% of the budget."
     )
-
-
-# ---- the sliders
 
 
 def test_a_made_up_run_ends_where_a_peak_passes_the_budget_and_what_leaks_is_called_in_time():

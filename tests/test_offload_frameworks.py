@@ -86,7 +86,11 @@ def test_a_move_goes_to_the_other_place_and_casts_and_copies_within_one_do_not_c
         assert not in_host(back) and torch.equal(back, x.double())
         assert in_host(back.to(torch.device("cpu"), torch.float32))
         x.to(torch.float64), x.to(back), x.clone()
-    assert moves == Moves(2, 32 + 32, 1, 64)
+        assert moves == Moves(2, 32 + 32, 1, 64)
+        loss = x.sum().cpu()
+        assert not in_host(loss.to("cpu")) and moves.to_card == 2
+        del loss.untyped_storage().was_on_card  # a number that was made on the host, such as a random seed
+        assert loss.to("cpu") is loss
     assert x.cpu() is x and x.to("cpu") is x
 
 
@@ -123,19 +127,16 @@ def trained(prepare):
     return model
 
 
-def sharded(mesh, **policies):
-    def prepare(model):
-        for block in model.blocks:
-            fully_shard(block, mesh=mesh, **policies)
-        return fully_shard(model, mesh=mesh, **policies)
-
-    return prepare
-
-
 def test_fsdps_cpu_offload_trains_on_a_cpus_mesh_bit_for_bit_as_plain_pytorch_and_leaves_no_group_behind():
+    def sharded(model):
+        options = {"mesh": mesh, "offload_policy": CPUOffloadPolicy(pin_memory=False)}
+        for block in model.blocks:
+            fully_shard(block, **options)
+        return fully_shard(model, **options)
+
     plain, threads = trained(lambda model: model), threading.active_count()
     with one_rank("cpu") as mesh, counted_moves() as moves:
-        model = trained(sharded(mesh, offload_policy=CPUOffloadPolicy(pin_memory=False)))
+        model = trained(sharded)
         weights = [parameter.full_tensor().detach() for parameter in model.parameters()]
         assert all(in_host(parameter.to_local()) for parameter in model.parameters())
         assert all(in_host(parameter.grad.to_local()) for parameter in model.parameters())

@@ -37,10 +37,6 @@ def parameters(dtype=BF16, shapes=SHAPES, seed=0) -> list[nn.Parameter]:
     return [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in shapes]
 
 
-def wide_parameters() -> list[nn.Parameter]:
-    return [parameters(dtype, [(300,)])[0] for dtype in (FP32, torch.float64, torch.complex64)]
-
-
 def backward(params, seed, but=()) -> None:
     """Gradients through autograd, the same for every list of parameters of these shapes."""
     generator = torch.Generator().manual_seed(seed)
@@ -269,7 +265,8 @@ def test_clipping_offloaded_gradients_is_clipping_fp32_ones(norm_type, to):
 
 
 def test_tensors_of_several_dtypes_are_clipped_as_torch_does_and_saved_with_nothing_else_of_the_file(to):
-    ours, theirs = wide_parameters(), wide_parameters()
+    dtypes = (FP32, torch.float64, torch.complex64)
+    ours, theirs = ([parameters(dtype, [(300,)])[0] for dtype in dtypes] for _ in range(2))
     offloaded, plain = OffloadedOptimizer(ours, optim.AdamW, to=to, gradients=True), optim.AdamW(theirs)
     for params in (ours, theirs):
         sum((p * p.conj()).real.sum() for p in params).backward()
@@ -621,9 +618,7 @@ def test_hooks_and_the_file_go_with_the_optimizer_or_when_it_is_closed(close, to
         optimizer.close()
         uses = {
             "step": optimizer.step,
-            "clip": lambda: optimizer.clip_grad_norm_(1.0),
             "load": lambda: optimizer.load_state_dict({}),
-            "take": lambda: optimizer.add_param_group({"params": parameters()}),
             "save": optimizer.state_dict,
         }
         for purpose, use in uses.items():

@@ -37,7 +37,7 @@ def half():
     torch.set_default_dtype(torch.float32)
 
 
-def imagined_step(layers, dropout=0.0, watch=None, inputs_only=False):
+def imagined_step(layers, dropout=0.0, watch=None):
     """A step of a GPT on an imagined H100, under a watcher made of the model and its batch."""
     with imagine("H100-80GB"):
         model = GPT(layers=layers, dropout=dropout, **SIZES)
@@ -132,9 +132,7 @@ def test_the_hosts_update_is_exposed_and_a_delayed_one_only_as_far_as_it_outlast
 
 NONSENSE = {
     "no bandwidth": lambda: transfer_seconds(1, 0),
-    "no rate": lambda: hidden_width(0, 1),
     "NaN": lambda: hidden_tokens(1, math.nan),
-    "no parameters": lambda: host_step(0, 1, 1, 1, 1),
     "another phase": lambda: hidden_width(1, 1, phase="optimizer"),
     "another direction": lambda: block_flops(Transformer(layers=2, **SIZES), 1, 1, "sideways"),
     "no link": lambda: simulate([], [], 0),
@@ -189,11 +187,6 @@ def may_leave(tensors):
     return ordered(tensors, "first come")
 
 
-def peak_of(spans):
-    """The most bytes at once, of (nbytes, from, until), both ends included."""
-    return max(sum(n for n, start, stop in spans if start <= moment <= stop) for _, moment, _ in spans)
-
-
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("sent", [[], [2, 3, 5, 8]])
 def test_over_an_endless_link_or_with_nothing_sent_what_is_used_is_there_and_nothing_waits(seed, sent):
@@ -204,7 +197,7 @@ def test_over_an_endless_link_or_with_nothing_sent_what_is_used_is_there_and_not
     for i in sent:
         t = tensors[i]
         spans += [(t.nbytes, t.born, t.leaves), (t.nbytes, t.needed - 1e-9, t.freed)]
-    assert run.peak_bytes == peak_of(spans)
+    assert run.peak_bytes == max(sum(n for n, start, stop in spans if start <= now <= stop) for _, now, _ in spans)
     assert sent or not (run.transfers or run.stalls or run.sent_bytes or run.stall_seconds)
 
 

@@ -247,6 +247,14 @@ def test_a_file_without_a_name_and_a_thread_are_there_only_while_needed(tmp_path
     file.close()
 
 
+def test_a_forked_child_is_told_that_what_was_swapped_is_not_its_own(file, monkeypatch):
+    region, writing = file.write(numbers(1000))
+    writing.result()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getpid", lambda: 0)
+        refused(lambda: file.read(region, numbers(1000)), RuntimeError, "found a fork of it")
+
+
 # ---- footprint
 
 

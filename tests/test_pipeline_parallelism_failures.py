@@ -236,18 +236,13 @@ def goes_on(rank):
     return found
 
 
-@pytest.fixture(scope="module")
-def two():
-    return run_ranks(goes_on, 2)
-
-
-def test_ranks_that_all_go_on_after_one_has_raised_are_in_step(two):
+def test_ranks_that_all_go_on_after_one_has_raised_are_in_step():
     torch.manual_seed(0)
     model = nn.Sequential(*[layer() for layer in LAYERS])
     model[2].weight = model[0].weight
     loss = F.mse_loss(model(X), Y)
     loss.backward()
-    for first, last in zip(*two, strict=True):
+    for first, last in zip(*run_ranks(goes_on, 2), strict=True):
         assert torch.equal(first[0]["0.weight"], last[0]["2.weight"])
         torch.testing.assert_close(first[0]["0.weight"], model[0].weight.grad, **NEAR)
         assert first[1] is None

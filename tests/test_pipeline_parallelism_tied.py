@@ -82,7 +82,7 @@ def plain(name: str) -> list[dict[str, Tensor | None]]:
     for names in tied_names(ties):
         for other in names[1:]:
             layer = model[int(other[0])]
-            for own in layer._parameters:  # one weight, maybe under two names
+            for own in {"weight", "again"} & layer._parameters.keys():
                 setattr(layer, own, model[int(names[0][0])].weight)
     found = []
     for step in range(2):

@@ -52,9 +52,6 @@ def bytes_after(program: Program, *steps: int) -> list[int]:
     return found
 
 
-# ---- what a seed decides
-
-
 @pytest.mark.parametrize("kind", [CLEAN, *KINDS, *MORE_KINDS])
 def test_a_program_holds_the_same_bytes_each_time_it_is_made_from_its_seed(kind):
     steps = range(1, 13)
@@ -84,9 +81,6 @@ def test_a_model_s_weights_come_from_the_seed_and_leave_torch_s_generator_alone(
     a, b, c = (build("GPT", Sizes(1, 32, 64, 2, 8), seed).module.head.weight for seed in (0, 0, 1))
     assert torch.equal(a, b) and not torch.equal(a, c)
     assert torch.equal(torch.get_rng_state(), before)
-
-
-# ---- leaks leak, and clean programs do not
 
 
 class Bare(Program):
@@ -146,9 +140,6 @@ def test_a_habit_comes_to_its_highest_and_stays_there(habit):
     held = bytes_after(OneHabit(), *range(1, settles + 121))
     assert max(held[settles + 60 :]) <= 1.1 * max(held[: settles + 60])
     assert settles <= 80
-
-
-# ---- budgets and verdicts
 
 
 def test_the_budget_of_a_leak_is_what_it_needed_and_has_leaked_and_is_full_when_a_peak_reaches_it():
