@@ -146,19 +146,6 @@ def test_a_measure_that_fails_is_kept_as_failed_and_the_others_go_on(book, capsy
     assert error == "RuntimeError: a process of its own ended with status 1: MemoryError: planted"
 
 
-def test_a_failure_leaves_the_older_rows_and_a_success_forgets_it(book, capsys):
-    book.run()
-    before = book.measures()["two"]
-    book.change("two", failing)
-    assert book.run("two") == (1, [])
-    failed = book.measures()["two"]
-    assert failed.pop("failed_since")["error"] == "ArithmeticError: planted" and failed == before
-    assert "failed: ArithmeticError: planted" in capsys.readouterr().out
-    book.change("two", lambda device, rounds: [("ours", "1.00×", "")])
-    assert book.run() == (0, []) and "failed_since" not in book.measures()["two"]
-    assert "[2/3] two: 1 row in " in capsys.readouterr().out
-
-
 class Flat(torch.nn.Module):
     """Two parameters in one storage, with bytes between them, as cuDNN may lay out an LSTM's."""
 
@@ -189,13 +176,6 @@ def test_runs_take_turns_in_orders_in_which_each_follows_each_and_which_are_the_
     assert all(sorted(names) == ["a", "b", "c"] for names in rounds)
     assert {pair for names in rounds for pair in itertools.pairwise(names)} == set(itertools.permutations("abc", 2))
     assert ran() == order
-
-
-@pytest.mark.parametrize("rows", [[("a", "b")], 7, [("a", "b", "\udce9")]])
-def test_rows_that_no_record_can_hold_are_a_failure_and_keep_no_other_out(book, rows):
-    book.change("two", lambda device, rounds: rows)
-    assert book.run() == (1, ["one", "three"])
-    assert {name for name, entry in book.measures().items() if entry["status"] == "recorded"} == {"one", "three"}
 
 
 def test_quick_runs_one_round_and_writes_nothing(book, capsys):

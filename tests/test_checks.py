@@ -117,7 +117,6 @@ def raises(error):
         (lambda: raises(NotImplementedError), "there is no answer yet"),
         (lambda: torch.nn.Module()(1), "your code raised NotImplementedError: Module \\[Module\\] is missing"),
         (lambda: 1 / 0, r"ZeroDivisionError: division by zero\n    in <lambda>: .*1 / 0"),
-        (lambda: raises(SystemExit), "SystemExit"),
         (lambda: raises(MemoryError), "more than 1.0 GiB"),
         (lambda: raises(AssertionError("mine")), "AssertionError: mine"),
         (lambda: torch.set_grad_enabled(False) and "", "left autograd switched off"),
@@ -157,21 +156,15 @@ def test_warnings_and_noise_cost_nothing_and_a_check_begins_with_autograd_on(cap
 
 NUMBERS = [
     (2000, "twice"),
-    (500, "half"),
-    (4000, "four times"),
     (250, "elements of 4 bytes"),
     (8000, "bits"),
     (125, "an eighth"),
     (1001, "1 B too many"),
-    (10, "990 B too few"),
     (-1000, "2,000 B too few"),
     (1000.0, "divide with //"),
     (1000.5, "expected a whole number"),
-    ("1000", "str '1000'"),
     (True, "bool"),
     (None, "is a return missing"),
-    (float("nan"), "expected a whole number"),
-    (torch.tensor(1000), "Tensor"),
 ]
 
 
@@ -217,7 +210,6 @@ def test_what_an_answer_has_set_for_all_of_torch_does_not_reach_a_check():
         (lambda: torch.device("meta").__enter__(), "a function mode switched on"),
         (lambda: saved_tensors_hooks(torch.Tensor.double, torch.Tensor.float).__enter__(), "all that is saved"),
         (lambda: module.register_module_forward_pre_hook(lambda *_: None), "a hook on every module"),
-        (lambda: module.register_module_full_backward_hook(lambda *_: None), "a hook on every module"),
     ],
 )
 def test_a_context_that_an_answer_enters_and_never_leaves_is_told_and_reaches_no_later_check(leave, said):
@@ -289,11 +281,6 @@ def test_a_first_import_takes_nothing_from_disk_anew():
         assert all(sys.modules[name] is module for name, module in loaded.items() if name != "memlab.book.checks")
     finally:
         sys.modules["memlab.book.checks"] = checks
-
-
-def test_a_chapter_without_exercises_is_told():
-    with pytest.raises(ModuleNotFoundError, match="memlab.book.checks.poetry"):
-        checks.of("poetry")
 
 
 def test_a_meter_that_an_answer_left_on_takes_its_patch_and_hooks_off():

@@ -105,7 +105,7 @@ def test_a_chapter_that_this_machine_cannot_run_is_named_with_what_it_lacks(tmp_
     assert "needs" not in repr(Health(tmp_path).chapters())
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"cells": []}', '{"cells": [{"cell_type": "markdown", "source": "x"}]}'])
+@pytest.mark.parametrize("text", ["", "[]", '{"cells": []}'])
 def test_a_chapter_that_cannot_be_read_is_named(tmp_path, text):
     (tmp_path / "01_x.ipynb").write_text(text)
     found = Health(tmp_path)
@@ -182,12 +182,11 @@ def test_a_gpu_has_free_and_total_memory_and_one_that_is_taken_is_a_problem(monk
     assert [problem[:6] for problem in found.problems if problem.startswith("GPU ")] == ["GPU 1:", "GPU 2:"]
 
 
-@pytest.mark.parametrize("error", [RuntimeError, torch.cuda.DeferredCudaCallError])
-def test_a_gpu_that_is_broken_is_told_and_not_raised(monkeypatch, error):
+def test_a_gpu_that_is_broken_is_told_and_not_raised(monkeypatch):
     with_gpu(monkeypatch, 70 * 2**30)
 
     def broken(index):
-        raise error("CUDA error: uncorrectable ECC error encountered")
+        raise torch.cuda.DeferredCudaCallError("CUDA error: uncorrectable ECC error encountered")
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", broken)
     monkeypatch.setattr(torch.cuda, "mem_get_info", broken)
@@ -221,14 +220,8 @@ def test_without_packages_beside_torch_or_without_torch_it_still_reports(tmp_pat
         ("matplotlib numpy IPython ipywidgets anywidget nbformat nbclient playwright", 0, "packages"),
         ("torch", 1, "PyTorch cannot be imported"),
     ]:
-        (tmp_path / "sitecustomize.py").write_text(
-            "import sys\n"
-            "class Missing:\n"
-            "    def find_spec(self, name, path=None, target=None):\n"
-            f"        if name.split('.')[0] in {missing.split()}:\n"
-            "            raise ModuleNotFoundError(name, name=name)\n"
-            "sys.meta_path.insert(0, Missing())\n"
-        )
+        blocked = f"import sys\nsys.modules |= dict.fromkeys({missing.split()})\n"
+        (tmp_path / "sitecustomize.py").write_text(blocked)
         env = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
         done = subprocess.run(
             [sys.executable, "-m", "memlab"], cwd=tmp_path, env=env, capture_output=True, text=True, check=False

@@ -19,48 +19,20 @@ from packaging.requirements import Requirement
 
 import memlab
 from memlab.book.map import CHAPTERS
+from memlab.book.notebooks import problems
 from tests import nbval_policy
 
 ROOT = Path(__file__).parents[1]
 
 COMMANDS = ("record", "benchmark", "__main__")
 # These exist to drive Jupyter and matplotlib; importing them may do what those do.
-DRIVERS = tuple(
-    f"memlab.book.{name}"
-    for name in (
-        "notebooks",
-        "run",
-        "exercises",
-        "style",
-        "figures",
-        "explorer",
-        "interactive",
-        "predictions",
-        "numbers",
-        "curves",
-        "tradeoff",
-        "segments",
-        "batches",
-        "block_map",
-        "hierarchy",
-        "roofline",
-        "tiles",
-        "overlap",
-        "ranks_pictures",
-        "ring_pictures",
-        "split_pictures",
-        "tensor_pictures",
-        "gantt",
-        "schedule_pictures",
-        "pipeline_sliders",
-        "mesh_pictures",
-        "axes_pictures",
-        "monitor_pictures",
-        "monitor_sliders",
-        "live_changes",
-        "live",
-    )
-)
+DRIVERS = """
+    notebooks run exercises style figures explorer interactive predictions numbers curves tradeoff segments
+    batches block_map hierarchy roofline tiles overlap ranks_pictures ring_pictures split_pictures
+    tensor_pictures gantt schedule_pictures pipeline_sliders mesh_pictures axes_pictures monitor_pictures
+    monitor_sliders live_changes live
+"""
+DRIVERS = tuple(f"memlab.book.{name}" for name in DRIVERS.split())
 
 
 def write(root: Path, files: dict[str, str]) -> Path:
@@ -161,7 +133,7 @@ NOT_COMPARED = {
     "14_tensor_parallelism": {},
     "15_pipeline_parallelism": {"from memlab.book.schedule_pictures": "seconds"},
 }
-"""The cells that nbval does not compare, by how they begin, each with its reason. And the last of each chapter but 00."""
+"""The cells that nbval does not compare, by how they begin, each with its reason; and the last of each but 00."""
 
 
 def compared_and_not(path: Path) -> tuple[int, list[str]]:
@@ -174,7 +146,9 @@ def compared_and_not(path: Path) -> tuple[int, list[str]]:
 @pytest.mark.parametrize("chapter", NOT_COMPARED)
 def test_each_cell_is_compared_or_has_a_reason_in_the_list(chapter):
     compared, ignored = compared_and_not(ROOT / "chapters" / f"{chapter}.ipynb")
-    reasons = NOT_COMPARED[chapter] | ({} if chapter == "00_start_here" else {EVIDENCE: "sets this machine beside GPUs"})
+    reasons = NOT_COMPARED[chapter] | (
+        {} if chapter == "00_start_here" else {EVIDENCE: "sets this machine beside GPUs"}
+    )
     assert len(ignored) == len(reasons)
     assert all(source.startswith(start) for source, start in zip(ignored, reasons, strict=True))
     assert nbval_policy.COMPARED[chapter] == compared
@@ -308,11 +282,9 @@ def test_importing_memlab_starts_no_thread_process_or_file_and_touches_no_gpu():
     [
         "import threading\nthreading.Thread(target=print).start()",
         "import subprocess, sys\nsubprocess.run([sys.executable, '-c', ''])",
-        "import tempfile\ntempfile.TemporaryFile()",
         "open('left_behind', 'w').close()",
-        "import torch\ntorch.cuda.is_initialized = lambda: True",
     ],
-    ids=["thread", "process", "temporary file", "file", "CUDA"],
+    ids=["thread", "process", "file"],
 )
 def test_an_import_that_starts_something_is_noticed(tmp_path, source):
     write(tmp_path, {"starter.py": source})
@@ -327,8 +299,6 @@ def test_an_import_that_starts_something_is_noticed(tmp_path, source):
     ],
 )
 def test_an_import_brings_no_heavy_package(statement, unwanted):
-    if importlib.util.find_spec(statement.split()[1]) is None:
-        pytest.skip(f"{statement}: there is no such module yet")
     program = f"{statement}; import sys; print(*sys.modules)"
     loaded = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
@@ -341,8 +311,7 @@ def test_an_import_brings_no_heavy_package(statement, unwanted):
 
 @pytest.mark.parametrize("path", sorted((ROOT / "chapters").glob("*.ipynb")), ids=lambda path: path.stem)
 def test_every_chapter_is_fit_to_be_committed(path):
-    notebooks = pytest.importorskip("memlab.book.notebooks", exc_type=ImportError)
-    assert notebooks.problems(path) == []
+    assert problems(path) == []
 
 
 def ruff(root: Path, *arguments: str) -> str:
@@ -356,12 +325,6 @@ def ruff(root: Path, *arguments: str) -> str:
 def test_ruff_has_nothing_to_say_about_library_tests_and_notebooks():
     assert ruff(ROOT, "check", "--quiet") == ""
     assert ruff(ROOT, "format", "--check") == ""
-
-
-def test_ruff_notices_an_unused_import_and_a_wrong_format(tmp_path):
-    write(tmp_path, {"module.py": "import os\nx = [ 1 ]\n"})
-    assert "F401" in ruff(tmp_path, "check")
-    assert "module.py" in ruff(tmp_path, "format", "--check")
 
 
 def committed_files(root: Path) -> list[Path]:
@@ -393,16 +356,7 @@ def test_no_file_names_a_machine_or_a_package_registry():
     assert naming_a_machine(committed_files(ROOT), ROOT) == []
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "cd /" + "work/main",
-        "see file" + ":///opt/x",
-        "--extra-index" + "-url https://mirror.example/" + "simple",
-        "--index" + "-url=http://10.0.0.1",
-        "from py" + "pi.org",
-    ],
-)
+@pytest.mark.parametrize("text", ["cd /" + "work/main", "--index" + "-url=http://10.0.0.1", "from py" + "pi.org"])
 def test_a_named_machine_is_noticed(tmp_path, text):
     path = write(tmp_path, {"notes.txt": text}) / "notes.txt"
     assert naming_a_machine([path], tmp_path) != []
@@ -484,8 +438,6 @@ def test_readme_has_two_commands_of_one_line_each_with_its_environment():
 
 
 def test_the_example_in_readme_runs():
-    if importlib.util.find_spec("memlab.memory_timeline") is None:
-        pytest.skip("there is no memlab.memory_timeline yet")
     example = re.search(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL | re.M)[
         1
     ]

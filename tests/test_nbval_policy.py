@@ -11,6 +11,7 @@ import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
 from tests import nbval_policy
+from tests.tiers import some
 
 pytest.importorskip("nbval")
 
@@ -86,7 +87,9 @@ def test_where_comparing_is_required_a_chapter_that_compares_fewer_cells_than_co
     printed = run_pytest(tmp_path, *processes, **lacking, MEMLAB_COMPARE="required")
     assert "2 passed" in printed and "exit status 1" in printed
     assert "MEMLAB_COMPARE=required: 02_ignored: expected 1 cells compared, found 0" in printed
-    assert "MEMLAB_COMPARE=required: 03_gone: expected 7 cells compared, found 0" in printed and "01_same:" not in printed
+    assert (
+        "MEMLAB_COMPARE=required: 03_gone: expected 7 cells compared, found 0" in printed and "01_same:" not in printed
+    )
 
 
 def test_where_comparing_is_required_and_impossible_nothing_runs_and_the_reason_is_said(tmp_path):
@@ -102,19 +105,14 @@ def test_where_comparing_is_required_and_impossible_nothing_runs_and_the_reason_
         assert "exit status 4" in printed
 
 
-@pytest.mark.parametrize(
-    ("elsewhere", "found"),
-    [({"torch": "'9.9.9'"}, "found torch "), ({"cuda": True}, "found CUDA")],
-)
-def test_elsewhere_cells_are_executed_and_not_compared_and_the_report_says_so(tmp_path, elsewhere, found):
+def test_elsewhere_cells_are_executed_and_not_compared_and_the_report_says_so(tmp_path):
     write(tmp_path / "changed.ipynb", "print(2 + 2)", "5\n")
     write(tmp_path / "failing.ipynb", "1 / 0", "")
     write(tmp_path / "gpu.ipynb", "print(2 + 2)", "5\n", tags=("gpu", "skip-execution"))
-    printed = run_pytest(tmp_path, **elsewhere)
+    printed = run_pytest(tmp_path, cuda=True)
     assert "PASSED changed.ipynb::Cell 0" in printed
     assert "FAILED failing.ipynb::Cell 0" in printed
-    assert ("PASSED" if "cuda" in elsewhere else "SKIPPED") in printed.split("summary info")[1]
-    assert printed.count("NOT COMPARED") == printed.count(found) == 2
+    assert "PASSED gpu.ipynb::Cell 0" in printed and printed.count("NOT COMPARED") == printed.count("found CUDA") == 2
 
 
 def test_another_python_is_a_difference_and_a_local_build_of_the_same_torch_is_not(monkeypatch):
@@ -126,15 +124,10 @@ def test_another_python_is_a_difference_and_a_local_build_of_the_same_torch_is_n
     assert nbval_policy.difference_from_recording() == f"Python {HERE}"
 
 
-def test_what_the_command_line_asks_for_wins(tmp_path):
+def test_what_the_command_line_asks_for_wins_and_without_nbval_the_report_says_so(tmp_path):
     write(tmp_path / "changed.ipynb", "print(2 + 2)", "5\n")
-    assert "1 passed" in run_pytest(tmp_path, "--nbval-lax")
     assert "1 failed" in run_pytest(tmp_path, "--nbval", torch="'9.9.9'")
     assert "notebooks are not run: nbval was switched off" in run_pytest(tmp_path, "-p", "no:nbval")
-
-
-def test_without_nbval_the_report_says_that_notebooks_are_not_run(tmp_path):
-    write(tmp_path / "changed.ipynb", "print(2 + 2)", "5\n")
     printed = run_pytest(tmp_path, PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
     assert printed.count("NOTEBOOKS ARE NOT RUN: nbval is not installed") == 2
 
@@ -152,7 +145,7 @@ def test_a_kernel_that_held_more_or_less_than_its_chapter_promised_is_noticed_wh
     assert "4 passed" in run_pytest(tmp_path, "--nbval-lax")
 
 
-@pytest.mark.parametrize("processes", [(), ("-n", "2", "--dist", "loadfile")])
+@some("processes", [("-n", "2", "--dist", "loadfile"), ()], keep=1)
 def test_the_last_lines_set_what_each_chapter_took_beside_its_promise(tmp_path, processes):
     if processes:
         pytest.importorskip("xdist")

@@ -655,16 +655,8 @@ REFUSALS = {
     ),
     "a copy": (lambda: copy.deepcopy(OffloadedOptimizer(parameters(), optim.SGD)), TypeError, "state_dict() to save"),
     "a norm of NaN": (clipped_nan, RuntimeError, "finite norm, found nan"),
-    "gradients alone": (
-        lambda: training_step(SIZES, 2, 4, offload="gradients"),
-        ValueError,
-        "expected offload to be one of None, 'states', 'states and gradients'",
-    ),
-    "no card": (
-        lambda: training_step(SIZES, 2, 4, offload="states", hardware="cpu"),
-        ValueError,
-        "expected hardware='gpu' to offload from",
-    ),
+    "gradients alone": (lambda: training_step(SIZES, 2, 4, offload="gradients"), ValueError, "'states and gradients'"),
+    "no card": (lambda: training_step(SIZES, 2, 4, offload="states", hardware="cpu"), ValueError, "hardware='gpu'"),
     "bf16": (lambda: training_step(SIZES, 2, 4, offload="states", precision="bf16"), ValueError, "use 'mixed'"),
 }
 

@@ -289,7 +289,7 @@ def test_of_what_was_asked_for_at_one_moment_the_first_to_be_needed_comes_first(
 
 @pytest.mark.parametrize("depth", [None, 0, 2, 9])
 def test_where_a_step_has_two_losses_nothing_comes_back_before_it_has_left(depth):
-    tensors = chain([100] * 4) + [Held(t.nbytes, *(12.0 + seconds for seconds in t[1:])) for t in chain([100] * 6)]
+    tensors = chain([100] * 4) + [Held(t.nbytes, *(12.0 + seconds for seconds in t[1:5])) for t in chain([100] * 6)]
     run = simulate(tensors, range(10), 150.0, depth=depth)
     down, up = ({t.tensor: t for t in run.transfers if t.way == way} for way in ("down", "up"))
     assert all(down[i].stop <= up[i].start and down[i].start >= tensors[i].leaves for i in range(10))

@@ -559,8 +559,11 @@ importlib.util.find_spec = lambda name, package=None: None if name in BLOCKED el
 importlib.metadata.version = no_version
 """
 SHOWS = """
+from memlab.book.explorer import explore
+from memlab.book.interactive import Interactive
 from memlab.book.machine import machine
 from memlab.book.predictions import what_if
+from memlab.book.style import Picture, canvas
 with Meter() as meter:
     x = torch.ones(8)
 display(explore(meter.timeline, title="x"), machine(), what_if(layers=2, width=256, tokens=256, batch=1))

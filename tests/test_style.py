@@ -7,7 +7,7 @@ import pytest
 
 from memlab.book.curves import curves
 from memlab.book.figures import STACKED, bars, compare
-from memlab.book.style import COLOURS, HATCHES, LINE_COLOURS, LINE_STYLES, Picture, canvas, draw_budget
+from memlab.book.style import COLOURS, HATCHES, LINE_COLOURS, Picture, canvas, draw_budget
 from memlab.memory_timeline import CATEGORIES, Event, Line, Storage, Timeline
 from memlab.units import GiB, KiB
 
@@ -48,11 +48,6 @@ def test_as_many_lines_as_there_are_colours_have_other_dashes_each(draw):
     draw([str(number) for number in range(len(LINE_COLOURS))]).figure.savefig(file, format="svg")
     dashes = re.findall(r"stroke-dasharray: ([\d., ]+)", file.getvalue())
     assert len({tuple(round(float(length)) for length in each.split(",")) for each in dashes}) == len(LINE_COLOURS) - 1
-
-
-def test_lines_of_one_colour_have_other_dashes():
-    looks = [(LINE_COLOURS[n % len(LINE_COLOURS)], LINE_STYLES[n % len(LINE_STYLES)]) for n in range(56)]
-    assert len(set(looks)) == 56
 
 
 def test_a_bars_sum_stands_beside_it_and_hides_no_end_of_it():
