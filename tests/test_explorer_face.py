@@ -266,15 +266,6 @@ def test_the_peak_has_the_colour_of_its_category_up_to_its_top(show, events, spi
     assert inked(colours(page, x, y - 6)) == 1  # the mark of the peak
 
 
-@some("theme, events", [(LIGHT, 5), (LIGHT, 5001), (DARK, 5), (DARK, 5001)], keep=2)
-def test_the_top_of_what_is_held_is_drawn_in_ink(show, events, theme):
-    one = timeline((0, 2 * MiB), *[(1, 1), (1, -1)] * (events // 2))
-    page = show(one, theme=theme)
-    x, y = place([one], events // 3, one.peak_bytes)
-    brightness = [sum(pixel[:3]) for pixel in colours(page, x, y, 1, 2) if pixel[3] > 200]  # from the line down
-    assert (min(brightness) < 250) if theme == LIGHT else (max(brightness) > 520)
-
-
 def test_the_budget_is_a_line_across_the_whole_step(show):
     for budget, drawn in ((9 * MiB, True), (None, False)):
         page = show(births(5), births(9), budget=budget)
@@ -290,24 +281,6 @@ def test_each_other_timeline_is_drawn_as_an_outline(show):
     page.locator("select").select_option("1")
     settle(page)
     assert alike(*colours(page, x, y + 10), COLOURS["activation"])
-
-
-def test_no_tick_label_is_cut_off(show):
-    page = show(busy(20_000, 1))
-    labels = colours(page, 800, 270, 100, 12)
-    rightmost = max(i % 100 for i, (*_, opacity) in enumerate(labels) if opacity > 100)
-    assert 80 < rightmost < 99
-
-
-def test_the_readout_wraps_in_a_narrow_page(show):
-    page = show(births(5), births(9), births(7), width=420)
-    page.evaluate("() => model.set('event', 2)")
-    page.locator("canvas[tabindex]").hover(position={"x": 300, "y": 100})
-    settle(page)
-    inner = page.locator(".memlab-readout div").nth(1)
-    assert "step 2" in inner.inner_text()
-    assert inner.evaluate("(e) => e.scrollWidth <= e.clientWidth && getComputedStyle(e).textOverflow !== 'ellipsis'")
-    assert inner.evaluate("(e) => e.getClientRects()[0].height > 20")
 
 
 # ---- how it answers

@@ -2,10 +2,8 @@
 
 import contextlib
 import copy
-import itertools
 import logging
 import re
-import subprocess
 import sys
 import threading
 import warnings
@@ -18,7 +16,6 @@ from torch.amp.autocast_mode import autocast
 from torch.autograd.graph import save_on_cpu
 from torch.nn import functional as F
 from torch.optim import optimizer as optim
-from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from memlab.book.workloads import GPT, text_batch
@@ -28,7 +25,6 @@ from memlab.units import GiB, MiB, format_bytes, parse_bytes
 from tests.harness import refusals, refused
 from tests.memory_timeline_helpers import WORKLOADS, Checkpointed, batch_for, of, one_thread, shape_of  # noqa: F401
 from tests.tiers import pairs, some
-from tests.torch_ops import ops_of_torch
 
 BF16 = torch.bfloat16
 H100 = "imagined H100-80GB"
@@ -392,16 +388,6 @@ def test_a_gpus_adamw_takes_all_tensors_at_once_unless_told_otherwise():
     assert steps["AdamW, for-loop"].peak_bytes < steps["AdamW, default"].peak_bytes
 
 
-@pytest.mark.parametrize(("name", "device"), [("AdamW, default", "cpu"), ("AdamW, fused", H100)])
-def test_step_counters_lie_in_main_memory_unless_the_optimizer_is_fused(name, device):
-    with imagine("H100-80GB") as gpu:
-        batch, make = gpu.imagined(text_batch(1, 8)), lambda: GPT(layers=1, width=32)
-        count = len(list(make().parameters()))
-        for step in two_steps(make, batch, OPTIMIZERS[name]):
-            counters = [s for s in step.on(device).storages.values() if s.name.startswith("step of")]
-            assert len(counters) == count and {s.nbytes for s in counters} == {4}
-
-
 class CountsElements(torch.optim.Optimizer):
     """A reader's optimizer, with a step of its own for each element."""
 
@@ -419,11 +405,17 @@ class MyAdam(torch.optim.Adam):
         super().step()
 
 
-STEPS = {CountsElements: True, torch.optim.ASGD: True, torch.optim.NAdam: False, MyAdam: False}
+STEPS = {
+    "a reader's": (CountsElements, True),
+    "made on the card": (torch.optim.ASGD, True),
+    "fused": (OPTIMIZERS["AdamW, fused"], True),
+    "torch's counter": (torch.optim.NAdam, False),
+    "a subclass's": (MyAdam, False),
+}
 
 
-@pytest.mark.parametrize("kind", STEPS)
-def test_what_is_called_step_is_on_the_card_where_it_is_no_counter_of_torchs_or_is_made_there(kind):
+@pytest.mark.parametrize(("kind", "on_card"), STEPS.values(), ids=STEPS)
+def test_what_is_called_step_is_on_the_card_where_it_is_no_counter_of_torchs_or_is_made_there(kind, on_card):
     with imagine("H100-80GB"):
         model = nn.Linear(8, 8, bias=False)
         optimizer = kind(model.parameters())
@@ -431,7 +423,7 @@ def test_what_is_called_step_is_on_the_card_where_it_is_no_counter_of_torchs_or_
             model(torch.empty(2, 8)).sum().backward()
             optimizer.step()
     (step,) = (s for s in meter.timeline.of_all_devices[0] if s.name == "step of weight")
-    assert (step.device == H100) == STEPS[kind]
+    assert (step.device == H100) == on_card and step.nbytes == (256 if kind is CountsElements else 4)
 
 
 def test_a_mark_is_an_event_of_each_device_also_where_step_counters_lie_on_another():
@@ -687,8 +679,6 @@ def test_autocast_of_an_imagined_card_gives_the_dtypes_of_cudas(dtype):
         for as_it_is in (
             nn.AvgPool3d(2)(volume),
             nn.AdaptiveAvgPool3d(1)(volume),
-            nn.ReflectionPad2d(1)(image),
-            nn.ReplicationPad3d(1)(volume),
             F.pad(image, (1, 1, 1, 1), "replicate"),
             F.grid_sample(image, torch.zeros(1, 4, 4, 2, dtype=dtype), align_corners=False),
         ):
@@ -793,9 +783,7 @@ def test_cross_entropy_under_autocast_is_32_bit_and_takes_every_argument(options
     "run",
     [
         lambda wide, narrow: torch.cat([wide, narrow]),
-        lambda wide, narrow: torch.stack([narrow, wide]),
         lambda wide, narrow: narrow.norm(),
-        lambda wide, narrow: torch.norm(narrow, 1, 1),
         lambda wide, narrow: F.normalize(narrow),
     ],
 )
@@ -927,10 +915,6 @@ def test_a_copy_of_a_model_has_no_gradients_and_one_of_a_tensor_has_as_with_real
         assert twin[0].weight.untyped_storage()._cdata != model[0].weight.untyped_storage()._cdata
         refused(lambda: copy.deepcopy(tensor * 2), RuntimeError, "deepcopy")
         torch.optim.swa_utils.AveragedModel(model)
-        encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, batch_first=True), 2)
-        assert encoder(torch.ones(1, 3, 8)).shape == (1, 3, 8)
-        if card != "H100-80GB":  # on which cuDNN has a reserve of its own
-            assert nn.LSTM(8, 2)(torch.ones(1, 3, 8))[0].shape == (1, 3, 2)
 
 
 @pytest.mark.parametrize("card", [None, "cpu", "H100-80GB"])
@@ -994,20 +978,14 @@ def test_an_op_in_place_that_would_grow_its_tensor_is_refused_as_a_real_one_is(c
         assert (one << three).shape == (one & three).shape == (3,)  # `__lshift__` ends like a name of one in place
 
 
-def gaussian_loss(x):
-    return nn.GaussianNLLLoss()(x, x * 2, x.square())
-
-
-def variational(x):
-    q = torch.distributions.Normal(x, x.exp())
-    return q.rsample() + torch.distributions.kl_divergence(q, torch.distributions.Normal(torch.zeros(8), torch.ones(8)))
-
-
-@pairs("run, card", [gaussian_loss, variational], ["cpu", "H100-80GB"])
-def test_what_torch_asks_to_check_its_arguments_is_answered(run, card):
+@pytest.mark.parametrize("card", ["cpu", "H100-80GB"])
+def test_what_torch_asks_to_check_its_arguments_is_answered(card):
     with imagine(card):
         x = torch.randn(4, 8, requires_grad=True)
-        run(x).sum().backward()
+        nn.GaussianNLLLoss()(x, x * 2, x.square()).backward()
+        q = torch.distributions.Normal(x, x.exp())
+        p = torch.distributions.Normal(torch.zeros(8), torch.ones(8))
+        (q.rsample() + torch.distributions.kl_divergence(q, p)).sum().backward()
         assert x.grad.shape == (4, 8)
 
 
@@ -1029,21 +1007,6 @@ def test_another_thread_trains_for_real_meanwhile_and_cannot_imagine_too():
         thread.start()
         thread.join()
     assert found == [True, "expected one imagined machine at a time, found another that is still on"]
-
-
-@pytest.mark.thorough
-def test_what_the_compiler_learns_of_pytorch_in_a_block_holds_after_it():
-    code = """
-import torch
-from memlab.memory_timeline import imagine
-with imagine("H100-80GB"):
-    torch.nn.Linear(4, 4)(torch.ones(2, 4)).sum().backward()
-    import torch._dynamo
-    torch._dynamo.trace_rules.get_torch_obj_rule_map()
-model = torch.nn.Sequential(torch.nn.RMSNorm(4), torch.nn.Dropout(0.5))
-torch.compile(model, backend="eager", fullgraph=True)(torch.ones(2, 4))
-"""
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
 def test_the_block_leaves_nothing_behind_even_when_it_raises_and_can_be_entered_again():
@@ -1085,10 +1048,10 @@ def within(outer, inner):
         pass
 
 
-def checkpointed(use_reentrant):
+def checkpointed(_):
     with torch.autocast("cuda", BF16):
         layer, x = nn.Linear(4, 4), torch.randn(2, 4, requires_grad=True)
-        checkpoint(layer, x, use_reentrant=use_reentrant).sum().backward()
+        checkpoint(layer, x, use_reentrant=False).sum().backward()
 
 
 def of_two_dtypes(_):
@@ -1107,15 +1070,12 @@ def sparse_gradient(_):
 
 REAL, REAL_LAYER, SPARSE = torch.ones(2, 4), nn.Linear(4, 4), torch.eye(4).to_sparse()
 CPU_AUTOCAST = lambda: torch.autocast("cpu", BF16)  # noqa: E731
-NO_CHECKPOINT = (NotImplementedError, "expected checkpointing without autocast")
 NO_VALUES = (RuntimeError, "imagined tensors have shapes and no values")
 DENSE = (NotImplementedError, "expected dense tensors…sparse=False")
 REFUSALS = {
     "a card nearly known": (lambda: imagine("a100"), ValueError, "did you mean 'A100-80GB'"),
     "a card unknown": (lambda: imagine("banana"), ValueError, "expected one of T4-16GB"),
-    "a card of another type": (lambda: imagine(None), ValueError, "expected one of T4-16GB"),
     "a budget of nothing": (lambda: imagine("H100-80GB", 0), ValueError, "more than 0 bytes"),
-    "a budget of words": (lambda: imagine("H100-80GB", "lots"), ValueError, "expected a size such as"),
     "two machines": (inside(lambda _: inside(print)()), RuntimeError, "one imagined machine at a time"),
     "inside a meter": (lambda: within(Meter, lambda: imagine("cpu")), RuntimeError, "expected the Meter inside"),
     "inside autocast": (lambda: within(CPU_AUTOCAST, lambda: imagine("cpu")), RuntimeError, "expected autocast inside"),
@@ -1124,20 +1084,15 @@ REFUSALS = {
     "a real batch": (inside(lambda _: nn.Linear(4, 4)(REAL)), RuntimeError, "gpu.imagined(batch)"),
     "a real model": (inside(lambda _: REAL_LAYER(torch.ones(2, 4))), RuntimeError, "build the model inside the block"),
     "item": (inside(lambda _: torch.ones(3).sum().item(), "cpu"), *NO_VALUES),
-    "tolist": (inside(lambda _: torch.ones(3).tolist()), *NO_VALUES),
-    "bool": (inside(lambda _: bool(torch.ones(3).sum() > 0)), *NO_VALUES),
     "a mask as an index": (inside(lambda _: torch.ones(3)[torch.ones(3) > 0]), *NO_VALUES),
     "a sparse gradient": (inside(sparse_gradient), *DENSE),
-    "a sparse tensor": (inside(lambda _: torch.eye(4).to_sparse(), "cpu"), *DENSE),
     "a real sparse tensor": (inside(lambda gpu: gpu.imagined(SPARSE)), *DENSE),
     "a lazy layer": (inside(lambda _: nn.LazyLinear(4)), NotImplementedError, "LazyLinear, which learns them"),
     "a recurrent layer": (inside(lambda _: nn.LSTM(2, 2)(torch.ones(1, 2))), NotImplementedError, "imagine('cpu')"),
-    "a recurrent cell": (inside(lambda _: nn.LSTMCell(2, 2)(torch.ones(1, 2))), NotImplementedError, "recurrent"),
     "a compiler": (inside(lambda _: torch.compile(nn.Linear(2, 2))), NotImplementedError, "expected eager code"),
     "attention of two dtypes": (inside(of_two_dtypes), RuntimeError, "of one dtype"),
     "a loss that overflows": (inside(binary_cross_entropy), RuntimeError, "binary_cross_entropy_with_logits"),
-    "checkpointing under autocast": (inside(lambda _: checkpointed(False)), *NO_CHECKPOINT),
-    "the same, reentrant": (inside(lambda _: checkpointed(True)), *NO_CHECKPOINT),
+    "checkpointing under autocast": (inside(checkpointed), NotImplementedError, "checkpointing without autocast"),
 }
 
 
@@ -1163,10 +1118,7 @@ LIKE_A_REAL_CARDS = {
     "FP32, attention by hand, dropout": (GPT, {"attention": "by hand", "dropout": 0.1}, torch.float32, None),
     "BF16": (GPT, {}, BF16, None),
     "BF16, dropout": (GPT, {"dropout": 0.1}, BF16, None),
-    "FP16": (GPT, {}, torch.float16, None),
     "autocast": (GPT, {}, torch.float32, BF16),
-    "autocast to FP16, attention by hand": (GPT, {"attention": "by hand"}, torch.float32, torch.float16),
-    "FP32, checkpointed": (Checkpointed, {"use_reentrant": False}, torch.float32, None),
     "BF16, checkpointed": (Checkpointed, {"use_reentrant": False}, BF16, None),
 }
 
@@ -1202,68 +1154,6 @@ def test_an_imagined_step_has_the_events_of_the_real_cards(case):
             assert changes(ours) == changes(theirs)
         else:  # in which order autocast's cache lets go of its copies, their addresses decide
             assert sorted(changes(ours)) == sorted(changes(theirs))
-
-
-OTHERWISE_ON_A_CARD = {
-    "nn.functional.rms_norm": "which is imagined where models look it up, and this list looks nothing up",
-    "renorm": "whose backward computes in FP64 on a CPU",
-    "sgn": "whose gradient is a zero without memory, which imagined memory has",
-    "torch.ops.aten._efficient_attention_forward": "whose seed and offset are made elsewhere",
-    "_native_batch_norm_legit": "which no module calls",
-    "_batch_norm_with_update": "nor this one",
-    "jiterator_": "which compiles for a real card",
-    "tensor_split": "which reads values, where to split, past all modes",
-}
-
-
-def bytes_of(run, inputs) -> list[int]:
-    """What is held after forward and after backward, and the peak."""
-    with Meter(inputs=[one for one in tree_leaves(inputs) if isinstance(one, torch.Tensor)]) as meter:
-        result = run(*inputs)
-        held = [meter.held_bytes]
-        outputs = [one for one in tree_leaves(result) if isinstance(one, torch.Tensor) and one.requires_grad]
-        if outputs:
-            torch.autograd.backward(outputs, [torch.ones_like(one) for one in outputs])
-        held.append(meter.held_bytes)
-        del result, outputs
-    return [*held, meter.timeline.peak_bytes]
-
-
-@pytest.mark.gpu
-@needs_a_hopper
-@pytest.mark.filterwarnings("ignore")
-def test_of_torchs_own_list_of_ops_each_takes_the_real_cards_bytes():
-    compared, wrong = 0, []
-    for op, dtype in itertools.product(ops_of_torch(), (torch.float32, BF16)):
-        apart = tuple(OTHERWISE_ON_A_CARD)
-        if dtype not in op.dtypesIfCUDA or op.formatted_name.startswith(apart) or op.name.startswith(apart):
-            continue
-        sample = next(iter(op.sample_inputs("cuda", dtype, requires_grad=op.supports_autograd)))
-        values = sample.input, sample.args, sample.kwargs
-
-        def inputs_on(device, values=values):
-            bring = lambda t: t.detach().to(device, copy=True).requires_grad_(t.requires_grad)  # noqa: E731
-            return tree_map_only(torch.Tensor, bring, values)
-
-        run = lambda first, args, kwargs, op=op: op(first, *args, **kwargs)  # noqa: E731
-        try:
-            run(*inputs_on("cuda"))  # libraries take room of their own, once
-            real = bytes_of(run, inputs_on("cuda"))
-        except (RuntimeError, NotImplementedError):  # not on this card, or not with this dtype
-            continue
-        in_main = inputs_on("cpu")
-        try:
-            with imagine("H100-80GB") as gpu:
-                imagined = bytes_of(run, gpu.imagined(in_main))
-        except (RuntimeError, NotImplementedError) as error:
-            if re.match("expected code that needs no values|expected dense|.* not implemented for", str(error)):
-                continue
-            raise
-        compared += 1
-        if imagined != real:
-            wrong.append((op.formatted_name, dtype, imagined, real))
-    assert wrong == []
-    assert compared > 900
 
 
 @pytest.mark.gpu

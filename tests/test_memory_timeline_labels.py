@@ -301,17 +301,6 @@ def test_the_view_through_which_a_tensor_was_written_is_that_ops_too(follows):
     assert {line for _, line in passing(meter.timeline)} == {"view.cos().sum().backward()", *lines}
 
 
-def test_an_in_place_op_answers_for_what_it_cloned_to_overwrite_it():
-    x, scale = torch.ones(ROWS, 30, requires_grad=True), torch.ones(ROWS, 30, requires_grad=True)
-    with Meter(inputs=(x, scale)) as meter:
-        h = x * 1
-        h.mul_(scale)
-        h.sum().backward()
-    clone, *_ = (s for s in meter.timeline.storages.values() if s.op == "clone")
-    assert clone.reason == "saved by mul for its backward"
-    assert set(passing(meter.timeline)[:2]) == {("gradient passing through mul", "h.mul_(scale)")}
-
-
 def test_a_function_is_called_by_its_own_name_and_not_by_its_first_op():
     x = torch.ones(ROWS, 30, requires_grad=True)
     with Meter(inputs=x) as meter:

@@ -6,7 +6,6 @@ import json
 import re
 import subprocess
 import sys
-import textwrap
 import warnings
 from pathlib import Path
 
@@ -26,13 +25,6 @@ from memlab.units import MiB
 
 CPU = [ProfilerActivity.CPU]
 ON_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="figures of a CPU")
-
-
-def fresh(code: str):
-    """The value of `said` after running code in a process of its own, whose malloc has kept nothing yet."""
-    code = textwrap.dedent(code) + "\nimport json; print(json.dumps(said))"
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.fixture(scope="module")
@@ -146,22 +138,12 @@ def test_a_monitor_sees_both_growths_as_one_and_no_line(looks):
 
 
 @ON_CPU
-def test_the_high_water_mark_has_the_scratch_in_it_and_pytorchs_picture_has_one_segment_from_heap_to_mapped_pages():
-    """Where malloc keeps no piece as large, it maps 32 MiB anew, so those pages are never ones that it had kept."""
-    peak, sizes = fresh("""
-        from torch.cuda import _memory_viz
-        from torch.profiler import ProfilerActivity, profile
-        from memlab.book.memory_tools import TOOLS
-        from memlab.book.planted import Planted
-        peak = TOOLS["RSS and VmHWM"].run().peak_bytes
-        program = Planted()
-        options = {"profile_memory": True, "with_stack": True, "record_shapes": True}
-        with profile(activities=[ProfilerActivity.CPU], **options) as found:
-            list(program.run(1))
-        said = peak, [one["total_size"] for one in _memory_viz._profile_to_snapshot(found)["segments"]]
-    """)
-    assert peak is None or SCRATCH_BYTES - MiB <= peak
-    assert len(sizes) == 1 and sizes[0] > 1000 * peak_bytes(1)
+def test_the_high_water_mark_of_a_process_of_its_own_has_the_scratch_in_it():
+    """There malloc has kept no piece as large, so it maps pages that were not resident before."""
+    code = "from memlab.book.memory_tools import TOOLS; print(TOOLS['RSS and VmHWM'].run().peak_bytes)"
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
+    peak = done.stdout.split()[-1]
+    assert peak == "None" or SCRATCH_BYTES - MiB <= float(peak)
 
 
 def test_no_tool_names_more_than_two_of_the_three_and_two_tools_name_all(looks):
@@ -228,32 +210,6 @@ def test_a_history_with_stacks_leads_to_the_innermost_line_outside_torch():
     seen = read_history(dump, device=1)
     assert seen.peak_bytes == 140  # 40 bytes were there before, and are at the end
     assert seen.peak_line == planted.PEAK_LINE and seen.growth_bytes == 0
-
-
-# ---- what the tools get wrong
-
-
-def test_the_profilers_running_total_keeps_what_an_earlier_profile_saw_born_and_nobody_saw_freed(tmp_path):
-    kept = []
-    [(_, first)] = total_allocated(lambda: kept.append(torch.ones(1000)), tmp_path / "a.json")
-    kept.clear()
-    [(_, second)] = total_allocated(lambda: kept.append(torch.ones(10)), tmp_path / "b.json")
-    assert second == first + 40  # the 4,000 bytes are long free
-
-
-def test_mem_tracker_raises_in_the_second_step_unless_it_is_told_of_the_firsts_end():
-    program = Planted()
-    tracker = memory_tools_torch.tracked(program.model, program.optimizer, program.batch)
-    with pytest.raises(NotImplementedError, match="multiple iterative calls"), tracker:
-        list(program.run(2))
-    assert "resize_" not in vars(torch.UntypedStorage)
-
-
-def test_a_meter_takes_what_a_kept_graph_holds_for_what_a_variable_holds(metered):
-    """A loss of the reader's keeps it, by way of its graph; which of the two it is it cannot see."""
-    timeline, ends = metered
-    leaked = [s for s in timeline.alive(ends[-1]) if s.line.source == planted.LEAK_LINE]
-    assert {s.reason for s in leaked} == {"held by a variable, or by the graph of one: backward never read it"}
 
 
 def test_a_census_steps_over_parameters_without_bytes_and_fake_tensors_whose_bytes_are_symbols():
