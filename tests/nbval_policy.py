@@ -101,7 +101,7 @@ class Cells:
         if "exercises" not in Path(path).parts:
             chapter = Path(path).stem
             self.there[chapter].add(name)
-            if report.passed and OUTPUTS_COMPARED in report.user_properties:
+            if report.when == "call" and report.passed and OUTPUTS_COMPARED in report.user_properties:
                 self.compared[chapter].add(name)
 
     def counted(self) -> str:
