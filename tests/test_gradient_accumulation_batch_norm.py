@@ -78,7 +78,6 @@ def in_one_batch(model: nn.Module, x: torch.Tensor) -> nn.Module:
         (nn.BatchNorm3d, (16, 5, 2, 1, 3), 0.0),
         (nn.SyncBatchNorm, (16, 5, 3), 1.0),
         (nn.LazyBatchNorm1d, (16, 5), 0.1),
-        (nn.LazyBatchNorm2d, (16, 5, 2, 2), None),
     ],
     ids=lambda x: x.__name__ if isinstance(x, type) else str(x),
 )
@@ -91,18 +90,6 @@ def test_over_several_steps_running_statistics_are_the_full_batch_s(kind, shape,
         deferred(found, x)
     assert found.num_batches_tracked == 3
     assert distance(found, full) <= 1e-14
-
-
-def test_the_update_is_momentum_times_the_mean_and_unbiased_variance_of_all_values():
-    layer = norm(5, nn.BatchNorm2d, affine=False, momentum=0.3)
-    layer.running_mean.fill_(2)
-    x = values(16, 5, 3, 3)
-    expected = {
-        "running_mean": 0.7 * 2 + 0.3 * x.mean((0, 2, 3)),
-        "running_var": 0.7 * 1 + 0.3 * x.var((0, 2, 3), correction=1),
-        "num_batches_tracked": torch.tensor(1),
-    }
-    assert distance(deferred(layer, x), expected) <= 1e-14
 
 
 @settings(max_examples=20, deadline=None, derandomize=True)
@@ -150,12 +137,6 @@ def test_layers_in_evaluation_mode_and_without_running_statistics_are_left_alone
     assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items())
 
 
-def test_a_layer_whose_running_statistics_were_taken_away_counts_as_torch_counts():
-    layer = norm()
-    layer.running_mean = layer.running_var = None
-    assert deferred(layer, values(16, 6)).num_batches_tracked == 4 and layer.running_mean is None
-
-
 @pytest.mark.parametrize("momentum", [0.3, None])
 def test_a_layer_without_a_counter_moves_as_torch_moves_it(momentum):
     layer, full, x = norm(momentum=momentum), norm(momentum=momentum), values(16, 6)
@@ -170,44 +151,6 @@ def test_a_layer_that_no_forward_reaches_does_not_move_and_neither_does_an_empty
         pass
     assert [layer.num_batches_tracked.item() for layer in model] == [1, 0]
     assert torch.equal(model[1].running_var, torch.ones(3, dtype=FP64))
-
-
-def test_evaluation_inside_the_block_uses_the_statistics_from_before_and_is_not_counted():
-    model, full, x = network(), network(), values(16, 6)
-    model(x), full(x)
-    expected = copy.deepcopy(model).eval()(x)
-
-    def train_and_evaluate(piece):
-        model(piece).sum().backward()
-        with torch.no_grad():
-            assert torch.equal(model.eval()(x), expected)
-        model.train()
-
-    deferred(model, x, call=train_and_evaluate)
-    full(x)
-    assert distance(model[0], full[0]) <= 1e-14
-
-
-class Twice(nn.Module):
-    """One BatchNorm in two places."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm = self.alias = norm()
-        self.linear = nn.Linear(6, 6, dtype=FP64)
-
-    def forward(self, x):
-        return self.norm(input=self.linear(self.alias(x)))
-
-
-def test_a_layer_called_twice_in_a_forward_moves_twice_call_by_call():
-    model, alone, x, between = Twice(), norm(), values(16, 6), []
-    model.linear.register_forward_hook(lambda module, args, output: between.append(output.detach()))
-    deferred(model, x)
-    alone(x)
-    alone(torch.cat(between))
-    assert model.norm.num_batches_tracked == 2
-    assert distance(model.norm, alone) <= 1e-14
 
 
 class Pair(nn.Module):
@@ -247,18 +190,10 @@ def inference(model, piece):
         model(piece)
 
 
-def without_gradients(model, piece):
-    with torch.no_grad():
-        model(piece)
-
-
 FORWARDS = {
-    "a part alone": lambda model, piece: model[0](piece),
     "failed": fails_in_the_middle,
-    "no_grad": without_gradients,
     "inference_mode": inference,
     "checkpointed": lambda model, piece: checkpoint(model, piece, use_reentrant=False).sum().backward(),
-    "checkpointed, reentrant": lambda model, piece: checkpoint(model, piece, use_reentrant=True).sum().backward(),
 }
 
 
@@ -309,12 +244,6 @@ def test_a_16_bit_layer_s_buffers_are_rounded_once_from_the_merged_statistics():
     assert torch.equal(layer.running_mean, (0.9 * start + 0.1 * rounded.mean(0)).to(BF16))
 
 
-def test_many_values_do_not_overflow_the_sums_of_an_fp16_layer():
-    layer, x = norm(2, momentum=1.0, dtype=FP16), values(4096, 2, dtype=FP16) * 20
-    deferred(layer, x, 1024)
-    assert torch.allclose(layer.running_var.double(), x.double().var(0), rtol=2e-3)
-
-
 # ---- nothing stays behind
 
 
@@ -345,19 +274,6 @@ def test_a_block_that_raises_moves_nothing_and_leaves_nothing(error, where):
         handle.remove()
     vars(model[2]).pop("_check_input_dim", None)
     assert own(model) == before
-
-
-def test_the_model_is_the_same_object_by_object_between_the_forwards_of_a_block():
-    model = network()
-    before = own(model)
-
-    def train(piece):
-        model(piece).sum().backward()
-        assert own(model) == before
-
-    with nothing_left_behind(model):
-        deferred(model, values(16, 6), call=train)
-    assert [id(b) for b in model.buffers()] == [number for number, _ in before[0]] and own(model)[1:] == before[1:]
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
@@ -416,35 +332,15 @@ def test_another_block_inside_is_refused_and_one_afterwards_is_not():
     assert model[0].num_batches_tracked == model[2].num_batches_tracked == 2
 
 
-@pytest.fixture
-def process_group(request):
-    backend, ranks, store = request.param
-    distributed.init_process_group(backend, rank=0, world_size=ranks, store=store())
-    yield
-    distributed.destroy_process_group()
-
-
-@pytest.mark.parametrize("process_group", [("fake", 2, FakeStore)], indirect=True, ids=["two ranks"])
-def test_a_sync_batch_norm_over_several_ranks_is_refused_and_nothing_stays(process_group):
+def test_a_sync_batch_norm_over_several_ranks_is_refused_and_nothing_stays():
+    distributed.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     model = nn.Sequential(nn.BatchNorm1d(3), nn.SyncBatchNorm(3))
     found = pytest.raises(NotImplementedError, match="found '1', a SyncBatchNorm over 2 ranks")
-    with nothing_left_behind(model), found, deferred_batch_norm(model):
-        pass
-
-
-@pytest.mark.parametrize("process_group", [("gloo", 1, distributed.HashStore)], indirect=True, ids=["gloo"])
-@pytest.mark.parametrize("outside", [True, False])
-def test_it_works_around_ddp_and_inside_it(process_group, outside):
-    model, full, x = network(), network(), values(16, 6)
-    wrapped = nn.parallel.DistributedDataParallel(model)
-    *first, last = x.split(RAGGED)
-    with deferred_batch_norm(wrapped if outside else model):
-        with wrapped.no_sync():
-            for piece in first:
-                wrapped(piece).sum().backward()
-        wrapped(last).sum().backward()
-    full(x)
-    assert distance(model[0], full[0]) <= 1e-14
+    try:
+        with nothing_left_behind(model), found, deferred_batch_norm(model):
+            pass
+    finally:
+        distributed.destroy_process_group()
 
 
 def test_a_compiled_model_is_right_if_its_first_call_is_in_a_block():

@@ -1,13 +1,10 @@
 """The largest batch: predicted within one example, proved on both sides of the budget, nothing left of a failure."""
 
-import contextlib
 import gc
 import itertools
 import sys
 import weakref
-from fractions import Fraction
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -27,7 +24,6 @@ from tests.tiers import some
 
 TINY = Transformer(layers=3, width=32, heads=4, vocabulary=256, context=64)
 WIDE = Transformer(layers=2, width=128, heads=4, vocabulary=256, context=16)
-MANY_WORDS = Transformer(layers=2, width=32, heads=4, vocabulary=4096, context=32)
 LLAMA = Transformer(layers=3, width=32, heads=4, kv_heads=2, hidden=96, vocabulary=256, context=64, family="llama")
 
 
@@ -119,9 +115,7 @@ def transformer(sizes, precision="fp32", implementation=None, **options):
         (WIDE, 12 * MiB, {"implementation": "foreach"}),
         (TINY, 8 * MiB, {"attention": "by hand", "dropout": 0.1}),
         (TINY, 4 * MiB, {"precision": "autocast"}),
-        (WIDE, 9 * MiB, {"implementation": "foreach"}),
         (LLAMA, 8 * MiB, {}),
-        (MANY_WORDS, 20 * MiB, {}),
     ],
     keep=4,
 )
@@ -187,19 +181,6 @@ def test_a_wrong_prediction_is_told_and_mended_and_never_run_far_over_the_budget
     assert max(step.sizes) == 951 and len(step.sizes) <= 8
     if factor > 1.05 or factor < 0.95:
         assert abs(found.predicted - 950) > 1
-
-
-@pytest.mark.parametrize("number", [int, np.float32, Fraction])
-def test_prediction_comes_before_anything_runs_and_may_be_any_real_number(number):
-    step, asked = moments((0, 10)), []
-
-    def predict(n):
-        assert step.sizes == []
-        asked.append(n)
-        return number(10 * n)
-
-    found = find_batch_size(step, 1234, predict=predict)
-    assert found.predicted == found.size == 123 and 123 in asked and 124 in asked
 
 
 CURVES = {
@@ -299,8 +280,6 @@ def test_a_step_that_cannot_take_one_example_begins_with_least():
 
     found = find_batch_size(step, 100 * KiB, model=model, optimizer=optimizer, least=2)
     assert min(found.tried) == 2 and found.size == found.predicted
-    with pytest.raises(ValueError, match="Expected more than 1 value per channel"):
-        find_batch_size(step, 100 * KiB, model=model, optimizer=optimizer)
 
 
 # ---- nothing stays behind
@@ -366,54 +345,27 @@ def test_of_a_step_out_of_memory_nothing_stays(kind, where):
     assert sys.exc_info() == (None, None, None)
 
 
-def failing_beyond(limit, step, optimizer):
-    """The same step, out of memory in the optimizer when every gradient is there, for more than `limit` examples."""
-
-    def limited(n):
-        fail = optimizer.register_step_pre_hook(lambda *_: torch.empty(2**60)) if n > limit else None
-        try:
-            step(n)
-        finally:
-            if fail is not None:
-                fail.remove()
-
-    return limited
-
-
 def test_a_failed_step_leaves_no_gradients_but_those_that_were_there():
     model = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
-    def step(n):
+    def step(n, most=10**6):
         model[1](model[0](torch.ones(n, 8))).sum().backward()
+        if n > most:
+            torch.empty(2**60)
         optimizer.step()
         model[0].zero_grad(set_to_none=False)
         model[1].zero_grad()
 
     size = find_batch_size(step, 10 * KiB, model=model, optimizer=optimizer).size
-    found = find_batch_size(failing_beyond(size, step, optimizer), 10 * KiB, model=model, optimizer=optimizer)
+    found = find_batch_size(lambda n: step(n, size), 10 * KiB, model=model, optimizer=optimizer)
     assert list(found.tried)[-1] == size + 1 and found.next_bytes is None
     assert [p.grad is None for p in model.parameters()] == [False, False, True, True]
 
 
-def test_garbage_of_one_step_is_gone_before_the_next():
-    watched = Watched()
-
-    def step(n):
-        assert watched.alive() == 0
-        cycle = [watched(torch.empty(100 * n))]
-        cycle.append(cycle)
-
-    gc.disable()
-    try:
-        find_batch_size(step, 100 * KiB)
-    finally:
-        gc.enable()
-
-
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("no"), RuntimeError("shapes")], ids=str)
 def test_other_errors_pass_through_untouched_and_nothing_is_left(error):
-    model = nn.Linear(2, 2)
+    model, before = nn.Linear(2, 2), len(optim._global_optimizer_post_hooks)
 
     def step(n):
         if n > 3:
@@ -421,21 +373,14 @@ def test_other_errors_pass_through_untouched_and_nothing_is_left(error):
 
     with nothing_left_behind(model), pytest.raises(type(error)) as caught:
         find_batch_size(step, MiB)
+    assert len(optim._global_optimizer_post_hooks) == before
     assert caught.value is error and error.__context__ is None
-
-
-def test_no_hook_is_left_on_optimizers():
-    before = len(optim._global_optimizer_pre_hooks), len(optim._global_optimizer_post_hooks)
-    find_batch_size(moments((0, 10)), 1000)
-    with contextlib.suppress(ValueError):
-        find_batch_size(moments((0, 10)), 1)
-    assert before == (len(optim._global_optimizer_pre_hooks), len(optim._global_optimizer_post_hooks))
 
 
 # ---- imagined hardware
 
 
-def test_an_imagined_card_costs_no_memory_and_its_budget_gives_no_next_figure():
+def test_on_an_imagined_card_the_arithmetic_is_right_to_the_byte_on_both_sides_of_the_budget():
     sizes = Transformer(layers=1, width=1024, heads=16, vocabulary=32000, context=1024)
     predict = lambda n: training_step(sizes, n, 1024).peak_bytes  # noqa: E731
     with imagine("H100-80GB") as gpu:
@@ -443,17 +388,6 @@ def test_an_imagined_card_costs_no_memory_and_its_budget_gives_no_next_figure():
         found = find_batch_size(step, gpu.capacity_bytes, model=model, optimizer=optimizer, predict=predict)
     assert found.size == found.predicted
     assert found.peak_bytes == predict(found.size) <= gpu.capacity_bytes < found.next_bytes == predict(found.size + 1)
-
-    def builds(n):
-        step, model, optimizer = transformer(sizes)
-        step(n)
-        step(n)
-
-    with imagine("H100-80GB", gpu.capacity_bytes) as full:
-        again = find_batch_size(builds, gpu.capacity_bytes)
-        assert full._budget._history.held == 0  # of all that the card held, nothing is left
-    assert (again.size, again.peak_bytes, again.next_bytes) == (found.size, found.peak_bytes, None)
-    assert "runs out of memory" in str(again)
 
 
 # ---- what is counted

@@ -72,17 +72,6 @@ def test_sorted_whole_there_are_as_few_batches_as_there_can_be(lengths, max_toke
     assert len(batches) == fewest_batches(lengths, max_tokens, most)
 
 
-@few
-@given(some_lengths, st.integers(60, 400), seeds)
-def test_sorted_whole_no_length_of_one_batch_lies_inside_another(lengths, max_tokens, seed):
-    spans = [
-        (min(lengths[i] for i in batch), max(lengths[i] for i in batch))
-        for batch in token_batches(lengths, max_tokens, seed=seed)
-    ]
-    spans.sort()
-    assert all(first[1] <= second[0] for first, second in pairwise(spans))
-
-
 def shared(first: list[list[int]], second: list[list[int]]) -> float:
     """Of the pairs of examples that share a batch in the first epoch, the part that does so in the second."""
     pairs = {pair for batch in first for pair in combinations(sorted(batch), 2)}

@@ -1,6 +1,5 @@
 """Packing: rows are full, documents do not meet, and each has the loss and the gradients it has alone."""
 
-import itertools
 import random
 
 import pytest
@@ -15,7 +14,6 @@ from memlab.book.workloads import GPT, PackedGPT
 from memlab.book.workloads import lengths as committed_lengths
 from memlab.gradient_accumulation.packing import document_mask, pack, pack_rows, pad_rows
 from memlab.memory_timeline import Meter
-from tests.tiers import some
 
 some_lengths = st.lists(st.integers(1, 60), min_size=1, max_size=80)
 seeds = st.integers(0, 10)
@@ -170,36 +168,6 @@ def test_packed_or_padded_documents_have_the_loss_and_the_gradients_they_have_al
     loss.backward()
     assert abs(loss - expected) <= 1e-12 * expected
     assert max(distances(model, alone).values()) <= 1e-12
-
-
-@some("attention, missing", itertools.product(["fused", "by hand"], ["mask", "positions", "both"]), keep=3)
-def test_without_the_mask_or_the_positions_neighbours_change_loss_and_gradients(attention, missing):
-    alone, model = models(attention)
-    examples = documents_of(LENGTHS)
-    expected = each_alone(alone, examples)
-    packed = pack_rows(examples, ROWS, 48)
-    documents = packed.documents if missing == "positions" else torch.zeros_like(packed.documents)
-    positions = packed.positions if missing == "mask" else torch.arange(48).expand(3, 48)
-    loss = summed(model(packed.x, documents=documents, positions=positions), packed.y)
-    loss.backward()
-    assert abs(loss - expected) > 1e-3 * expected
-    found = distances(model, alone)
-    assert min(found.values()) > 1e-3 and max(found.values()) > 0.1
-
-
-def test_what_stands_in_the_padding_and_in_other_documents_is_never_looked_at():
-    _, model = models()
-    examples = documents_of(LENGTHS)
-    first = pack_rows(examples, ROWS, 48)
-    others = [example if i in (1, 4, 7) else (example + 1) % 32 for i, example in enumerate(examples)]
-    second = pack_rows(others, ROWS, 48, padding=31)
-    one, two = (model(p.x, documents=p.documents, positions=p.positions) for p in (first, second))
-    assert one.isfinite().all()
-    kept = torch.zeros_like(first.documents, dtype=torch.bool)
-    for r, document in ((0, 1), (1, 1), (2, 0)):
-        kept[r] |= first.documents[r] == document
-    torch.testing.assert_close(one[kept], two[kept], rtol=1e-13, atol=1e-13)
-    assert not torch.allclose(one[~kept], two[~kept])
 
 
 @each_attention

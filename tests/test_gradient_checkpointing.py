@@ -25,11 +25,10 @@ from memlab.gradient_checkpointing.state import State
 from memlab.memory_timeline import Meter, imagine
 from memlab.offloading import swap_activations
 from tests.harness import refusals, refused
-from tests.tiers import pairs, some
+from tests.tiers import some
 from tests.torch_ops import differentiable_ops_of_torch
 
 torchs = functools.partial(torch_checkpoint, use_reentrant=False)
-reentrant = functools.partial(torch_checkpoint, use_reentrant=True)
 BF16 = torch.bfloat16
 grad = torch.autograd.grad
 
@@ -184,33 +183,19 @@ def a_checkpoints_backward_inside(way, a, b):
     return way(function, a)
 
 
-def maps_of_a_backward(way, a, b):
-    y = way(mlp, a) * b
-    of_each = torch.vmap(lambda v: grad(y, a, v, retain_graph=True)[0])(torch.eye(3))
-    inside = torch.vmap(lambda v: v * grad(way(mlp, a).sum(), a)[0])(torch.eye(3))
-    jacobian = torch.autograd.functional.jacobian(lambda w: way(mlp, w), a, vectorize=True)
-    return y.sum() + of_each.sum() + inside.sum() + jacobian.sum()
-
-
 def random_numbers(way, a, b):
     torch.manual_seed(3)
     y = way(noisy, a)
     return y * b * torch.rand(3)
 
 
-class OwnDict(dict):
-    """A dictionary of one's own."""
-
-
 FUNCTIONS = {
-    "positional": lambda way, a, b: way(lambda a, b: a.exp() * b.sin(), a, b),
     "keywords": lambda way, a, b: way(lambda *, a, b: a.exp() * b.sin(), a=a, b=b),
     "called function": lambda way, a, b: way(lambda x, function: x.exp() * function, a, function=b),
     "nested": lambda way, a, b: way(lambda x, y: x[0].exp() * y["b"][1][0].sin(), [a, None], {"b": (1, [b])}),
     "a named tuple": lambda way, a, b: way(lambda p, k=1: p.a.exp() * p.b.sin() * k, Pair(a, b), k=3),
     "no tensor": lambda way, a, b: way(lambda n, s, c: c(a).tensor.exp() * b, None, "s", Box),
     "inside an object": lambda way, a, b: way(lambda box, b: box.tensor.exp() * b, Box(a), b),
-    "a dictionary of one's own": lambda way, a, b: way(lambda d, b: d["a"].exp() * b, OwnDict(a=a), b),
     "an integer tensor": lambda way, a, b: way(lambda a, b, i: a[i].exp() * b, a, b, torch.tensor([2, 0, 1])),
     "the same twice": lambda way, a, b: way(lambda a, b, c: a.exp() * b * c, a, b, a),
     "made in inference mode": with_inference_mode,
@@ -219,14 +204,10 @@ FUNCTIONS = {
     "random numbers": random_numbers,
     "in torch's own": lambda way, a, b: torchs(lambda x: way(mlp, mlp(x.sin())).cos() * b, a),
     "around torch's own": lambda way, a, b: way(lambda x: torchs(mlp, mlp(x.sin())).cos().sin() * b, a),
-    "around a reentrant one": lambda way, a, b: way(lambda x: reentrant(mlp, mlp(x.sin())).cos().sin() * b, a),
-    "backward inside": backward_inside(False),
     "backward inside, retained": backward_inside(True),
     "a checkpoint's backward inside": a_checkpoints_backward_inside,
     "a Function that reads twice": lambda way, a, b: way(lambda x: ReadsTwice.apply(x.sin()).cos() * b, a),
-    "maps of a backward": maps_of_a_backward,
     "a mapped function": lambda way, a, b: way(torch.vmap(mlp), a) * b,
-    "a map without gradients": lambda way, a, b: torch.vmap(lambda r: way(mlp, r))(a.detach()) * a * b,
 }
 
 
@@ -261,23 +242,6 @@ def test_frozen_parameters_get_no_gradient_and_the_others_theirs(of_input):
     checkpoint(layer, x).sum().backward()
     assert layer[0].weight.grad is None and layer[0].bias.grad is None
     assert alike([one.grad for one in wanted], expected)
-
-
-def test_backward_in_several_threads_at_once_is_right():
-    x, found = values(1000), []
-    y = checkpoint(mlp, x).sum()
-    (expected,) = grad(mlp(x).sum(), x)
-
-    def backward():
-        for _ in range(20):
-            found.extend(grad(y, x, retain_graph=True))
-
-    threads = [threading.Thread(target=backward) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) == 80 and all(torch.equal(g, expected) for g in found)
 
 
 # ---- random numbers, autocast, default device
@@ -555,27 +519,15 @@ def test_recomputed_tensors_die_as_backward_uses_them_even_when_the_graph_stays(
 
 # ---- within other hooks
 
-VIEWS = {
-    "a leaf": lambda way, x, w: way(torch.sin, x.view(-1)),
-    "a weight, transposed": lambda way, x, w: way(lambda x, w: (x @ w).tanh(), x, w.t()),
-    "a slice of a weight": lambda way, x, w: way(lambda x, w: (x + w).tanh() * w, x, w[:2]),
-}
 
-
-@pairs("case, outer, writes", VIEWS, ["a checkpoint", "torch's", "save_on_cpu", "swap_activations"], [0, 3])
-def test_views_of_leaves_come_back_from_outer_hooks_and_are_the_same(case, outer, writes):
-    x, w, found = values(2, 3), values(3, 3, seed=1), []
-    for _ in range(writes):
-        w.detach().mul_(1.1)
-    for way in (plain, checkpoint):
-        function = functools.partial(VIEWS[case], way)
-        if outer in ("a checkpoint", "torch's") and way is checkpoint:
-            y = {"a checkpoint": checkpoint, "torch's": torchs}[outer](function, x, w)
-        else:
-            with save_on_cpu() if outer == "save_on_cpu" else swap_activations(min_bytes=0):
-                y = function(x, w)
-        found.append(grad(y.square().sum(), [x, w], allow_unused=True))
-    assert alike(*found)
+@pytest.mark.parametrize("outer", ["a checkpoint", "save_on_cpu"])
+def test_a_view_of_a_weight_that_was_written_to_comes_back_from_outer_hooks_and_is_the_same(outer):
+    x, w = values(2, 3), values(3, 3, seed=1)
+    w.detach().mul_(1.1)
+    block = functools.partial(checkpoint, lambda x, w: (x @ w).tanh(), x)
+    with save_on_cpu() if outer == "save_on_cpu" else nullcontext():
+        y = checkpoint(lambda w: block(w.t()), w) if outer == "a checkpoint" else block(w.t())
+    assert alike(grad(y.sum(), [x, w]), grad((x @ w.t()).tanh().sum(), [x, w]))
 
 
 @pytest.mark.parametrize("outer", ["a checkpoint", "save_on_cpu", "swap_activations"])
@@ -645,10 +597,6 @@ def in_another_vmap():
     torch.vmap(lambda v: grad(y, x, v)[0])(torch.ones(2, 5, 4))
 
 
-def in_a_second_run(x):
-    return torch.vmap(lambda row: checkpoint(mlp, row))(x.sin()[None]).exp()
-
-
 def outside_of_a_jvp(part):
     x = values(4)
     return lambda: torch.func.jvp(lambda x: checkpoint(mlp, x), (x,), (torch.ones(4),))[part].sum().backward()
@@ -666,23 +614,18 @@ DIFFERENT = {
         "second_time.<locals>.changing…tensor 0 of 2",
     ),
     "a module": (backward_of(Flighty()), "test_gradient_checkpointing.Flighty to save"),
-    "a method": (backward_of(Flighty().forward), "test_gradient_checkpointing.Flighty.forward to save"),
     "a partial": (backward_of(functools.partial(Flighty())), "test_gradient_checkpointing.Flighty to save"),
     "written to in the function": (backward_of(writes_to_what_it_saved), "found it written to afterwards"),
     "an input, in the function": (
         lambda: checkpoint(lambda z: z.mul_(2).exp(), values(3) * 1).sum().backward(),
         INPLACE,
     ),
-    "an argument": (an_input_is_written_to(lambda a, b: checkpoint(lambda a, b: a.exp() * b, a, b)), INPLACE),
     "a keyword": (an_input_is_written_to(lambda a, b: checkpoint(lambda a, b: a.exp() * b, a, b=b)), INPLACE),
     "in a list": (an_input_is_written_to(lambda a, b: checkpoint(lambda x: x[0].exp() * x[1], [a, b])), INPLACE),
     "a weight": (a_weight_is_written_to, "cpu, at version 1 in the forward…at version 2 in the rec"),
     "outside of a vmap": (outside_of_a_vmap(checkpoint), VMAP),
-    "outside of a vmap, all kept": (outside_of_a_vmap(functools.partial(selective_checkpoint, keep=0)), VMAP),
     "in another vmap": (in_another_vmap, VMAP),
-    "a vmap in the second run": (backward_of(in_a_second_run), VMAP),
     "outside of a jvp": (outside_of_a_jvp(0), "or torch.func.jvp"),
-    "outside of a jvp, its tangent": (outside_of_a_jvp(1), "or torch.func.jvp"),
 }
 
 
@@ -794,17 +737,6 @@ def test_a_compiled_function_stays_compiled_when_it_is_checkpointed():
     for _ in range(2):
         assert alike(gradients_of(functools.partial(checkpoint, compiled), model), expected)
     assert graphs.frame_count == 1
-
-
-@pytest.mark.thorough
-def test_a_compiled_backward_runs_the_function_again_as_it_is():
-    torch._dynamo.reset()
-    model, x = two_layers().eval(), values(4, 8)
-    expected = torch.autograd.grad(model(x).sum(), x)
-    loss = checkpoint(model, x).sum()
-    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
-        loss.backward()
-    assert torch.equal(x.grad, *expected)
 
 
 @pytest.mark.parametrize("way", [checkpoint, functools.partial(selective_checkpoint, keep=0)])

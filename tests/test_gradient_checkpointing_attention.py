@@ -12,7 +12,6 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memlab.gradient_checkpointing.attention import backward_live_bytes, checkpointed_attention
-from memlab.gradient_checkpointing.hooks import checkpoint
 from memlab.memory_hierarchy.attention import WIDE, tiled_attention
 from memlab.memory_timeline import Meter, imagine
 
@@ -109,32 +108,12 @@ def test_narrow_dtypes_are_as_near_to_fp64_as_their_rounding(dtype, bound, causa
         assert error(a, b) <= bound, (name, error(a, b))
 
 
-def test_autograds_own_check_by_differences_agrees():
-    x = qkv(1, 4, 7, 9, 3, kv_heads=2, value_dim=2)
-    for causal in (False, True):
-        run = lambda *x: checkpointed_attention(*x, causal=causal, tile_queries=3, tile_keys=4)  # noqa: B023, E731
-        torch.autograd.gradcheck(run, x)
-
-
 def test_the_result_is_that_of_tiled_attention_to_the_last_bit():
     q, k, v = qkv(dtype=torch.float32)
     out = checkpointed_attention(q, k, v, causal=True, scale=0.2, tile_queries=5, tile_keys=9)
     with torch.no_grad():
         expected = tiled_attention(q, k, v, causal=True, scale=0.2, tile_queries=5, tile_keys=9)
     assert same_bits(out.detach(), expected) and out.requires_grad and not expected.requires_grad
-
-
-def test_scores_far_apart_have_gradients_without_overflow():
-    """In FP32 exp overflows from 89 on: scores of thousands, and hidden ones far above those that are seen."""
-    for q_scale in (1e-3, 1e2, 1e4):
-        x = [a.detach() for a in qkv(1, 2, 20, 20, 4, dtype=torch.float32)]
-        x[0] *= q_scale
-        x = [a.requires_grad_() for a in x]
-        found = out_and_gradients(checkpointed_attention, *x, causal=True, tile_queries=8, tile_keys=8)
-        expected = out_and_gradients(plain_attention, *(a.detach().double().requires_grad_() for a in x), causal=True)
-        for a, b in zip(found, expected, strict=True):
-            assert a.isfinite().all()
-            torch.testing.assert_close(a.double(), b, rtol=1e-3, atol=1e-3 * max(1.0, q_scale / 1e2))
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -148,13 +127,6 @@ def test_inputs_may_be_views_as_a_gpt_makes_them(causal):
     (found,) = torch.autograd.grad(checkpointed_attention(*views(), causal=causal, **tiles), packed, dout)
     (expected,) = torch.autograd.grad(plain_attention(*views(), causal=causal), packed, dout)
     assert error(found, expected) <= 1e-12 and torch.equal(packed, before)
-
-
-def test_one_tensor_in_several_places_gets_the_sum_of_its_gradients_of_one_number_expanded():
-    x = qkv(1, 2, 9, 9, 4)[0]
-    (found,) = torch.autograd.grad(checkpointed_attention(x, x, x).sum(), x)
-    (expected,) = torch.autograd.grad(plain_attention(x, x, x).sum(), x)
-    assert error(found, expected) <= 1e-12
 
 
 # ---- queries without keys, infinities
@@ -175,22 +147,6 @@ def test_a_query_that_sees_no_key_has_no_gradient_and_gives_none():
     hidden = [q.requires_grad_(), torch.full_like(k, -math.inf).requires_grad_(), v.requires_grad_()]
     for gradient in out_and_gradients(checkpointed_attention, *hidden, tile_keys=5):
         assert not gradient.any()
-
-
-def test_keys_that_score_minus_infinity_get_no_gradient_and_the_others_are_as_without_them():
-    q, k, v = (x.detach() for x in qkv(1, 2, 5, 12, 4))
-    q = q.abs().requires_grad_()
-    for hidden in (slice(0, 4), slice(4, 8), slice(8, 12), slice(3, 9)):
-        kept = [i for i in range(12) if not hidden.start <= i < hidden.stop]
-        masked = k.clone()
-        masked[:, :, hidden] = -math.inf
-        masked, values = masked.requires_grad_(), v.clone().requires_grad_()
-        found = out_and_gradients(checkpointed_attention, q, masked, values, tile_keys=4)
-        expected = out_and_gradients(plain_attention, q, masked[:, :, kept], values[:, :, kept])
-        for a, b in zip(found[:2], expected[:2], strict=True):
-            assert error(a, b) <= 1e-12
-        for a, b in zip(found[2:], expected[2:], strict=True):
-            assert error(a[:, :, kept], b) <= 1e-12 and not a[:, :, hidden].any()
 
 
 def test_a_query_of_infinities_that_hides_all_its_keys_leaves_the_other_queries_gradients_alone():
@@ -218,9 +174,6 @@ def test_a_nan_is_not_hidden():
         assert wrong[0, 1, 4] and wrong.sum() == 1
     for columns in (dk, dv):
         assert columns[0, 1].isnan().any(-1).all() and not columns[0, 0].isnan().any()
-
-
-# ---- bits
 
 
 # ---- what is needed
@@ -278,13 +231,6 @@ def test_tiles_behind_the_diagonal_are_not_made_again(queries, keys):
 # ---- bytes
 
 
-def saved_by(run) -> list[Tensor]:
-    saved = []
-    with saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
-        run()
-    return saved
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_it_saves_q_k_v_out_and_one_number_a_query_and_the_meter_finds_nothing_else(dtype):
     x = qkv(2, 6, 20, 30, 8, kv_heads=2, value_dim=5, dtype=dtype)
@@ -337,15 +283,6 @@ def test_out_lies_in_memory_as_q_does():
     assert out.shape == (2, 3, 20, 8) and out.transpose(1, 2).is_contiguous()
 
 
-def test_under_checkpoint_and_in_every_run_the_gradients_have_the_same_bits():
-    x = qkv(1, 2, 50, 50, 8, dtype=torch.float32)
-    options = {"causal": True, "tile_queries": 16, "tile_keys": 16}
-    expected = out_and_gradients(checkpointed_attention, *x, **options)
-    found = out_and_gradients(lambda *x: checkpoint(checkpointed_attention, *x, **options), *x)
-    assert_equal_bits(found, expected)
-    assert_equal_bits(out_and_gradients(checkpointed_attention, *x, **options), expected)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_under_autocast_inputs_are_cast_as_for_torchs_own(dtype):
     x = qkv(1, 2, 20, 20, 8, dtype=dtype)
@@ -370,13 +307,6 @@ def test_on_imagined_hardware_forward_and_backward_hold_the_same_bytes():
         assert backward_metered(*x, causal=True) == backward_live_bytes(
             *(a.shape for a in x), torch.bfloat16, causal=True
         )
-
-
-def test_on_the_meta_device_there_are_shapes():
-    x = [a.detach().to("meta").requires_grad_() for a in qkv(2, 6, 20, 30, 8, kv_heads=2, value_dim=5)]
-    out = checkpointed_attention(*x, causal=True, tile_keys=7)
-    assert out.shape == (2, 6, 20, 5)
-    assert [a.shape for a in torch.autograd.grad(out.sum(), x)] == [a.shape for a in x]
 
 
 @pytest.mark.gpu

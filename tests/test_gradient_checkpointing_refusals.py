@@ -1,6 +1,5 @@
 """What gradient checkpointing refuses: cuts, layers, choices of modules and ops, attention, stages and budgets."""
 
-import math
 from functools import partial
 
 import torch
@@ -32,23 +31,13 @@ SEGMENTS = {
         ValueError,
         "at most as many segments as layers (10), found 11; pick 1 to 10",
     ),
-    "a bool": (cuts(True), TypeError, "segments as an int, found True"),
     "half a segment": (cuts(2.5), TypeError, "segments as an int, found 2.5"),
-    "no number": (cuts(None), TypeError, "segments as an int, found None"),
     "another word": (cuts("root"), ValueError, "'sqrt' or a list of cuts; found 'root'"),
     "the same cut twice": (cuts([3, 3]), ValueError, "cuts that rise, found 3 after 3"),
-    "a cut that falls": (cuts([3, 6, 5]), ValueError, "cuts that rise, found 5 after 6"),
     "a cut before the first layer": (cuts([0, 3]), ValueError, "between 1 and 9, found 0"),
     "a cut behind the last layer": (cuts([3, 10]), ValueError, "between 1 and 9, found 10"),
     "a float for a cut": (cuts([2, 3.5]), TypeError, "cuts as ints, found 3.5 at position 1"),
-    "a bool for a cut": (cuts([True, 3]), TypeError, "cuts as ints, found True at position 0"),
-    "a chain's segments": (
-        partial(checkpoint_sequential, [torch.sin] * 10, "root", X),
-        ValueError,
-        "'sqrt' or a list of cuts; found 'root'",
-    ),
     "no layers": (partial(segment_bounds, 0, 1), ValueError, "expected layers of at least 1, found 0"),
-    "an empty Sequential": (partial(checkpoint_sequential, nn.Sequential(), 1, X), ValueError, "layers of at least 1"),
     "one module": (
         partial(checkpoint_sequential, nn.Linear(2, 2), 1, X),
         TypeError,
@@ -60,14 +49,11 @@ SEGMENTS = {
         "found int at position 1",
     ),
     "saved_bytes": (partial(segmented_bytes, 5, 2, 0, 1), ValueError, "saved_bytes of at least 1"),
-    "saved_bytes of a float": (partial(best_segments, 5, 3.0, 1), TypeError, "saved_bytes as an int"),
     "input_bytes": (partial(best_segments, 5, 1, 0), ValueError, "input_bytes of at least 1"),
     "a larger input": (partial(segmented_bytes, 5, 2, 3, 4), ValueError, "at least input_bytes (4); found 3"),
     "one point": (partial(exponent, [1], [1]), ValueError, "expected a y for each x and two different x"),
-    "the same x twice": (partial(exponent, torch.ones(2), [1, 3]), ValueError, "two different x at least"),
     "a missing y": (partial(exponent, [1, 2], [1]), ValueError, "found 2 x and 1 y"),
     "x of 0": (partial(exponent, [0, 1], [1, 1]), ValueError, "expected numbers above 0…found 0"),
-    "y below 0": (partial(exponent, [1, 2], [1, -1]), ValueError, "expected numbers above 0…found -1"),
 }
 
 
@@ -89,21 +75,16 @@ def choosing(which, model=MODEL):
 
 CHOICES = {
     "keep nothing": (keeping(None), TypeError, "expected keep to be a collection of ops…found None"),
-    "keep a bool": (keeping(True), TypeError, "expected keep to be a collection of ops"),
-    "keep a name": (keeping("mm"), TypeError, "expected keep to be a collection of ops"),
     "keep names": (keeping(["mm"]), TypeError, "expected keep to be a collection of ops"),
     "keep no op": (keeping([torch.mm]), TypeError, "expected keep to be a collection of ops"),
-    "keep nan": (keeping(math.nan), TypeError, "expected keep to be a collection of ops"),
     "no model": (choosing(nn.Linear, [MODEL]), TypeError, "expected a model (torch.nn.Module), found list"),
     "one module": (choosing(MODEL[0]), TypeError, "found Linear; a single module goes into a list"),
     "a number": (choosing(3), TypeError, "expected modules, a class of modules or a function"),
     "a name of a module": (choosing(["0"]), TypeError, "expected modules, found '0'"),
     "a stranger": (choosing([nn.Linear(2, 2)]), ValueError, "found a Linear that is no part of it"),
     "a class of none": (choosing(nn.Conv2d), ValueError, "expected at least one module of the Sequential to be chosen"),
-    "an empty list": (choosing([]), ValueError, "expected at least one module"),
     "every 0th": (partial(every, [], 0), ValueError, "expected k >= 1"),
     "every half": (partial(every, [], 1.5), TypeError, "expected k to be an int, found 1.5"),
-    "every True": (partial(every, [], True), TypeError, "expected k to be an int, found True"),
 }
 
 
@@ -126,9 +107,7 @@ ATTENTION = {
     "fewer keys than values": (attention(k=Q[:, :, :3]), ValueError, "a value for every key"),
     "two for three": (attention(k=Q[:, :2], v=Q[:, :2]), ValueError, "2 key-value heads cannot serve 3 heads"),
     "another dtype": (attention(k=Q.double()), TypeError, "of one dtype"),
-    "whole numbers": (attention(*[Q.long()] * 3), TypeError, "of one dtype…found torch.int64"),
     "no tile": (attention(tile_queries=0), ValueError, "tile_queries"),
-    "a float for a tile": (attention(tile_keys=2.0), TypeError, "tile_keys"),
     "a tensor to scale by": (attention(scale=torch.ones(())), TypeError, "found a tensor, which would get no gradient"),
 }
 
@@ -185,12 +164,8 @@ CHAINS = {
     "a number for a stage": (partial(measure_chain, [MODEL[0], 3], X), TypeError, "stage 1 as a function…found int"),
     "no tensor": (partial(measure_chain, [MODEL[0]], 3), TypeError, "expected x as a tensor, found int"),
     "another cost": (partial(measure_chain, [MODEL[0]], X, cost="joules"), ValueError, "one of 'flops', 'seconds'"),
-    "a budget of a float": (budget(1e9), TypeError, "expected a size"),
-    "a budget below 0": (budget(-1), ValueError, "expected a size"),
     "a budget without a unit": (budget("16 apples"), ValueError, "expected a size"),
     "a stage too few": (steps(0, 1), ValueError, "expected steps through stages 0 to 2 in order, found [0, 1]"),
-    "stages out of order": (steps(0, 2, 1), ValueError, "expected steps through stages 0 to 2 in order"),
-    "a stage twice": (steps(0, (1, 1), 2), ValueError, "expected steps through stages 0 to 2 in order"),
 }
 
 

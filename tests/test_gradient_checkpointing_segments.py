@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
-from torch.utils import checkpoint as torchs
 
 from memlab.book.workloads import GPT, Block, GPTConfig
 from memlab.gradient_checkpointing.segments import (
@@ -69,18 +68,10 @@ def calls_of(function, layers: int, **options) -> list[int]:
     return calls
 
 
-def sequential_of_torch(layers, segments, x):
-    return torchs.checkpoint_sequential(layers, segments, x, use_reentrant=False)
-
-
 def test_backward_runs_each_segment_again_the_last_one_first():
     again = [8, 9, 6, 7, 3, 4, 5, 0, 1, 2]
     assert calls_of(checkpoint_sequential, 10) == [*range(10), *again]
     assert calls_of(checkpoint_sequential, 10, keep_last=True) == [*range(10), *again[2:]]
-
-
-def test_torchs_segments_of_ten_layers_are_two_two_two_and_a_tail_of_four_that_is_never_checkpointed():
-    assert calls_of(sequential_of_torch, 10) == [*range(10), 4, 5, 2, 3, 0, 1]
 
 
 # ---- the same bits
@@ -121,18 +112,6 @@ def test_layers_may_be_a_sequential_a_module_list_or_functions(form):
     plain = learned(lambda layers, x: layers(x), chain())
     found = learned(lambda layers, x: checkpoint_sequential(form(layers), 3, x), chain())
     assert all(map(torch.equal, bits(plain), bits(found)))
-
-
-def test_layers_pass_several_values_as_one_tuple():
-    def layer(pair):
-        return pair[0] * pair[1].sin(), pair[1] * 2
-
-    grads = []
-    for run in (lambda pair: layer(layer(layer(pair))), lambda pair: checkpoint_sequential([layer] * 3, 3, pair)):
-        pair = torch.tensor(0.5, requires_grad=True), torch.tensor(0.3, requires_grad=True)
-        sum(run(pair)).backward()
-        grads.append([p.grad for p in pair])
-    assert grads[0] == grads[1]
 
 
 @pytest.mark.parametrize("keep_last", [False, True])
@@ -267,11 +246,3 @@ def fitted(depths, segments_of) -> float:
 def test_activations_grow_as_the_depth_without_and_as_its_root_with_sqrt_segments():
     assert activations(3, None) - activations(2, None) == activations(2, None) - activations(1, None)
     assert fitted(DEPTHS, lambda layers: "sqrt") == pytest.approx(0.5, abs=0.01)
-
-
-def test_with_the_best_segments_they_grow_by_less_than_the_root_and_reach_it_where_there_are_many_blocks():
-    best = partial(best_segments, saved_bytes=SAVED, input_bytes=INPUT)
-    assert fitted((2, 4, 8), best) < 0.25
-    assert fitted(DEPTHS, best) < 0.4
-    assert all(said(n, best(n)) < said(n, "sqrt") for n in DEPTHS)
-    assert fitted((64, 128, 256, 512), best) == pytest.approx(0.5, abs=0.05)

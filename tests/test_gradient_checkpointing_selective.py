@@ -200,10 +200,6 @@ def twice_in_place(x, w):
     return (x @ w).mul_(2).sin()  # x has three dimensions: the product's result is seen through _unsafe_view
 
 
-def relu_in_place(x, w):
-    return torch.relu_(F.linear(x, w.T, w[0])).mul(3).sin()
-
-
 def through_a_view(x, w):
     h = x.flatten(0, 1) @ w
     h[1:].view(-1)[2:5] *= 3
@@ -294,7 +290,7 @@ def differentiates_inside(x):
     return (x * g).exp()
 
 
-WRITES = (twice_in_place, relu_in_place, through_a_view, out_of_detached_data, overwritten_random)
+WRITES = (twice_in_place, through_a_view, out_of_detached_data, overwritten_random)
 PLAIN = {one.__name__: one for one in WRITES} | {
     "random": lambda x, w: draws(x[0], w),
     "several results": lambda x, w: several(x[0]),
@@ -595,12 +591,6 @@ def test_after_the_block_chosen_modules_inside_one_another_are_run_as_often_as_i
     y.backward()
     del model, y
     assert alive() is None
-
-
-def test_every_is_the_first_of_every_k():
-    assert every(range(12), 1) == list(range(12))
-    assert every(range(12), 3) == [0, 3, 6, 9]
-    assert every(range(5), 9) == [0]
 
 
 # ---- selective inside others, and others inside it
