@@ -23,9 +23,6 @@ class Run(NamedTuple):
     full_at: int | None
 
 
-# ---- noise: bytes above what is kept, for each step
-
-
 def no_noise(rng: random.Random, steps: int, room: float) -> list[float]:
     return [0.0] * steps
 
@@ -62,8 +59,6 @@ def evaluations(rng: random.Random, steps: int, room: float) -> list[float]:
 
 
 NOISES = (no_noise, lengths, heavy_tails, cycles, evaluations)
-
-# ---- leaks: how much is kept after each step, without a unit
 
 
 def every_step(rng, steps):
@@ -106,8 +101,6 @@ def stacked(rng, steps):
 
 
 LEAKS = (every_step, ever_rarer, by_length, begins_late, in_segments, stacked)
-
-# ---- clean programs: what is kept, 0 to 1
 
 
 def flat(rng, steps):

@@ -133,9 +133,6 @@ class Idle(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-# ---- the allocator's own log
-
-
 def event_tree(code: Callable[[], None]) -> list:
     """Run `code` in torch's profiler, unmetered, and return the roots of the profiler's tree of events."""
     gc.collect()

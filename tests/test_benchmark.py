@@ -74,9 +74,6 @@ def failing(device, rounds):
     raise ArithmeticError("planted\nsecond line")
 
 
-# ---- the command
-
-
 def test_every_measure_is_kept_with_where_and_when_and_all_end_in_one_table(book, capsys):
     assert book.run() == (0, ["one", "two", "three"])
     kept = book.measures()["two"]
@@ -229,8 +226,6 @@ def test_stopped_in_the_middle_it_keeps_what_had_ended(book, capsys):
     assert "stopped; what had ended is kept" in printed and "not measured: two, three" in printed
 
 
-# ---- damaged records
-
 ENTRY = {"status": "recorded", "date": "d", "commit": "c", "source": "s", "torch": "t", "driver": "", "seconds": 1}
 GOOD = {
     **KIND.empty("CPU", False),
@@ -270,9 +265,6 @@ def test_the_pages_are_not_made_of_a_damaged_record(book, capsys):
     assert benchmarks.main(["--folder", str(book.folder)]) == 2
     assert "expected a record as python -m memlab.benchmark writes it" in capsys.readouterr().err
     assert not (book.folder / "benchmark.md").exists()
-
-
-# ---- the pages
 
 
 def test_the_committed_pages_are_what_the_command_makes_of_the_committed_records():

@@ -47,9 +47,6 @@ def long_timeline(events):
     return Timeline(blocks, changes)
 
 
-# ---- figures
-
-
 def areas(picture):
     """The top edge of each stacked area at each drawn event, by its label's category."""
     return picture.figure.axes[0].collections
@@ -137,9 +134,6 @@ def test_a_picture_without_a_sentence_is_refused(alt):
     assert is_sentence("A line rises from 0 B to 4 KiB.")
 
 
-# ---- tables
-
-
 def test_a_table_reads_the_same_as_text_and_as_markdown():
     table = Table(["name", "bytes"], [("a|b", 1234), ("c", 5)])
     assert "| 4.0\N{NO-BREAK SPACE}MiB |" in Table(["size"], [("4.0 MiB",)])._repr_markdown_()
@@ -206,9 +200,6 @@ def test_storages_lists_the_largest_first(step):
     assert [row[0] for row in rows] == [format_bytes(s.nbytes) for s in largest]
 
 
-# ---- sources
-
-
 def test_show_source_shows_what_stands_in_the_library():
     shown = show_source(Storages.note)
     assert "def note" in repr(shown) and shown._repr_markdown_().startswith("```python\n# memlab.memory_timeline")
@@ -228,9 +219,6 @@ def test_a_docstring_is_left_out_however_it_is_quoted_and_no_other_string_is(quo
     quoted = importlib.import_module("quoted")
     assert show_source(quoted.cut, docstring=False).text == 'def cut(sep="""-"""):\n    return sep + """+"""'
     assert show_source(quoted.Pair, docstring=False).text == show_source(quoted.Pair).text
-
-
-# ---- the allocator's word, and the benchmark
 
 
 def test_the_allocators_peak_is_the_sum_of_what_was_held_at_once():

@@ -178,9 +178,6 @@ def press(page, *keys):
     settle(page)
 
 
-# ---- chapters
-
-
 class Pages(dict):
     """Chapters in one JupyterLab, each opened when it is asked for."""
 
@@ -289,9 +286,6 @@ with jupyterlab(sys.argv[1]) as address:
     with pytest.raises(urllib.error.URLError):
         urllib.request.urlopen(server)
     assert list((tmp_path / "temporary").iterdir()) == []
-
-
-# ---- the explorer
 
 
 def test_it_opens_at_the_peak_with_the_table_of_what_is_alive(explorer, surface, steps):

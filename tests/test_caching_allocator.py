@@ -116,9 +116,6 @@ def test_on_random_traces_every_decision_is_the_naive_allocators(kind, seeds):
     assert ooms > 10 and retries > ooms  # that is, requests that only emptying the cache could serve
 
 
-# ---- facts that follow from the rules
-
-
 @pytest.mark.parametrize(
     ("nbytes", "allocated", "reserved"),
     [
@@ -204,9 +201,6 @@ def test_another_device_may_say_where_segments_lie_and_when_there_are_none():
     assert device.back == [(0x100, 20 * MiB)]
 
 
-# ---- max_split_size
-
-
 def test_an_oversize_block_is_neither_split_nor_given_to_a_request_much_smaller():
     allocator, plain = MaxSplitAllocator("40 MiB"), CachingAllocator()
     for one in (allocator, plain):
@@ -222,9 +216,6 @@ def test_an_oversize_block_is_neither_split_nor_given_to_a_request_much_smaller(
         assert allocator.reserved_bytes == reserved * MiB
 
 
-# ---- expandable segments
-
-
 def test_a_segment_grows_where_others_would_leave_a_gap():
     """Requests that get larger each step, as of longer and longer sequences."""
     plain, expandable = CachingAllocator(), ExpandableAllocator()
@@ -236,8 +227,6 @@ def test_a_segment_grows_where_others_would_leave_a_gap():
     assert plain.reserved_bytes == sum(4 * size * MiB for size in range(20, 60, 4))
     assert expandable.reserved_bytes == 240 * MiB  # 4 × 56 MiB, in pages of 20 MiB
 
-
-# ---- traces
 
 NOWHERE = Line("", "")
 
@@ -302,9 +291,6 @@ def test_what_is_noted_follows_each_event_and_decisions_are_counted_by_events():
     assert [decision.event for decision in allocator.decisions] == [0, 1, 6, 6]
     done = replay(CachingAllocator(), [])
     assert done == Replay() and done.overhead == 1 and done.external_fragmentation(0) == 0 and done.peak_event == 0
-
-
-# ---- bad input
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -56,9 +56,6 @@ def spans(held) -> list[tuple[int, int]]:
     return sorted((block.address, block.address + block.size) for block, _ in held.values() if block is not None)
 
 
-# ---- all of them
-
-
 @every
 @some_examples(25)
 @given(trace=traces)
@@ -134,9 +131,6 @@ def test_beyond_the_capacity_it_raises_and_stays_as_it_was(manager):
     assert manager.malloc(2 * MiB).address != blocks[0].address
 
 
-# ---- first fit and best fit
-
-
 class Scan:
     """An arena as one bit per 512 B. A request takes the first run of zeros, or the shortest, that is long enough."""
 
@@ -184,9 +178,6 @@ def test_every_address_is_the_one_that_a_scan_of_the_whole_arena_finds(manager, 
             if nbytes:
                 assert held[name][0].address == 512 * held[name][1][0]
         assert manager.reserved_bytes == 512 * len(scan.cells)
-
-
-# ---- buddies and slabs
 
 
 @some_examples(40)
@@ -254,9 +245,6 @@ def test_a_slab_gives_empty_pages_back_before_it_gives_up():
     with pytest.raises(torch.OutOfMemoryError):
         manager.malloc(3 * MiB)
     manager.free(page)
-
-
-# ---- a static plan
 
 
 def overlap(a: tuple[int, int], b: tuple[int, int]) -> bool:

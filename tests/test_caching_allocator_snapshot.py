@@ -65,9 +65,6 @@ def all_equal(found):
     return found
 
 
-# ---- a pickle, read as data
-
-
 @pytest.mark.parametrize("protocol", [2, 5])
 def test_what_pickle_wrote_is_read_as_it_was_and_stack_traces_only_when_asked_for(protocol, tmp_path):
     shared = [1, 2]
@@ -127,9 +124,6 @@ def small_gpu():
     gpu = NaiveGPU()
     work(gpu, 12)
     return gpu
-
-
-# ---- snapshots of our own
 
 
 def test_a_snapshot_has_the_events_and_segments_of_the_dump_and_comes_back_from_its_file(tmp_path):
@@ -239,9 +233,6 @@ def test_a_damaged_or_foreign_file_or_dump_is_refused_in_one_sentence(name, tmp_
     with pytest.raises(ValueError, match=words) as error:
         call(tmp_path)
     assert "\n" not in str(error.value)
-
-
-# ---- recording
 
 
 def pretend_gpu(monkeypatch, dump, calls, *, already=False):
@@ -367,9 +358,6 @@ def test_programs_are_recorded_on_a_card_of_any_name_and_one_that_fails_is_named
     assert [path.name for path in tmp_path.iterdir()] == ["quadro-rtx-6000-8000_steps_of_one_shape.json"]
     monkeypatch.setattr(snapshots, "PROGRAMS", {"two": lambda: None})
     assert snapshots.main([str(tmp_path)]) == 0
-
-
-# ---- the comparison
 
 
 def in_the_middle(gpu, seed, **options):

@@ -31,9 +31,6 @@ def ask(answer):
     exercise(lambda function: function() or "Fine.")(answer)
 
 
-# ---- limits
-
-
 def test_what_never_ends_is_ended_and_no_alarm_is_left():
     with pytest.raises(TooLong, match="after 0.2 s"), limited(0.2, GiB):
         while True:
@@ -102,9 +99,6 @@ for cell in ("exit()", "quit()", "1"):
     assert "the kernel ends" not in ended.stdout, ended.stderr
     assert ended.stdout.count(f"SystemExit('exit() {said}')") == 2
     assert ended.stdout.splitlines()[-1] == "None"
-
-
-# ---- what is said
 
 
 def raises(error):
@@ -246,9 +240,6 @@ def test_ranks_of_an_answer_that_nothing_stops_are_gone_when_its_time_is_over(mo
     with pytest.raises(Wrong, match="still running after 0.[345] s"):
         averaged(space["averaged"])
     assert multiprocessing.active_children() == []
-
-
-# ---- patches
 
 
 def test_patched_checks_and_a_patched_meter_do_not_count():

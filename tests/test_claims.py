@@ -96,9 +96,6 @@ def test_an_output_holds_the_table_and_the_claim_itself():
     assert Claim(**json.loads(json.dumps(bundle[MIME]))) == claims.registered["one"]
 
 
-# ---- evidence
-
-
 FAILURE = {"date": "2026-02-01", "commit": "c", "torch": "2.12.0", "driver": "5", "error": "e"}
 
 
@@ -152,9 +149,6 @@ def test_what_was_measured_elsewhere_waits_for_no_card_and_is_never_a_cards_figu
     assert f"| bytes; {on}, torch 2.12.0 |" in verdicts.page(tmp_path)
     document["chapters"]["01_x"]["claims"]["one"]["on"] = on
     assert records.says_of(document, "one", tmp_path) == f"no card: {on}"
-
-
-# ---- the page of all claims
 
 
 def shown(found: Claim):
@@ -215,9 +209,6 @@ def test_verdicts_are_counted_by_chapter(tmp_path):
     chapter(tmp_path, "01", *map(shown, found))
     chapter(tmp_path, "02")
     assert verdicts.verdicts(tmp_path).rows == [["[01 · A title](01_x.ipynb)", 1, 1, 1, 2], ["together", 1, 1, 1, 2]]
-
-
-# ---- what the chapters have committed
 
 
 @pytest.mark.parametrize("path", CHAPTERS, ids=lambda path: path.stem)

@@ -38,9 +38,6 @@ def in_every_way(fn):
     return fn
 
 
-# ---- ten steps
-
-
 class Odd(nn.Module):
     """Tied, frozen and unused parameters, of two dtypes, and some of one element."""
 
@@ -102,9 +99,6 @@ def _ten_steps(all_reduce):
 for _how, _all_reduce in REDUCTIONS.items():
     for _ranks in (on_two_ranks, on_three_ranks):
         _ranks[f"ten_steps, {_how}"] = partial(_ten_steps, _all_reduce)
-
-
-# ---- gradients in all their ways
 
 
 class Two(nn.Module):
@@ -292,9 +286,6 @@ def a_problem_that_cannot_travel_is_raised_in_its_words_on_all_ranks():
     assert isinstance(caught.value.__cause__, DiskError) == (rank == 1)
 
 
-# ---- gradients that somebody keeps or moves, and wrappers of one model
-
-
 def weights_of_1() -> nn.Sequential:
     """Two layers, the last in the first bucket. Of a row of `ones`, the last one's gradient is 2, on rank 1 4."""
     model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
@@ -402,9 +393,6 @@ def ranks_begin_with_rank_0s_parameters_and_buffers_and_statistics_are_their_own
     assert torch.equal(model[0].running_mean, torch.full((4,), 0.1 * rank))
 
 
-# ---- bytes
-
-
 def test_buckets_are_in_reverse_order_of_one_dtype_and_no_larger_than_asked():
     sizes = [4, 5, 3, 1000, 20, 4]
     params = [nn.Parameter(torch.zeros(n, dtype=torch.float64 if n == 3 else torch.float32)) for n in sizes]
@@ -455,9 +443,6 @@ def test_an_all_reduce_of_your_own_runs_in_one_thread_and_gets_scratch_if_it_has
                 model(torch.ones(1, 4), "left").sum().backward()
     once = [("memlab-all-reduce_0", 20, None)] * 3
     assert calls == once + [(name, numel, ((10,), torch.float32)) for name, numel, _ in once]
-
-
-# ---- what stays, what is saved
 
 
 def test_hooks_and_thread_end_with_close_and_with_the_wrapper():
@@ -519,9 +504,6 @@ def test_after_zero_grad_evaluation_gives_the_buckets_back_and_without_it_keeps_
             replica(torch.ones(1, 2))
         assert replica.buckets[0].flat is None
         replica(torch.ones(1, 2)).sum().backward()
-
-
-# ---- what is refused
 
 
 @on_two_ranks

@@ -180,9 +180,6 @@ def a_parameter_that_only_the_last_rank_uses_trains_as_in_one_process_zeros_in_i
         assert rank or apart(found, plain.state_dict()) <= 1e-12
 
 
-# ---- how a model runs
-
-
 @on_two_ranks
 def a_unit_called_twice():
     def make():
@@ -368,9 +365,6 @@ def a_memory_that_all_units_learn_through():
         assert_same_training(*both(partial(make, passed_on)))
 
 
-# ---- optimizers and dtypes
-
-
 @on_two_ranks
 def an_optimizer_of_before_and_one_in_backward():
     plain, model = stack(), stack()
@@ -424,9 +418,6 @@ def numbers_are_those_of_fsdp2_and_the_peak_is_no_higher_than_five_percent_above
     assert found[0][0] == found[1][0] and found[0][1] <= 1.05 * found[1][1]
 
 
-# ---- bytes, traffic, order
-
-
 @on_two_ranks
 def one_unit_and_those_expected_are_gathered():
     for prefetch in (0, 1, 2):
@@ -469,9 +460,6 @@ def gradients_that_no_sync_added_up_go_with_zero_grad():
             (1000 * model(*mine(rows()))).square().mean().backward()
         model.zero_grad(set_to_none)
         assert_same_training(plain, model, times=1)
-
-
-# ---- what is wrong
 
 
 @on_two_ranks

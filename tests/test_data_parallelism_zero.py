@@ -82,9 +82,6 @@ def same(a, b) -> bool:
     return a == b
 
 
-# ---- the same as one process
-
-
 def _ten_steps(stage, micro_batches):
     rank, world = distributed.get_rank(), distributed.get_world_size()
     model, alone = gpt(100 + rank, width=32, vocabulary=64), gpt(100, width=32, vocabulary=64)
@@ -114,9 +111,6 @@ def _ten_steps(stage, micro_batches):
 for _stage in (1, 2):
     on_two_ranks[f"ten_steps_at_stage_{_stage}_of_two_micro_batches"] = partial(_ten_steps, _stage, 2)
     on_three_ranks[f"ten_steps_at_stage_{_stage}"] = partial(_ten_steps, _stage, 1)
-
-
-# ---- bit by bit
 
 
 def whole_gradients(optimizer) -> dict[int, torch.Tensor]:
@@ -176,9 +170,6 @@ def a_parameter_that_no_rank_uses_is_not_stepped_and_one_that_a_single_rank_uses
         assert bit_by_bit(stage, optim.AdamW, {"weight_decay": 0.1}, used_by=used_by)
 
 
-# ---- saving, loading
-
-
 def saved(make, seed, state, values, seeds):
     """Some steps, from a state; then the weights, and the optimizer."""
     params = parameters(seed=seed)
@@ -234,9 +225,6 @@ def test_hooks_of_saving_and_loading_are_called_as_torch_calls_them():
     assert ours == history(lambda params: optim.SGD(params, lr=0.1))
 
 
-# ---- bytes
-
-
 def second_step(stage, micro_batches, world=64):
     """What rank 0 of many sends in a step on imagined hardware; its timeline, and the bytes of parameters."""
     with imagined_ranks(world), imagine("H100-80GB"):
@@ -279,9 +267,6 @@ def test_of_64_ranks_one_sends_its_share_of_weights_and_of_gradients_at_stage_2_
     assert alive == 0 and whole / 12 < most <= 3 * largest < whole / 2
     if stage == 2:  # the whole of the gradients never exists
         assert max(timeline.curves["gradient"]) == whole / 64
-
-
-# ---- what hooks, losses and ranks may do
 
 
 class Three:
@@ -493,9 +478,6 @@ def frozen_weights_may_be_of_dtypes_that_no_collective_knows():
     assert [p.float().tolist() for p in params] == [[1.0] * 3] * 2 + [[0.5] * 3]
 
 
-# ---- made again, and beside others
-
-
 def one_weight() -> nn.Linear:
     """A layer of two weights, 0; its gradient is 1 on rank 0, 2 on rank 1, where `stepped` puts rows in."""
     model = nn.Linear(2, 1, bias=False)
@@ -577,9 +559,6 @@ def test_an_optimizer_that_dies_or_is_closed_leaves_no_hook_and_no_part(closed):
                     assert part() is None
             finally:
                 gc.enable()
-
-
-# ---- what is refused
 
 
 @on_two_ranks

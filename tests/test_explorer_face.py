@@ -178,9 +178,6 @@ def place(timelines, event, nbytes, budget=0):
     return LEFT + event / moments * (900 - LEFT - RIGHT), BOTTOM - nbytes / highest * (BOTTOM - TOP)
 
 
-# ---- no moment is lost
-
-
 @some("events, spike", [(3001, 3001), (50_000, 33_333), (1717, 1000), (12, 12), (5, 3)], keep=3)
 def test_no_view_of_a_step_however_long_leaves_out_its_fullest_moment(show, events, spike):
     lost = show(busy(events, spike)).evaluate(
@@ -241,9 +238,6 @@ def test_what_is_alive_and_how_long_is_as_in_python_also_where_storages_are_resi
         assert [tuple(life) for life in lives] == [one.lifetime(id) for id in ids]
 
 
-# ---- what is drawn
-
-
 @some(
     "events, spike, theme",
     [
@@ -281,9 +275,6 @@ def test_each_other_timeline_is_drawn_as_an_outline(show):
     page.locator("select").select_option("1")
     settle(page)
     assert alike(*colours(page, x, y + 10), COLOURS["activation"])
-
-
-# ---- how it answers
 
 
 @pytest.mark.parametrize("pin", [3, 1999])

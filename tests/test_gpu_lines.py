@@ -76,9 +76,6 @@ def test_each_page_with_lines_that_only_a_gpu_runs_is_in_the_list_and_so_is_its_
     assert [name for name, test in STAND_INS.items() if f"def {test}(" not in tests] == []
 
 
-# ---- streams and events
-
-
 def gradients(context):
     torch.manual_seed(0)
     model = GPT(layers=3, width=32, heads=2, context=16)
@@ -185,9 +182,6 @@ def test_a_stages_time_is_taken_when_the_gpu_has_finished(monkeypatch):
     assert costs._Bench.now(stage) > 0 and clock.log == ["synchronize"]
 
 
-# ---- random states
-
-
 class Accelerator:
     """A device module whose random state is a number that each draw makes larger."""
 
@@ -222,9 +216,6 @@ def test_a_second_run_draws_an_accelerators_random_numbers_again(monkeypatch):
     gpu.draw()  # something else, between forward and backward
     y.sum().backward()
     assert gpu.draws == [5, 6, 5] and gpu.state == 7
-
-
-# ---- NCCL
 
 
 def test_a_mean_on_the_cpu_is_sent_from_the_gpu_where_a_group_is_nccls_alone(monkeypatch):

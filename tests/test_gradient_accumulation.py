@@ -72,9 +72,6 @@ def distance(found: dict, expected: dict) -> float:
     )
 
 
-# ---- the answer
-
-
 @pairs("k, reduction", [1, 4, 16], ["sum", "mean"])
 def test_ragged_micro_batches_give_the_gradients_of_the_full_batch(k, reduction):
     model, texts = gpt(), ragged()
@@ -167,9 +164,6 @@ def test_a_count_may_be_a_tensor_of_one_element_through_which_no_gradient_goes(d
     assert w.grad.shape == (3,) and weight.grad is None
 
 
-# ---- a step: what comes after the last micro-batch, once
-
-
 def test_the_last_group_is_shorter_and_is_divided_by_what_it_has():
     model, texts = gpt(), ragged(10)
     sizes = []
@@ -199,9 +193,6 @@ def test_a_scaler_scales_every_share_and_unscales_once(make):
     found = gradients(model)
     assert all(torch.equal(found[name], g) for name, g in expected.items())
     assert torch.equal(mean, plain)
-
-
-# ---- ranks
 
 
 class Averaged(nn.Linear):
@@ -250,9 +241,6 @@ def test_the_mean_of_two_ranks_gradients_that_agree_on_the_labels_is_the_full_ba
     assert abs(float((mean + other_mean) / 2 / loss) - 1) <= 1e-6  # the count that they agreed on is FP32
 
 
-# ---- bytes
-
-
 def test_nothing_of_a_micro_batch_is_held_after_the_last():
     model, x = nn.Linear(64, 64), torch.randn(32, 64)
     gradient_bytes = sum(4 * parameter.numel() for parameter in model.parameters())
@@ -260,9 +248,6 @@ def test_nothing_of_a_micro_batch_is_held_after_the_last():
         mean = accumulate(lambda rows: model(rows).square().sum(), x.split(4))
     timeline = meter.timeline
     assert timeline.totals[-1] - timeline.totals[0] == gradient_bytes + mean.nbytes
-
-
-# ---- sums and means
 
 
 def test_a_mean_over_one_label_is_its_sum_and_a_mean_that_was_multiplied_is_believed():

@@ -66,9 +66,6 @@ def in_one_batch(model: nn.Module, x: torch.Tensor) -> nn.Module:
     return model
 
 
-# ---- the full batch's update
-
-
 @pytest.mark.parametrize(
     ("kind", "shape", "momentum"),
     [
@@ -121,9 +118,6 @@ def test_outputs_and_gradients_are_those_without_the_block_to_the_bit():
                 outputs[-1].square().sum().backward()
         results.append([*outputs, x.grad, *(p.grad for p in model.parameters())])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-
-
-# ---- which layers, which forwards
 
 
 def test_layers_in_evaluation_mode_and_without_running_statistics_are_left_alone():
@@ -222,9 +216,6 @@ def test_an_empty_micro_batch_weighs_nothing_and_backward_may_come_after_the_blo
     assert distance(layer, in_one_batch(norm(), x)) <= 1e-14
 
 
-# ---- dtypes
-
-
 @pytest.mark.parametrize("narrow_layer", [False, True])
 @pytest.mark.parametrize("dtype", [FP16, BF16], ids=str)
 def test_16_bit_inputs_under_fp32_buffers_lose_nothing_and_a_16_bit_layer_is_within_its_rounding(dtype, narrow_layer):
@@ -242,9 +233,6 @@ def test_a_16_bit_layer_s_buffers_are_rounded_once_from_the_merged_statistics():
     deferred(layer, x, 4)
     rounded = torch.stack([piece.double().mean(0).to(BF16) for piece in x.split(4)]).double()
     assert torch.equal(layer.running_mean, (0.9 * start + 0.1 * rounded.mean(0)).to(BF16))
-
-
-# ---- nothing stays behind
 
 
 def own(model: nn.Module) -> list:
@@ -316,9 +304,6 @@ def test_the_block_costs_16_bytes_a_channel_and_8_a_layer_whatever_k_and_saves_n
     found, plain = peaks.values()
     assert found - plain == 16 * (6 + 8) + 8 * 2
     assert len(set(ends.values())) == 1
-
-
-# ---- around other things
 
 
 def test_another_block_inside_is_refused_and_one_afterwards_is_not():

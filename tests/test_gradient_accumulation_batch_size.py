@@ -102,9 +102,6 @@ def transformer(sizes, precision="fp32", implementation=None, **options):
     return step, model, optimizer
 
 
-# ---- the size
-
-
 @some(
     "sizes, budget, options",
     [
@@ -170,9 +167,6 @@ def test_a_peak_equal_to_the_budget_fits_and_a_byte_less_does_not():
     assert find_batch_size(step, 1000 + 10 * 77 - 1).size == 76
 
 
-# ---- the search, where a prediction is wrong
-
-
 @pytest.mark.parametrize("factor", [0.0, 0.1, 0.9, 1.1, 3.0, 100.0])
 def test_a_wrong_prediction_is_told_and_mended_and_never_run_far_over_the_budget(factor):
     step = moments((5_000, 100), (20_000, 40))
@@ -230,9 +224,6 @@ def test_an_error_of_one_example_costs_one_run_more(most_that_runs):
     assert step.sizes == [1, 1, 2, 3, 950, 949] or most_that_runs == 900 and len(step.sizes) <= 4 + 12
 
 
-# ---- its ends
-
-
 def test_everything_up_to_most_fits_and_no_more_is_run():
     for most in (1, 2, 3, 100):
         step = moments((0, 10))
@@ -280,9 +271,6 @@ def test_a_step_that_cannot_take_one_example_begins_with_least():
 
     found = find_batch_size(step, 100 * KiB, model=model, optimizer=optimizer, least=2)
     assert min(found.tried) == 2 and found.size == found.predicted
-
-
-# ---- nothing stays behind
 
 
 class Watched:
@@ -377,9 +365,6 @@ def test_other_errors_pass_through_untouched_and_nothing_is_left(error):
     assert caught.value is error and error.__context__ is None
 
 
-# ---- imagined hardware
-
-
 def test_on_an_imagined_card_the_arithmetic_is_right_to_the_byte_on_both_sides_of_the_budget():
     sizes = Transformer(layers=1, width=1024, heads=16, vocabulary=32000, context=1024)
     predict = lambda n: training_step(sizes, n, 1024).peak_bytes  # noqa: E731
@@ -388,9 +373,6 @@ def test_on_an_imagined_card_the_arithmetic_is_right_to_the_byte_on_both_sides_o
         found = find_batch_size(step, gpu.capacity_bytes, model=model, optimizer=optimizer, predict=predict)
     assert found.size == found.predicted
     assert found.peak_bytes == predict(found.size) <= gpu.capacity_bytes < found.next_bytes == predict(found.size + 1)
-
-
-# ---- what is counted
 
 
 def test_on_cuda_it_is_the_allocators_own_count():

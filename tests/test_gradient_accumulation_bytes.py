@@ -106,8 +106,6 @@ def loss_of(run: Run, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return run.model(x, y)
 
 
-# ---- against the meter
-
 SEVERAL = [(name, 2) for name in UNTIED] + [(name, k) for name in PLAIN for k in (3, 4)]
 
 
@@ -144,9 +142,6 @@ def test_every_rise_of_a_later_backward_is_an_instant_of_the_arithmetic(name, mo
     assert [nbytes for nbytes in rises if nbytes not in instants] == []
 
 
-# ---- how many micro-batches
-
-
 @some("name", CASES, keep=12)
 def test_from_two_on_the_number_of_micro_batches_costs_inputs_and_nothing_else(name):
     case = CASES[name]
@@ -162,9 +157,6 @@ def test_one_micro_batch_is_a_step_as_ever(name):
     case = CASES[name]
     assert predicted(case, 1) == case.predicted()
     assert metered(case, 1).peak_bytes == case.predicted().peak_bytes
-
-
-# ---- what accumulation costs
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "mixed", "autocast"])

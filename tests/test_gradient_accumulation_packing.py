@@ -28,9 +28,6 @@ def fills(rows, lengths) -> list[int]:
     return sorted(sum(lengths[i] for i in row) for row in rows)
 
 
-# ---- which examples share a row
-
-
 @few
 @given(some_lengths, st.integers(60, 300), seeds)
 def test_every_example_is_in_one_row_and_no_row_is_too_long(lengths, row_tokens, seed):
@@ -70,9 +67,6 @@ def test_another_seed_puts_others_of_equal_length_together_and_the_rows_stay_as_
     assert ordered != sorted(ordered, reverse=True), "rows are shuffled too"
 
 
-# ---- the tensors
-
-
 def documents_of(lengths, vocabulary=32, seed=0) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(vocabulary, (length,), generator=generator) for length in lengths]
@@ -108,8 +102,6 @@ def test_the_mask_as_numbers_is_zero_or_minus_infinity(dtype):
     assert added.dtype is dtype
     assert (added[seen] == 0).all() and (added[~seen] == float("-inf")).all()
 
-
-# ---- the model
 
 SIZES = {"layers": 2, "width": 32, "heads": 4, "context": 48, "vocabulary": 32}
 LENGTHS = [20, 17, 9, 1, 13, 2, 30, 5]

@@ -78,9 +78,6 @@ def layers_of_four() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4))
 
 
-# ---- models: gradients, peak, random numbers
-
-
 def gpt(way, **sizes) -> nn.Module:
     torch.manual_seed(0)
     model = GPT(**{"layers": 3, "width": 32, "context": 16, **sizes})
@@ -113,9 +110,6 @@ def test_a_gpt_has_the_gradients_of_autograd_and_a_peak_not_above_torch_s(sizes,
         expected = expected or (gradients, stream)
         assert alike(gradients, expected[0]) and torch.equal(stream, expected[1])
     assert peaks[checkpoint] <= peaks[torchs] < peaks[plain]
-
-
-# ---- the gradients of autograd, whatever the function is given, does and gives
 
 
 def noisy(x: Tensor) -> Tensor:
@@ -244,9 +238,6 @@ def test_frozen_parameters_get_no_gradient_and_the_others_theirs(of_input):
     assert alike([one.grad for one in wanted], expected)
 
 
-# ---- random numbers, autocast, default device
-
-
 def test_without_preserve_rng_state_the_second_run_draws_on():
     x = values(50)
     torch.manual_seed(3)
@@ -340,9 +331,6 @@ def test_autocast_and_the_default_device_are_those_of_the_forward_in_this_thread
     assert seen[0] == seen[1] and seen[2] is True
 
 
-# ---- how often the function runs
-
-
 def fails(x: Tensor) -> Tensor:
     x.exp().sin()
     raise ValueError("once")
@@ -433,9 +421,6 @@ def test_two_backwards_with_retain_graph_run_the_function_once_each():
         y.backward()
 
 
-# ---- nothing stays
-
-
 def watched(storages: list):
     """A function of two results; storages: of what it makes, by weak references."""
 
@@ -517,9 +502,6 @@ def test_recomputed_tensors_die_as_backward_uses_them_even_when_the_graph_stays(
     assert alive_then == [[True, False], [False, False]]
 
 
-# ---- within other hooks
-
-
 @pytest.mark.parametrize("outer", ["a checkpoint", "save_on_cpu"])
 def test_a_view_of_a_weight_that_was_written_to_comes_back_from_outer_hooks_and_is_the_same(outer):
     x, w = values(2, 3), values(3, 3, seed=1)
@@ -539,9 +521,6 @@ def test_a_tensor_given_as_several_arguments_is_one_object_again_within_other_ho
         y = checkpoint(block, x) if outer == "a checkpoint" else block(x)
     expected = grad(attention(x, x, x)[0].tanh().sum(), [x, *attention.parameters()])
     assert alike(grad(y.sum(), [x, *attention.parameters()]), expected)
-
-
-# ---- what must be the same the second time
 
 
 class Flighty(nn.Module):
@@ -639,8 +618,6 @@ def test_equal_shapes_with_other_values_and_more_tensors_at_the_end_are_not_noti
     changed(lambda x, again: x.sin().exp().cos() if again else x.sin().exp())()
 
 
-# ---- every op that torch's own tests enumerate
-
 LEFT_OUT = {
     "nn.functional.rrelu": "saves its noise before it draws it",
     "nn.functional.instance_norm": "writes to the running statistics among its arguments",
@@ -700,9 +677,6 @@ def test_torchs_own_list_of_ops_has_the_same_bits_swapped_and_checkpointed(tmp_p
                 changed.append(op.name)
     assert changed == []
     assert compared > 800
-
-
-# ---- compilers, and a backward in other modes than the forward
 
 
 def two_layers() -> nn.Sequential:

@@ -67,9 +67,6 @@ def assert_equal_bits(found: list[Tensor], expected: list[Tensor]) -> None:
         assert same_bits(a, b), name
 
 
-# ---- values
-
-
 @settings(deadline=None, max_examples=30, derandomize=True)
 @given(
     st.integers(1, 3),
@@ -129,9 +126,6 @@ def test_inputs_may_be_views_as_a_gpt_makes_them(causal):
     assert error(found, expected) <= 1e-12 and torch.equal(packed, before)
 
 
-# ---- queries without keys, infinities
-
-
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("sizes", [{"batch": 0}, {"queries": 0}, {"keys": 0}, {"queries": 9, "keys": 20}], ids=str)
 def test_without_examples_queries_or_keys_and_with_keys_behind_the_last_query_it_is_plain_attention(sizes, causal):
@@ -174,9 +168,6 @@ def test_a_nan_is_not_hidden():
         assert wrong[0, 1, 4] and wrong.sum() == 1
     for columns in (dk, dv):
         assert columns[0, 1].isnan().any(-1).all() and not columns[0, 0].isnan().any()
-
-
-# ---- what is needed
 
 
 class Products(TorchDispatchMode):
@@ -228,9 +219,6 @@ def test_tiles_behind_the_diagonal_are_not_made_again(queries, keys):
     assert made.of_scores == 2 * 8 * needed  # S and dP
 
 
-# ---- bytes
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_it_saves_q_k_v_out_and_one_number_a_query_and_the_meter_finds_nothing_else(dtype):
     x = qkv(2, 6, 20, 30, 8, kv_heads=2, value_dim=5, dtype=dtype)
@@ -270,9 +258,6 @@ def test_the_closed_form_is_backwards_metered_peak_to_the_byte(batch, heads, que
     options = {"causal": causal, "tile_queries": t, "tile_keys": u}
     found = backward_metered(q, k, v, **options)
     assert found == backward_live_bytes(q.shape, k.shape, v.shape, dtype, **options)
-
-
-# ---- among others
 
 
 def test_out_lies_in_memory_as_q_does():
@@ -318,9 +303,6 @@ def test_on_a_gpu_it_equals_plain_attention_too_and_repeats_bit_for_bit(causal):
     for a, b in zip(found, out_and_gradients(plain_attention, *x, causal=causal), strict=True):
         assert error(a, b) <= 1e-12
     assert_equal_bits(out_and_gradients(checkpointed_attention, *x, causal=causal), found)
-
-
-# ---- bad input
 
 
 def test_a_second_differentiation_says_what_to_use():

@@ -60,9 +60,6 @@ def untouched(model: nn.Module) -> bool:
     )
 
 
-# ---- counted once
-
-
 @pytest.mark.parametrize(
     ("kind", "shape", "momentum"),
     [
@@ -165,9 +162,6 @@ def test_inside_deferred_batch_norm_the_group_counts_once():
         states.append(list(model.state_dict().values()))
         assert untouched(model)
     assert all(torch.equal(a, b) for a, b in zip(*states, strict=True))
-
-
-# ---- the layer's own buffers are never written to, and always there again
 
 
 ENDS = ["at the end", "in the layer", "by an error before", "by an error after", "by an interrupt"]

@@ -107,9 +107,6 @@ def random_steps(rng: random.Random, i: int, j: int) -> tuple:
     return (*steps, i)
 
 
-# ---- on real layers
-
-
 @pytest.fixture(scope="module")
 def vgg():
     torch.manual_seed(0)
@@ -228,9 +225,6 @@ def test_costs_in_seconds_are_positive_and_never_more_for_a_part():
     layers, x, _ = random_layers(random.Random(1), 5)
     chain = measure_chain(layers, x, cost="seconds")
     assert chain.unit == "seconds" and all(s.cost > 0 and 0 <= s.again_cost <= s.cost for s in chain.stages)
-
-
-# ---- by an independent machine
 
 
 def random_chain(rng: random.Random, count: int, tapeless: float = 0.15) -> Chain:
@@ -408,9 +402,6 @@ def test_the_machine_agrees_on_plans_of_twelve_stages(seed):
         assert (plan.peak_bytes - chain.resident_bytes, plan.recomputed) == Machine(chain).step(plan.steps)
 
 
-# ---- equal stages: Revolve
-
-
 def forwards(n: int, c: int) -> int:
     """Griewank and Walther 2000: extra forward steps for n steps with c states remembered."""
     r = next(r for r in itertools.count() if n <= comb(c + r, c))
@@ -429,9 +420,6 @@ def test_equal_stages_are_run_as_often_as_the_binomial_closed_form_says(n):
     for c in range(1, 9):
         # The chain's input is one of the c and has no bytes here; the state at hand is none of them and has one.
         assert plan_segments(chain, 1000 + c).recomputed == forwards(n, c)
-
-
-# ---- what cannot be
 
 
 def test_a_budget_below_the_smallest_is_refused_and_the_smallest_named_is_enough(vgg):

@@ -24,8 +24,6 @@ from tests.tiers import some
 
 few = settings(max_examples=40, deadline=None, derandomize=True)
 
-# ---- where to cut
-
 
 @few
 @given(st.integers(1, 300), st.data())
@@ -51,9 +49,6 @@ def test_cuts_are_the_first_layers_of_segments():
     assert segment_bounds(5, iter(range(1, 5))) == [(0, 1), (1, 2), (2, 3), (3, 4), (4, 5)]
 
 
-# ---- what is run, and how often
-
-
 def calls_of(function, layers: int, **options) -> list[int]:
     """Which layer runs when, in a forward and a backward of a chain."""
     calls = []
@@ -73,8 +68,6 @@ def test_backward_runs_each_segment_again_the_last_one_first():
     assert calls_of(checkpoint_sequential, 10) == [*range(10), *again]
     assert calls_of(checkpoint_sequential, 10, keep_last=True) == [*range(10), *again[2:]]
 
-
-# ---- the same bits
 
 CUTS = [1, 2, 5, 7, "sqrt", [3], [1, 2, 6]]
 
@@ -123,8 +116,6 @@ def test_without_the_state_of_random_numbers_dropout_draws_another_mask(keep_las
     assert torch.equal(plain[0], found[0]) and not torch.equal(plain[1], found[1])
 
 
-# ---- the theory
-
 layer_bytes = st.integers(1, 40).flatmap(lambda saved: st.tuples(st.just(saved), st.integers(1, saved)))
 
 
@@ -170,8 +161,6 @@ def test_the_exponent_is_that_of_a_power_law_and_otherwise_the_least_squares_slo
     slope = torch.linalg.lstsq(table, torch.tensor(ys, dtype=torch.float64).log()[:, None]).solution[0].item()
     assert exponent(xs, ys) == pytest.approx(slope, abs=1e-12)
 
-
-# ---- on the meter
 
 BATCH, TOKENS, WIDTH, VOCABULARY = 2, 32, 32, 256
 INPUT = BATCH * TOKENS * WIDTH * 4

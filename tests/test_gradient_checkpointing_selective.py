@@ -128,9 +128,6 @@ def test_what_is_kept_is_not_computed_again_and_what_is_not_is():
     assert set(backward_ops(lambda op, *args: op in (aten.tanh.default, aten.exp.default))) == {"mm"}
 
 
-# ---- bytes and FLOPs, by closed form
-
-
 def gpt_step(model, call, x, y):
     """Bytes held after the forward, the step's peak (both above what existed before), gradients, products' FLOPs."""
 
@@ -193,9 +190,6 @@ def test_a_number_keeps_what_takes_that_many_flops_a_byte():
     assert kept(scores) == 1 + 8 + 32 * 4 / 16
 
 
-# ---- what is written to
-
-
 def twice_in_place(x, w):
     return (x @ w).mul_(2).sin()  # x has three dimensions: the product's result is seen through _unsafe_view
 
@@ -233,9 +227,6 @@ def test_writing_to_a_kept_result_after_the_call_is_an_error_in_backward(dimensi
         result.sum().backward()
 
 
-# ---- random ops
-
-
 def draws(x, w):
     first = torch.bernoulli(torch.full_like(x, 0.5)) * x
     second = F.dropout(first @ w, 0.5)
@@ -267,9 +258,6 @@ def test_without_rng_state_the_generator_is_not_touched_in_backward():
     plain = x.detach().requires_grad_()
     function(plain).sum().backward()
     assert torch.equal(x.grad, plain.grad)
-
-
-# ---- several results, several backwards, nesting
 
 
 def several(x):
@@ -325,9 +313,6 @@ def test_an_outer_checkpoint_drops_what_an_inner_selective_one_keeps():
     assert held(inner) == held(functools.partial(checkpoint, function)) + 2 * 64 * 64 * 4
 
 
-# ---- nothing stays behind
-
-
 @pytest.mark.parametrize("backward", [False, True])
 def test_no_kept_tensor_outlives_its_graph_and_no_cycle_holds_it(backward, no_gc):
     kept = []
@@ -377,9 +362,6 @@ def test_a_look_at_the_graph_takes_nothing_away_and_leaves_nothing_there():
     with Ops() as ops:
         result.sum().backward()
     assert ops.names.count("mm") == 2
-
-
-# ---- what keep may be
 
 
 def test_a_policy_is_asked_in_the_forward_once_for_each_op_with_what_the_op_was_given():
@@ -433,9 +415,6 @@ def test_views_casts_and_copies_are_never_kept():
     assert asked == [aten.exp.default]
 
 
-# ---- what ops cost
-
-
 def test_op_costs_of_a_block_sort_products_by_their_inner_dimension():
     block = functional_block(heads=2, width=8)
     x = torch.randn(3, 16, 8)
@@ -460,9 +439,6 @@ def test_the_saved_of_op_costs_are_what_a_block_holds_after_its_forward(attentio
     held = timeline.bytes_at(len(timeline)) - timeline.bytes_at(0) - result.nbytes
     costs = op_costs(block, x)
     assert sum(cost.nbytes for cost in costs if cost.saved) == held
-
-
-# ---- modules
 
 
 def lively_model():
@@ -591,9 +567,6 @@ def test_after_the_block_chosen_modules_inside_one_another_are_run_as_often_as_i
     y.backward()
     del model, y
     assert alive() is None
-
-
-# ---- selective inside others, and others inside it
 
 
 class Witness:

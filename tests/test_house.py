@@ -52,9 +52,6 @@ def module_files(root: Path) -> dict[str, Path]:
     return files
 
 
-# ---- one technique, one name
-
-
 def misnamed(root: Path) -> list[str]:
     found = []
     chapters = {}
@@ -93,8 +90,6 @@ def test_a_missing_chapter_module_or_test_is_noticed(tmp_path):
     assert len(misnamed(write(tmp_path, {"chapters/02_memory_timeline.ipynb": ""}))) == 1
     assert "expected NN_name.ipynb" in misnamed(write(tmp_path, {"chapters/Draft.ipynb": ""}))[0]
 
-
-# ---- what is compared
 
 EVIDENCE = "evidence()"
 NOT_COMPARED = {
@@ -157,9 +152,6 @@ def test_each_cell_is_compared_or_has_a_reason_in_the_list(chapter):
 def test_every_chapter_says_how_many_of_its_cells_are_compared():
     chapters = [path.stem for path in sorted((ROOT / "chapters").glob("*.ipynb"))]
     assert chapters == list(NOT_COMPARED) == list(nbval_policy.COMPARED)
-
-
-# ---- floors
 
 
 def imported(name: str, path: Path) -> Iterator[str]:
@@ -238,8 +230,6 @@ def test_standing_on_a_lower_floor_is_allowed(tmp_path, file, source):
     assert leaning(write(tmp_path, {file: source})) == []
 
 
-# ---- importing starts nothing
-
 WATCH = """
 import os, sys, threading
 import torch  # what torch itself does at import is not memlab's doing
@@ -304,9 +294,6 @@ def test_an_import_brings_no_heavy_package(statement, unwanted):
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout
     assert set(unwanted).isdisjoint(loaded.split())
-
-
-# ---- notebooks, source text, docstrings
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "chapters").glob("*.ipynb")), ids=lambda path: path.stem)
@@ -403,9 +390,6 @@ def test_a_missing_docstring_is_noticed(tmp_path):
             def method(self): pass
     '''
     assert undocumented(write(tmp_path, {"memlab/x.py": source})) == ["memlab.x.untold", "memlab.x.Thing.method"]
-
-
-# ---- packaging
 
 
 def test_the_installed_version_is_the_one_in_the_source():

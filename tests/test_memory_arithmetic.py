@@ -212,9 +212,6 @@ def metered(case: Case):
     return meter.timeline
 
 
-# ---- against the meter
-
-
 @each_case
 def test_the_peak_and_every_category_in_it_and_activations_are_the_metered_ones(case):
     timeline, step = metered(case), case.predicted()
@@ -285,9 +282,6 @@ def test_the_cases_peak_in_every_moment():
     assert moments == {"forward", "loss", "optimizer step"} | backward
 
 
-# ---- breakdowns
-
-
 def evaluated(formula: str) -> int:
     """The bytes that a formula's numbers give: "2·b·s·h × 4 B = 2·8·128·256 × 4"."""
     numbers = formula.partition(" = ")[2].replace("·", "*").replace("×", "*")
@@ -346,9 +340,6 @@ def test_a_gpt_blocks_activations_are_those_of_korthikanti_and_others():
     assert of_a_block(dropout=0.1) == 34 * s * b * h + statistics + fused
 
 
-# ---- bytes a parameter
-
-
 @pytest.mark.parametrize(
     ("options", "bytes_a_parameter"),
     [
@@ -383,9 +374,6 @@ def test_adamws_step_counters_lie_in_main_memory_unless_it_is_fused():
     assert training_step(model, 1, 8, hardware="cpu").in_main_memory.nbytes == 0
 
 
-# ---- shapes
-
-
 PUBLISHED = {
     "GPT-2 small": 124_439_808,
     "GPT-2 medium": 354_823_168,
@@ -410,9 +398,6 @@ def test_every_parameter_tensor_has_the_size_and_the_place_of_the_models_own(cas
     found = [(name, elements(size, case.model.symbols)) for name, size in case.model.tensors.items()]
     assert found == expected
     assert case.model.parameters == sum(numel for _, numel in expected)
-
-
-# ---- errors
 
 
 def step_of(of=training_step, *, sizes=None, **options):
@@ -521,9 +506,6 @@ def test_a_category_that_no_term_has_is_no_breakdown_of_nothing():
     peak_of_step = Case(optimizer="sgd").predicted().peak
     found = {name: peak_of_step.of(name).nbytes for name in CATEGORIES}
     assert found == dict.fromkeys(CATEGORIES, 0) | peak_of_step.by_category()
-
-
-# ---- torch is not needed
 
 
 def test_the_arithmetic_runs_where_there_is_no_torch():

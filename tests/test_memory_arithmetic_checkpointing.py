@@ -143,9 +143,6 @@ def test_the_cases_peak_in_every_moment_that_a_checkpointed_step_can_peak_in():
     assert {predicted(case).peak.moment for case in CASES.values()} >= moments
 
 
-# ---- what segments do
-
-
 @some("layers", [24, 12, 40], keep=1)
 def test_the_best_number_for_the_whole_step_is_the_one_for_the_blocks_alone(layers):
     """Of a step with gradients already there. s and c come from the arithmetic itself."""
@@ -154,9 +151,6 @@ def test_the_best_number_for_the_whole_step_is_the_one_for_the_blocks_alone(laye
     two, one = (training_step(replace(model, layers=n), 1, 512, **options).activations.nbytes for n in (2, 1))
     peaks = {k: training_step(model, 1, 512, segments=k, **options).peak_bytes for k in range(1, layers + 1)}
     assert min(peaks, key=peaks.get) == best_segments(layers, two - one, 512 * 512 * 2)
-
-
-# ---- the metered step
 
 
 def test_segments_keep_the_models_parameters_in_their_order_and_its_loss():
@@ -172,8 +166,6 @@ def test_segments_keep_the_models_parameters_in_their_order_and_its_loss():
         network(x, y).backward()
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(plain.parameters(), cut.parameters(), strict=True))
 
-
-# ---- errors
 
 MODEL = Transformer(3, 32, 4, 64, 32)
 WRONG = {

@@ -43,9 +43,6 @@ def qkv(batch=2, heads=3, queries=37, keys=37, head_dim=8, *, kv_heads=None, val
     return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
 
 
-# ---- values
-
-
 CALLS = {
     "batch": st.integers(1, 3),
     "heads": st.sampled_from([(1, 1), (3, 3), (4, 2), (6, 1)]),
@@ -136,9 +133,6 @@ def test_on_a_gpu_it_equals_plain_attention_too():
     torch.testing.assert_close(tiled_attention(q, k, v, causal=True), plain_attention(q, k, v, True)[0])
 
 
-# ---- the softmax in pieces
-
-
 @settings(deadline=None, max_examples=15, derandomize=True)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=8), st.integers(1, 5))
 def test_online_softmax_in_any_pieces_is_softmax(sizes, rows):
@@ -163,9 +157,6 @@ def test_in_16_bits_the_softmax_in_pieces_counts_every_key_to_the_last(dtype):
     out, lse = online_softmax(scores.split(4, 1), values.split(4, 0))
     torch.testing.assert_close(out, torch.tensor([[7 / 8]], dtype=dtype))
     torch.testing.assert_close(lse, torch.tensor([[math.log(keys)]]))
-
-
-# ---- bytes
 
 
 def metered(run, *inputs: Tensor) -> int:
@@ -205,9 +196,6 @@ def test_tiles_behind_the_diagonal_are_not_made(queries, keys):
     assert products.made == 8 * needed
 
 
-# ---- bad input
-
-
 def test_under_autograd_it_says_that_it_is_forward_only():
     q, k, v = qkv()
     k.requires_grad_(), v.requires_grad_()
@@ -216,8 +204,6 @@ def test_under_autograd_it_says_that_it_is_forward_only():
     with torch.no_grad():
         assert not tiled_attention(q, k, v).requires_grad
 
-
-# ---- as one kernel
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 needs_triton = pytest.mark.skipif(

@@ -44,9 +44,6 @@ def only(run) -> Op:
     return op
 
 
-# ---- the roofline: FLOPs and bytes of one op
-
-
 @pytest.mark.parametrize(("batch", "inputs", "outputs"), [(16, 32, 48), (1, 7, 5)])
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
 def test_a_linear_layer_has_the_flops_and_bytes_of_the_closed_form(batch, inputs, outputs, mode):
@@ -310,9 +307,6 @@ def test_calls_of_one_op_on_the_same_shapes_are_added_up():
     ]
 
 
-# ---- a real step
-
-
 def test_the_flops_of_a_gpts_step_are_those_of_torchs_own_counter_and_of_the_arithmetic():
     """Forward: 2 FLOPs a token for each weight of a matrix, 4 a score for each feature; backward twice that."""
     model, tokens = GPT(layers=2, width=32, heads=4, context=16, attention="by hand"), torch.randint(256, (2, 16))
@@ -424,9 +418,6 @@ def test_the_measured_peak_is_a_speed():
     assert 1e6 < measure_peak_flops() < 1e18
 
 
-# ---- bandwidth: what is counted
-
-
 @pytest.mark.parametrize("size", [64, 4 * KiB, MiB])
 def test_the_bytes_of_a_measurement_are_those_that_its_ops_read_and_write(size):
     store = torch.arange(MiB / 4)
@@ -484,9 +475,6 @@ def test_on_a_gpu_memory_and_transfers_have_speeds():
     assert {"registers", "L2", "device memory"} <= {level.name for level in levels("cuda")}
 
 
-# ---- the disk
-
-
 def test_the_disks_file_is_written_whole_read_twice_and_gone(tmp_path, monkeypatch):
     sizes = []
     fsync = os.fsync
@@ -530,9 +518,6 @@ if not torch.cuda.is_available():
 @refusals(REFUSALS)
 def test_what_cannot_be_measured_is_refused(call, error, words):
     refused(call, error, words)
-
-
-# ---- levels
 
 
 def test_the_levels_grow_outwards_and_end_with_the_disk(tmp_path):

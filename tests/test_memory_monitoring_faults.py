@@ -51,9 +51,6 @@ def wait_until(true, seconds=20):
         time.sleep(0.002)
 
 
-# ---- sources in trouble
-
-
 class Failing(Figures):
     """A source that raises what it is told to."""
 
@@ -141,9 +138,6 @@ class Unspeakable(Exception):
         raise ValueError("no words")
 
 
-# ---- warnings that are errors, and a closed stderr
-
-
 @pytest.mark.parametrize("broken", [False, True])
 def test_a_loop_in_which_warnings_are_errors_goes_on_and_the_message_goes_to_stderr(monkeypatch, capsys, broken):
     source = Figures(allocated=1)
@@ -169,9 +163,6 @@ def test_a_warning_from_step_points_at_the_loop():
         source.figures["allocated"] = 950
         monitor.step()
     assert caught[0].filename == __file__
-
-
-# ---- what the user's own functions raise
 
 
 def test_an_exception_in_the_callback_is_an_alarm_and_the_next_alarm_still_calls_it():
@@ -220,9 +211,6 @@ def test_a_fault_of_the_monitors_own_is_told_once_and_the_loop_goes_on(monkeypat
     assert monitor.steps == 20 and kinds(monitor) == ["monitor"]
 
 
-# ---- the log
-
-
 def test_after_a_full_disk_the_torn_line_is_left_out_and_a_gap_says_how_many_are_missing(tmp_path):
     path, (_, hard) = tmp_path / "log", resource.getrlimit(resource.RLIMIT_FSIZE)
     source = Figures(allocated=1)
@@ -260,9 +248,6 @@ def test_a_log_whose_folder_is_deleted_is_told_and_begun_again_when_the_folder_i
     lines = list(read_log(folder / "log"))
     assert "gap" in [line["kind"] for line in lines] and lines[-1]["kind"] == "end"
     assert [line["step"] for line in lines if line["kind"] == "step"][-1] == 3
-
-
-# ---- forks
 
 
 def forked(function):
@@ -327,9 +312,6 @@ def test_a_fork_while_locks_are_held_can_leave_the_block_and_watch_itself(tmp_pa
         assert status == 0
         monitor.step()
     assert monitor.steps == 1
-
-
-# ---- interrupts and other ways out
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(2), RuntimeError("out of memory"), Unspeakable()])
@@ -497,9 +479,6 @@ def test_an_abandoned_loop_that_the_monitors_own_thread_collects_ends_with_its_l
         gc.enable()
     assert kinds(monitor) == [] and not monitor.running
     assert [line["kind"] for line in read_log(tmp_path / "log")][-2:] == ["step", "end"]
-
-
-# ---- left alone
 
 
 def test_a_monitor_that_nobody_holds_ends_its_thread_at_once():

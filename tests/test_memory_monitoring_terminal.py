@@ -101,9 +101,6 @@ def lines_of(figures, every=1.0, *, whole=None, budget=None, level="resident", *
     return list(table([watch], every, clock=clock, sleep=clock.sleep, **options))
 
 
-# ---- a process
-
-
 @LINUX
 def test_figures_are_those_of_the_kernels_own_summary(child):
     def summary() -> dict[str, int]:
@@ -199,9 +196,6 @@ def test_a_processes_bytes_on_gpus_stand_beside_its_own_until_a_gpu_is_gone():
         {"resident": 1, "on gpu 1": 6},
         {"resident": 1, "on gpu 1": 7},
     ]
-
-
-# ---- the table
 
 
 def test_a_line_has_the_figures_the_highest_the_growth_a_minute_and_the_part_of_the_whole():
@@ -300,9 +294,6 @@ def test_what_does_not_answer_once_is_asked_again_and_a_figure_that_comes_later_
     assert "on gpu 0" in lines[3] and lines[4].split()[5:7] == ["5", "B"]
 
 
-# ---- the command
-
-
 def said(capsys, *arguments: str) -> tuple[int, str, str]:
     status = main([str(argument) for argument in arguments])
     return status, *capsys.readouterr()
@@ -391,9 +382,6 @@ def test_the_command_ends_quietly_when_its_pipe_is_closed(child):
         assert watching.stdout.readline().split()[0] == "seconds"
         watching.stdout.close()
         assert (watching.wait(20), watching.stderr.read()) == (0, "")
-
-
-# ---- a log
 
 
 def test_a_monitors_log_is_summed_up_with_its_alarms_and_when_its_leak_was_called(tmp_path, capsys):

@@ -19,8 +19,6 @@ from tests.memory_timeline_helpers import (
 )
 from tests.tiers import pairs
 
-# ---- every op
-
 
 class Ops(TorchDispatchMode):
     """Torch's own way to list ops: a mode that notes names."""
@@ -82,9 +80,6 @@ def test_a_saved_tensor_hooks_copies_are_seen_at_the_hooks_line():
     lines = {(s.line.source, s.phase, s.nbytes) for s in meter.timeline.storages.values()}
     assert ("return tensor.double()", "forward", 400) in lines
     assert any(source == "return packed.float()" and nbytes == 200 for source, _, nbytes in lines)
-
-
-# ---- optimizers
 
 
 class Lion(torch.optim.Optimizer):
@@ -190,9 +185,6 @@ def test_a_hook_that_throws_a_gradient_away_does_not_trip_the_meter():
     with Meter(model) as meter:
         model(torch.ones(2, 4)).sum().backward()
     assert meter.timeline.bytes_by_category(len(meter.timeline))["gradient"] == model.bias.nbytes
-
-
-# ---- storages are counted once
 
 
 def test_a_storage_is_counted_once_however_many_tensors_share_it_and_a_view_pins_all_of_it():
@@ -304,9 +296,6 @@ def test_distributed_tensors_are_counted_by_what_is_inside(tmp_path):
     timeline = meter.timeline
     assert timeline.bytes_by_category(0) == dict.fromkeys(CATEGORIES, 0) | {"parameter": 16384, "input": 2048}
     assert timeline.bytes_by_category(len(timeline))["gradient"] == 16384
-
-
-# ---- categories
 
 
 def test_categories_of_a_linear_layer_are_the_closed_form():

@@ -34,9 +34,6 @@ def phases(timeline: Timeline, source: str) -> set[str]:
     return {s.phase for s in timeline.storages.values() if source in s.line.source and s.phase != "before"}
 
 
-# ---- what an optimizer keeps
-
-
 @pytest.mark.parametrize("steps_before", [0, 2])
 def test_states_in_lists_are_counted_as_lbfgs_has_them(steps_before):
     model, x = nn.Linear(100, 100, bias=False), torch.randn(3, 100)
@@ -62,9 +59,6 @@ def test_states_in_lists_are_counted_as_lbfgs_has_them(steps_before):
     assert "old_dirs 0 of weight" in names(meter.timeline, "optimizer_state")
     assert phases(meter.timeline, "loss = model(x)") == {"forward", "backward"}
     assert phases(meter.timeline, "optimizer.step(closure)") >= {"optimizer"}
-
-
-# ---- names, when objects go and their ids are used again
 
 
 def test_parameters_that_others_replace_give_no_names_to_what_has_their_ids():
@@ -126,9 +120,6 @@ def test_of_two_models_one_whose_parameter_is_the_others_buffer_is_a_parameter()
     assert found == {("parameter", "1.weight"), ("parameter", "1.bias")}
 
 
-# ---- what is lazy
-
-
 def test_a_lazy_batch_norm_is_metered_from_when_it_has_bytes():
     model, x = nn.Sequential(nn.LazyLinear(8), nn.LazyBatchNorm1d()), torch.randn(4, 3)
     with Meter(model, inputs=x) as meter:
@@ -140,9 +131,6 @@ def test_a_lazy_batch_norm_is_metered_from_when_it_has_bytes():
     assert end["buffer"] == 2 * 8 * 4 + 8 + 8  # means and variances of one, and of both how many batches
     counters = {"1.num_batches_tracked", "2.num_batches_tracked"}
     assert names(meter.timeline, "buffer") == {"1.running_mean", "1.running_var", *counters}
-
-
-# ---- phases around optimizers
 
 
 def test_an_averaged_model_that_is_called_runs_forward():
@@ -212,9 +200,6 @@ def test_the_step_of_a_subclass_goes_on_after_that_of_its_base_class():
         model(x).sum().backward()
         optimizer.step()
     assert phases(meter.timeline, "shrink = ") == {"optimizer"}
-
-
-# ---- reasons and lines
 
 
 def test_a_graph_that_is_kept_is_not_said_to_be_held_by_a_variable_alone():

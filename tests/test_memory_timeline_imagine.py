@@ -84,9 +84,6 @@ def on(card):
     return imagine(card) if card else contextlib.nullcontext()
 
 
-# ---- a plain CPU, imagined
-
-
 CASES = [("GPT", name) for name in OPTIMIZERS if name != "AdamW, default"]
 CASES += [(workload, "AdamW, default") for workload in WORKLOADS if workload not in ("LSTM", "Llama", "T5", "Mamba")]
 
@@ -105,9 +102,6 @@ def test_an_imagined_cpu_has_the_event_stream_of_the_real_one(workload, optimize
         assert ours.totals == theirs.totals
         reasons = [[s.reason for s in timeline.storages.values() if s.nbytes] for timeline in (ours, theirs)]
         assert reasons[0] == reasons[1]
-
-
-# ---- attention
 
 
 Q = (2, 4, 8, 16)
@@ -277,9 +271,6 @@ def test_attention_by_ops_is_the_one_that_pytorch_takes_apart_in_c(case, monkeyp
     assert ("native_dropout", (2, 4, 20, 20), "bool") in found
 
 
-# ---- what else a GPU does otherwise
-
-
 KEEPS = {  # what a layer of 16 numbers keeps on a GPU
     "dropout": (nn.Dropout(0.1), {("native_dropout", (8, 16), "bool")}),
     "dropout in evaluation": (nn.Dropout(0.1).eval(), set()),
@@ -372,9 +363,6 @@ def test_one_hot_holds_its_result_alone(card):
         assert found.shape == (8, 4, 10) and found.dtype is torch.long
         assert meter.timeline.peak_bytes == index.nbytes + found.nbytes
     assert torch.equal(F.one_hot(torch.tensor([1]), 2), torch.tensor([[0, 1]]))
-
-
-# ---- optimizers
 
 
 def test_a_gpus_adamw_takes_all_tensors_at_once_unless_told_otherwise():
@@ -474,9 +462,6 @@ def test_converting_a_model_keeps_its_parameters_and_the_optimizers_hold_on_them
         assert {p.dtype for p in model.parameters()} == {p.grad.dtype for p in model.parameters()} == {BF16}
         model.half()
         assert {p.grad.dtype for p in model.parameters()} == {torch.float16}
-
-
-# ---- main memory beside the card
 
 
 def test_what_is_made_in_main_memory_lies_beside_the_card_and_counts_for_no_budget():
@@ -581,9 +566,6 @@ def test_save_on_cpu_keeps_what_backward_needs_in_main_memory_and_brings_it_back
     assert moved < held - 5 * x.nbytes
 
 
-# ---- what comes in from outside
-
-
 def test_a_slice_comes_to_the_card_as_what_it_shows_and_what_stands_twice_comes_once():
     data, tokens = torch.zeros(1000, 100), torch.zeros(4, 129, dtype=torch.long)
     batch = data[:32], tokens[:, :-1], tokens[:, 1:], torch.zeros(1).expand(1000)
@@ -613,9 +595,6 @@ def test_what_an_op_made_outside_comes_in_as_a_leaf_and_cuda_is_the_imagined_car
         x = torch.ones(2, device="cuda").to("cuda", BF16).cuda(0)
         model = nn.Linear(2, 2).to(torch.device("cuda", 1)).cuda()
         assert model(torch.ones(2).to(device="cuda:0")).shape == x.shape and x.dtype is BF16
-
-
-# ---- autocast
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
@@ -795,9 +774,6 @@ def test_what_is_joined_or_is_a_norm_under_autocast_is_32_bit_without_copies_of_
     assert found.dtype is torch.float32 and not made_by(meter.timeline, "_to_copy")
 
 
-# ---- a budget
-
-
 def build_and_step(gpu):
     x, y = gpu.imagined(text_batch(4, 64))
     model = GPT(layers=2, width=64, context=64)
@@ -876,9 +852,6 @@ def test_every_card_has_a_capacity_below_its_name_and_a_step_that_is_larger_runs
     assert repr(imagine("cpu", "1 GiB")) == "imagined cpu (no limit, budget 1.0 GiB)"
 
 
-# ---- models nobody here wrote
-
-
 @pairs("name, use_cache", ["GPT2", "Llama"], [False, True])
 def test_transformers_models_take_fused_attention_as_on_a_gpu(name, use_cache, bf16):
     pytest.importorskip("transformers")
@@ -897,9 +870,6 @@ def test_transformers_imported_too_late_is_told(monkeypatch):
     with pytest.warns(UserWarning, match="Import it before `with imagine") as told, imagine("H100-80GB"):
         monkeypatch.setitem(sys.modules, masks, object())
     assert told[0].filename == __file__
-
-
-# ---- what fake tensors do otherwise than real ones
 
 
 @pytest.mark.parametrize("card", [None, "cpu", "H100-80GB"])
@@ -1030,9 +1000,6 @@ def test_the_block_leaves_nothing_behind_even_when_it_raises_and_can_be_entered_
     assert torch.ones(2).sum().item() == 2 and (x + x).shape == (3,)
 
 
-# ---- what is not possible says what to do
-
-
 def inside(call, card="H100-80GB"):
     """The call, which is given the imagined machine, inside its block."""
 
@@ -1101,9 +1068,6 @@ REFUSALS = {
 def test_what_cannot_be_imagined_is_refused_in_a_sentence(call, error, words):
     refused(call, error, words)
     assert not torch.is_autocast_enabled("cpu") and nn.LazyLinear(4)(torch.ones(2, 3)).shape == (2, 4)
-
-
-# ---- beside a real card
 
 
 def changes(timeline):

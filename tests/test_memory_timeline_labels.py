@@ -143,9 +143,6 @@ def test_what_is_copied_or_loaded_inside_the_block_is_no_input(tmp_path):
         del made
 
 
-# ---- a step that raises
-
-
 class ByHand(torch.optim.Optimizer):
     """A reader's own optimizer, whose step is all the closure's."""
 
@@ -191,9 +188,6 @@ def test_what_a_closure_lets_go_is_of_its_own_phase():
     assert freed and "optimizer" not in freed
 
 
-# ---- code that the meter must let through
-
-
 def test_a_first_meter_inside_inference_mode(fresh_counts):
     layer = nn.Linear(30, 30)
     with torch.inference_mode(), Meter(layer) as meter:
@@ -231,9 +225,6 @@ def test_higher_order_ops_run_under_the_meter():
     assert meter.timeline.bytes_at(len(meter.timeline)) == q.nbytes + found.nbytes
 
 
-# ---- Ctrl-C in the middle of a storage's death
-
-
 @pytest.fixture
 def ctrl_c_in_the_first_death(monkeypatch):
     died, interrupted = Storages.died, []
@@ -262,9 +253,6 @@ def test_an_interrupt_that_falls_into_a_death_is_not_lost_and_neither_is_the_dea
             raise AssertionError("the block went on")
     assert [event.delta for event in meter.timeline.events] == [4000, -4000]
     assert sys.unraisablehook is before
-
-
-# ---- which op a node of autograd's is of
 
 
 def passing(timeline: Timeline) -> list[tuple[str, str]]:

@@ -28,9 +28,6 @@ from tests.tiers import pairs, some
 optimizers = importlib.import_module("torch.optim.optimizer")  # torch.optim itself hides it
 
 
-# ---- what is left behind
-
-
 HOOKS = (
     optimizers._global_optimizer_pre_hooks,
     optimizers._global_optimizer_post_hooks,
@@ -248,9 +245,6 @@ def test_an_inner_meter_that_ends_early_leaves_the_outer_one_whole():
     assert [e.delta for e in inner.timeline.events] == [400]
 
 
-# ---- threads
-
-
 def test_a_backward_driven_from_another_thread_is_not_seen():
     run = Run("MLP")
     with Meter(run.model, run.optimizer, run.inputs) as meter:
@@ -308,9 +302,6 @@ def test_two_threads_each_with_their_own_meter_see_what_one_alone_sees():
     for thread in threads:
         thread.join()
     assert found[0] == found[1] == alone
-
-
-# ---- what a meter is given, and what is asked of a timeline
 
 
 class Wrapper(torch.Tensor):

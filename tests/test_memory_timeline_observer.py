@@ -32,9 +32,6 @@ def leaf() -> torch.Tensor:
     return torch.linspace(-1, 1, 5, dtype=torch.float64).requires_grad_()
 
 
-# ---- gradients that somebody else still holds are never added to in place
-
-
 def kept_by(register):
     def run():
         x, kept = leaf(), []
@@ -179,9 +176,6 @@ def test_a_sum_inside_a_nodes_own_formula_or_of_what_the_node_has_read_is_left_a
     assert backward_sums(lambda x: (x + x.relu().exp()).sin().sum()) == ["add_"]
 
 
-# ---- torch's own list of ops
-
-
 def scalar(tensors):
     """A number that depends on every element of every tensor, each with its own weight."""
     total = torch.zeros((), dtype=torch.float64)
@@ -300,9 +294,6 @@ def test_gradients_of_torchs_own_list_of_ops_keep_every_bit_under_the_meter(part
     assert compared > 200
 
 
-# ---- other footprints
-
-
 def test_no_tensor_is_kept_alive_by_the_meter():
     run = Run("MLP")
     meter = Meter(run.model, run.optimizer, run.inputs)
@@ -317,9 +308,6 @@ def test_no_tensor_is_kept_alive_by_the_meter():
     del run
     gc.collect()
     assert [ref() for ref in (*watched, *storages)] == [None] * (len(watched) + len(storages))
-
-
-# ---- where watching shows: torch computes some gradients by another formula while any mode is on
 
 
 def sparse_embedding():

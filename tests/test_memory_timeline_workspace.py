@@ -204,9 +204,6 @@ def test_a_mark_of_the_readers_own_in_the_profiler_is_none_of_the_meters(name):
     assert [s.op for s in meter.timeline.storages.values() if s.nbytes == 4000] == ["ones"]
 
 
-# ---- torch's own list of ops
-
-
 def mapped(function, value):
     return tree_map(lambda one: function(one) if isinstance(one, torch.Tensor) else one, value)
 
@@ -290,9 +287,6 @@ def test_of_torchs_own_list_of_ops_every_byte_is_counted_and_let_go(part, tmp_pa
         compared += 1
     assert wrong == []
     assert compared > 60
-
-
-# ---- CUDA's counters, with an allocator made of Python
 
 
 class Card:

@@ -52,9 +52,6 @@ def total_allocated(run, path: Path) -> list[tuple[int, int]]:
     return [(one["Bytes"], one["Total Allocated"]) for one in arguments]
 
 
-# ---- what is planted
-
-
 def test_each_planted_line_stands_in_the_source_once():
     source = inspect.getsource(planted.Scratch) + inspect.getsource(planted.Planted)
     for line in (planted.PEAK_LINE, planted.LEAK_LINE, planted.GROWTH_LINE):
@@ -90,9 +87,6 @@ def test_what_is_kept_each_step_is_no_tensors_and_the_leak_is_a_graphs():
     program = Planted()
     list(program.run(2))
     assert sum(map(len, program.seen)) == 3 * BYTES_KEPT and {type(kept) for kept in program.seen} == {bytes}
-
-
-# ---- what each tool tells of it
 
 
 EXPECTED = {  # peak (None: it has none), the lines it names, growth a step, which planted facts it leads to
@@ -182,9 +176,6 @@ def test_costs_and_needs_have_a_row_for_each_tool(looks):
     assert [row[0] for row in what_they_cost(looks).rows] == [name for name in TOOLS if looks[name]]
     assert [row[0] for row in how_to_run_each().rows] == list(TOOLS)
     assert all(cell for row in how_to_run_each().rows for cell in row)
-
-
-# ---- the history of a GPU's allocator, read from one that is imagined
 
 
 def test_a_history_written_from_a_timeline_leads_to_the_peak_the_leak_and_their_lines():

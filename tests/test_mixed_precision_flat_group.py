@@ -67,8 +67,6 @@ def test_what_fills_no_whole_vectors_or_has_gaps_is_stepped_alone():
     assert all(map(can_be_flat, fits)) and not any(map(can_be_flat, gaps))
 
 
-# ---- whatever happens between steps
-
 CHUNKS = {"auto": 150, 150: None, None: 400, 400: "auto"}
 EVENTS = {  # what users do to a parameter and its state
     "weight written": lambda ours, p, state: p.detach().mul_(0.5),
@@ -119,9 +117,6 @@ def test_on_a_random_walk_every_state_is_the_one_of_parameters_stepped_one_by_on
         assert_same(ours, params, theirs, others)
         had_groups += len(counts(ours)) > 0
     assert had_groups
-
-
-# ---- bytes
 
 
 def test_masters_and_states_have_twelve_bytes_an_element():

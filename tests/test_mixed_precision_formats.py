@@ -75,9 +75,6 @@ def tf32(single):
     return struct.unpack("f", struct.pack("I", kept << 13))[0]
 
 
-# ---- the formats
-
-
 @CAST
 def test_what_follows_from_the_number_of_bits_is_what_torch_says(format):
     info = torch.finfo(format.dtype)
@@ -97,9 +94,6 @@ def test_tf32_has_fp32s_reach_and_fp16s_steps_in_19_bits_that_take_up_4_bytes():
 def test_e4m3_trades_its_infinities_for_a_power_of_two():
     assert FORMATS["FP8 E4M3"].max == 448
     assert Format("with infinities", 4, 3, None).max == 240
-
-
-# ---- one number
 
 
 @ALL_PATTERNS
@@ -188,9 +182,6 @@ def test_the_error_of_a_rounded_value_is_absolute_and_relative():
     assert bits(65_520, "FP16").error == math.inf and bits(65_519.99, "FP16").value == 65_504
     assert bits(1000, "FP8 E4M3").error == 448 - 1000
     assert bits(0.0, "BF16").relative_error == 0.0 and bits(math.inf, "BF16").error == 0.0
-
-
-# ---- many numbers
 
 
 @some("format, dtype", itertools.product(CASTS, [torch.float64, torch.float16, torch.bfloat16]), keep=8)

@@ -98,8 +98,6 @@ def scaled(scaler=None, optimizer=None, gradient=1.0, **options):
     return scaler, parameter, (optimizer or torch.optim.SGD)([parameter], lr=1.0)
 
 
-# ---- GradScaler's twin
-
 PLANTS = st.sampled_from([1.0, 1.0, 1.0, INF, -INF, NAN])
 RUNS = {
     "optimizer": st.sampled_from(list(OPTIMIZERS)),
@@ -200,9 +198,6 @@ def test_a_fused_optimizer_is_given_the_scale_for_one_step_only_and_never_when_i
     scaler.unscale_(optimizer)
     scaler.step(optimizer)
     assert optimizer.seen == (None, 0.0)
-
-
-# ---- what is scaled
 
 
 def test_outputs_come_back_in_their_own_nesting_and_dtype():
@@ -333,9 +328,6 @@ def test_an_infinite_loss_inside_a_transform_is_an_overflow_too(transform):
         assert parameter.tolist() == [expected] * 3 and scaler.get_scale() == 2.0
 
 
-# ---- an infinite loss
-
-
 @pytest.mark.parametrize("bad", [INF, -INF, NAN])
 def test_an_infinite_loss_with_finite_gradients_is_an_overflow_for_every_optimizer(bad):
     ours, torchs = scalers(init_scale=64.0)
@@ -380,9 +372,6 @@ def test_a_finite_loss_whose_scaled_value_overflows_has_right_gradients_and_is_s
     assert not scaler.skipped(optimizer) and parameter.item() == 0.0
 
 
-# ---- FP16 gradients
-
-
 def test_an_optimizer_that_widens_its_gradients_is_asked_to_before_they_are_unscaled():
     class Widening(torch.optim.SGD):
         def widen_gradients(self):
@@ -396,9 +385,6 @@ def test_an_optimizer_that_widens_its_gradients_is_asked_to_before_they_are_unsc
     parameter.grad = torch.tensor([65536 * 2.0**-26], dtype=torch.float16)
     scaler.unscale_(Widening([parameter]))
     assert parameter.grad.item() == 2.0**-26
-
-
-# ---- ranks
 
 
 def test_an_overflow_on_another_rank_skips_the_step_here():
@@ -427,9 +413,6 @@ def test_a_rank_without_gradients_and_losses_is_asked_once_for_each_optimizer_in
     assert not scaler.skipped(empty) and scaler.skipped(optimizer)
 
 
-# ---- schedulers
-
-
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_scheduler_steps_when_its_optimizer_did_and_torch_has_nothing_to_warn_of(fused):
     scaler, parameter, rates = LossScaler(init_scale=8.0), nn.Parameter(torch.ones(1)), []
@@ -445,9 +428,6 @@ def test_a_scheduler_steps_when_its_optimizer_did_and_torch_has_nothing_to_warn_
             optimizer.zero_grad()
             rates.append(scheduler.get_last_lr()[0])
     assert rates == [1.0, 1.0, 0.5, 0.5, 0.25]
-
-
-# ---- saving
 
 
 @pytest.mark.parametrize("begun", [False, True])
@@ -484,9 +464,6 @@ def test_a_copy_goes_on_where_the_scaler_was(copied):
     other.update()
     assert (other.get_scale(), scaler.get_scale()) == (16.0, 8.0)
     assert copied(LossScaler(enabled=False)).state_dict() == {}
-
-
-# ---- refusals
 
 
 @pytest.mark.parametrize("value", [32, torch.tensor([32.0])])

@@ -64,8 +64,6 @@ def assert_same(masters: MasterWeights, narrow, reference, wide):
             assert not torch.is_tensor(value) or (value.dtype == state[name].dtype and torch.equal(value, state[name]))
 
 
-# ---- the step is FP32's
-
 ALGORITHMS = {
     "SGD": (optim.SGD, {"lr": 0.1}),
     "SGD, Nesterov, decay": (optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
@@ -286,9 +284,6 @@ def test_an_optimizer_that_looks_at_all_parameters_together_is_right_in_one_chun
         masters.step()
 
 
-# ---- what is held
-
-
 @pytest.mark.parametrize("options", [{"foreach": False}, {"foreach": True}])
 def test_sixteen_bytes_a_parameter_and_one_chunk_of_gradients(options):
     tensors, each = 10, 1000
@@ -323,9 +318,6 @@ def test_the_block_ends_also_with_a_step_that_fails():
             masters.step()
         masters.state.clear()
     assert meter.timeline.bytes_at(len(meter.timeline)) == 3 * 100 * 4
-
-
-# ---- loss scaling
 
 
 def scaler_of(scale, **options):
@@ -379,9 +371,6 @@ def test_widened_gradients_are_exact_take_two_bytes_more_and_are_16_bit_again_on
     assert {p.grad.dtype for p in model.parameters()} == {BF16}
 
 
-# ---- groups, schedulers, hooks, closures
-
-
 def test_the_groups_are_the_models_own_and_a_scheduler_moves_them():
     narrow, wide = pairs_of()
     masters, reference = MasterWeights(narrow, optim.AdamW, lr=0.1), optim.AdamW(wide, lr=0.1)
@@ -418,9 +407,6 @@ def test_a_closure_is_called_once_with_gradients_on_and_its_loss_returned():
     assert masters.step(closure).item() == 2.0
     assert p.item() == 0.0
     assert masters.step() is None
-
-
-# ---- weights that somebody else writes
 
 
 def test_a_write_to_some_elements_leaves_the_low_bits_of_the_others():
@@ -461,9 +447,6 @@ def test_weights_that_are_put_in_another_way_are_taken_over(write):
     write(model, torch.full((3, 4), 5.0, dtype=BF16))
     stepped(masters, 2**-10)
     assert (masters.state[model.weight]["master"] == 5 - 2**-10).all() and (model.weight == 5).all()
-
-
-# ---- saving and loading
 
 
 def through_a_file(state_dict):
@@ -552,9 +535,6 @@ def test_a_deep_copy_goes_on_like_the_original():
     masters.step()
     copied.step()
     assert all(torch.equal(p, q) for p, q in zip(narrow, params, strict=True))
-
-
-# ---- bad input
 
 
 def loaded(state_dict):

@@ -24,9 +24,6 @@ def stepped(optimizer, params, steps=1, gradient=1.0):
     return [p.flatten()[0].item() for p in params]
 
 
-# ---- weights and states that others touch
-
-
 @pytest.mark.parametrize("kind", [MasterWeights, OffloadedOptimizer])
 def test_who_looks_for_a_state_before_the_first_step_changes_nothing(kind):
     params, others = ones((4,), (3,)), ones((4,), (3,))
@@ -135,9 +132,6 @@ def test_gradients_of_a_chunk_that_had_stepped_are_as_before_too_when_another_ra
     assert [p.item() for p in params] == [-1.0, 0.0]  # the first stepped twice
 
 
-# ---- optimizers that count
-
-
 class CountsInItself(optim.Optimizer):
     def __init__(self, params):
         super().__init__(params, {"t": torch.zeros(())})
@@ -193,9 +187,6 @@ def test_a_count_kept_beside_the_parameters_states_is_refused():
     params = ones((4,))
     with pytest.raises(ValueError, match="keep its states by parameter, found one under 't', which would be lost"):
         stepped(MasterWeights(params, CountsBesideParameters), params)
-
-
-# ---- bytes
 
 
 def test_a_sparse_gradient_needs_no_room_as_if_it_were_dense():

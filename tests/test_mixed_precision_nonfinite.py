@@ -41,9 +41,6 @@ def report(fn, *args, **kwargs):
     return found
 
 
-# ---- what is made
-
-
 def test_an_fp16_overflow_in_a_linear_layer_names_the_layer_and_its_line():
     model = Layers().half()
     model.down.weight.data.fill_(300.0)
@@ -218,9 +215,6 @@ def test_under_checkpointing_the_forward_is_named(use_reentrant):
     assert (found.op, found.phase, found.module) == ("mm", "forward", "down")
 
 
-# ---- what came in
-
-
 @pytest.mark.parametrize("bad, kind", [(NAN, "nan"), (-INF, "inf")])
 def test_a_parameter_that_is_not_finite_is_named(bad, kind):
     model = Layers()
@@ -288,9 +282,6 @@ def test_a_complex_number_is_counted_once_and_a_complex_scalar_comes_in_like_a_r
     assert report(lambda: torch.full((3,), 3e38 + 3e38j).mul_(10)).count == 3
     large = torch.full((2,), 1e300, dtype=torch.float64)
     assert report(lambda: large * 1e300).largest_input == 1e300
-
-
-# ---- what is not reported
 
 
 def with_gradient(fn, x):
@@ -432,9 +423,6 @@ def test_a_healthy_step_has_nothing_to_report_and_is_the_step_it_would_have_been
     assert all(map(torch.equal, *weights))
 
 
-# ---- manners
-
-
 def test_fn_runs_once_with_its_arguments_and_what_it_raises_passes_through_with_everything_off():
     def run(*args, **kwargs):
         calls.append((args, kwargs))
@@ -454,8 +442,6 @@ def test_the_nested_tensors_of_transformer_encoder_are_refused_with_a_way_out():
     with torch.no_grad(), pytest.raises(NotImplementedError, match="set_fastpath_enabled"):
         first_nonfinite(model, torch.ones(2, 2, 4), src_key_padding_mask=padding)
 
-
-# ---- all ops of torch
 
 NAN_AFTER_ALL = ("masked.log_softmax", "masked.logaddexp")  # -inf where everything is masked, on purpose
 

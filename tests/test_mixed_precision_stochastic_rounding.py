@@ -63,9 +63,6 @@ def test_a_generator_makes_it_repeatable_and_shapes_and_layouts_are_kept():
     assert not round_stochastically(torch.ones(2, requires_grad=True)).requires_grad
 
 
-# ---- the optimizer
-
-
 def test_updates_of_an_eighth_of_an_ulp_arrive_on_average_and_to_the_nearest_not_at_all():
     ulp, steps, weights = 2**-7, 400, 1000  # 50 ulp from 1 up, below 2
     nearest, stochastic = (nn.Parameter(torch.ones(weights, dtype=BF16)) for _ in range(2))

@@ -73,9 +73,6 @@ def assert_every_text_can_be_read(figure):
         assert box.x0 >= 0 and box.x1 <= width and box.y0 >= 0 and box.y1 <= height, text
 
 
-# ---- the formats side by side
-
-
 def test_the_table_has_every_formats_sizes_and_ends():
     rows = {row[0]: row[1:] for row in formats_table().rows}
     assert list(rows) == list(FORMATS)
@@ -89,9 +86,6 @@ def test_the_table_has_every_formats_sizes_and_ends():
             power, decimal = re.fullmatch(r"2\^(-\d+) = (.*)", text).groups()
             assert 2.0 ** int(power) == truth and float(decimal) == pytest.approx(truth, rel=5e-3)
     assert rows["TF32"][:2] == ["19 = 1 + 8 + 10", 4]
-
-
-# ---- one value in every format
 
 
 @some("part", range(7), keep=1)
@@ -183,9 +177,6 @@ def test_the_formula_comes_out_at_the_value(name):
         assert (-size if sign == "−" else size) == number.value
     assert formula(bits(1e39, "FP16")) == "every exponent bit is 1, and the mantissa is 0"
     assert formula(bits(math.nan, "FP16")) == "every exponent bit is 1, and the mantissa is not 0"
-
-
-# ---- what a format leaves of gradients
 
 
 @some("part", range(7), keep=1)

@@ -27,9 +27,6 @@ SIDE_BYTES = 4 * 256 * 256
 needs_deepspeed = pytest.mark.skipif(not has_deepspeed(), reason="DeepSpeed is not installed (memlab[frameworks])")
 
 
-# ---- what the benchmark compares
-
-
 def test_bytes_of_a_swap_are_those_left_on_the_models_card_and_not_what_the_host_holds():
     held, peak = {}, {}
     with imagine("H100-80GB"):
@@ -46,9 +43,6 @@ def test_the_wide_model_that_a_gpu_swaps_is_never_in_main_memory():
         model = wide_gpt("meta")
     assert {(p.device.type, p.dtype) for p in model.parameters()} == {("meta", torch.bfloat16)}
     assert sum(p.nbytes for p in model.parameters()) > 6 * 2**30 and meter.timeline.peak_bytes == 0
-
-
-# ---- torch.autograd.graph.save_on_cpu
 
 
 def eight_saved_tensors_of_three(context):
@@ -71,9 +65,6 @@ def test_on_imagined_hardware_what_save_on_cpu_moves_lies_in_the_hosts_memory():
     assert list(plain.devices) == [CARD]
     assert theirs.on("cpu").peak_bytes == 8 * SIDE_BYTES
     assert theirs.on("cpu").totals[-1] == 0
-
-
-# ---- counted_moves
 
 
 def test_a_move_goes_to_the_other_place_and_casts_and_copies_within_one_do_not_count():
@@ -112,9 +103,6 @@ def test_moves_keep_gradients_and_after_an_error_tensors_move_as_before():
     assert (torch.Tensor.to, torch.Tensor.cpu) == before
 
 
-# ---- FSDP2
-
-
 def trained(prepare):
     torch.manual_seed(0)
     model = prepare(GPT(**SIZES))
@@ -143,9 +131,6 @@ def test_fsdps_cpu_offload_trains_on_a_cpus_mesh_bit_for_bit_as_plain_pytorch_an
     assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), weights, strict=True))
     assert moves.to_host_bytes == (1 + 4) * 4 * PARAMETERS  # weights once, gradients each step
     assert not torch.distributed.is_initialized() and threading.active_count() == threads
-
-
-# ---- DeepSpeed's ZeRO-Offload
 
 
 def by_zero_offload(stage=2, steps=4, **offload):

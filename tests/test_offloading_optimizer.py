@@ -100,8 +100,6 @@ def nothing_stays_behind(tmp_path):
     assert not os.listdir(tmp_path)
 
 
-# ---- the step is the same
-
 ALGORITHMS = {
     "SGD": (optim.SGD, {"lr": 0.1}),
     "SGD, Nesterov": (optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
@@ -243,9 +241,6 @@ def test_gradients_are_zeroed_or_dropped_as_torch_does(dtype, gradients, to):
     assert all(p.grad is None for p in ours)
 
 
-# ---- clipping, scaling
-
-
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
 def test_clipping_offloaded_gradients_is_clipping_fp32_ones(norm_type, to):
     ours, theirs = ([p for p in parameters() if p.numel()] for _ in range(2))
@@ -328,9 +323,6 @@ def test_a_loss_scaler_works_on_gradients_that_stay_and_is_refused_for_those_tha
     scale.scale(ours[0].sum()).backward()
     with pytest.raises(RuntimeError, match="expected gradients=False with a loss scaler"):
         scale.step(leaving)
-
-
-# ---- saving and resuming
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])
@@ -461,9 +453,6 @@ def test_a_gradient_put_beside_the_one_that_was_taken_is_refused_and_hooks_that_
     assert looked == [None, None]
 
 
-# ---- what is held
-
-
 @pairs("gradients, dtype, place", [False, True], [BF16, FP32], ["cpu", "a folder that main memory stands for"])
 def test_on_a_card_are_weights_and_gradients_or_weights_alone_and_the_rest_is_on_the_host(
     gradients, dtype, place, tmp_path
@@ -503,9 +492,6 @@ def test_with_a_folder_two_chunks_are_in_memory_while_the_step_lasts_and_none_af
     assert timeline.peak_bytes == held + 2 * 12 * chunk + 4 * chunk
     assert timeline.bytes_at(len(timeline.events)) == held
     assert all(state.keys() == {"step"} for state in optimizer.state.values())
-
-
-# ---- faults
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32, torch.float64, torch.complex64])
@@ -666,9 +652,6 @@ def test_what_cannot_be_offloaded_is_refused(call, error, words):
     refused(call, error, words)
 
 
-# ---- the link, with streams that run as late as they may
-
-
 @pytest.fixture
 def late_device(monkeypatch):
     """CPU tensors pass for a device's, and the two ways of the link are late."""
@@ -744,8 +727,6 @@ def test_on_a_gpu_the_step_is_that_of_the_cpu_and_its_bytes_those_of_the_table(g
         assert torch.cuda.memory_allocated() - before < 3 * MiB  # 2.5 MiB of weights
     assert equal([p.cpu() for p in ours], theirs)
 
-
-# ---- predicted and metered
 
 SIZES = Transformer(layers=2, width=32, heads=2, vocabulary=64, context=32)
 STEPS = [

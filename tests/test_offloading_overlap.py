@@ -47,9 +47,6 @@ def imagined_step(layers, dropout=0.0, watch=None):
     return seen
 
 
-# ---- formulas
-
-
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 def test_a_blocks_flops_are_those_that_pytorch_counts(half, phase):
     def counted(layers):
@@ -153,9 +150,6 @@ def metered_sum():
     with Meter() as meter:
         torch.ones(3) + 1
     return meter.timeline
-
-
-# ---- the simulated step
 
 
 def chain(sizes, seconds=1.0):
@@ -301,9 +295,6 @@ def test_what_the_arithmetic_waits_for_comes_whether_it_fits_or_not():
     assert [t.tensor for t in run.transfers if t.way == "up"] == [1, 0]
 
 
-# ---- what to send
-
-
 def test_in_a_chain_that_grows_the_factor_of_bytes_prefers_what_comes_late_and_so_costs_time():
     tensors = chain([10, 20, 40, 80, 160, 80, 40, 20])
     limit = simulate(tensors, [], 1.0).peak_bytes - 60
@@ -341,9 +332,6 @@ def test_chosen_is_the_head_of_the_order_and_never_more_than_was_asked_for():
     found = [chosen(tensors, "first come", nbytes) for nbytes in (9, 10, 30, 59, 60)]
     assert found == [[], [0], [0, 1], [0, 1], [0, 1, 2]]
     assert chosen(tensors, "largest first", 55) == [2, 1]
-
-
-# ---- a metered step
 
 
 @pytest.fixture(scope="module")

@@ -22,8 +22,6 @@ from memlab.offloading.unnamed import UnnamedFile
 from memlab.units import MiB
 from tests.harness import refused
 
-# ---- slab
-
 
 @settings(deadline=None, max_examples=50, derandomize=True)
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 400), st.integers(0, 100)), max_size=60))
@@ -81,9 +79,6 @@ def test_without_pinned_memory_there_is_one_warning_and_ordinary_memory(monkeypa
     assert slab.take(1000).bytes.numel() == room.bytes.numel() == 1000  # no second warning: it would be an error
 
 
-# ---- layout
-
-
 def test_tensors_side_by_side_are_aligned_keep_dense_strides_and_stay_within_their_bytes():
     tensors = [
         torch.randn(3),
@@ -104,9 +99,6 @@ def test_tensors_side_by_side_are_aligned_keep_dense_strides_and_stay_within_the
     again = views_of(memory[64:-64].clone(), tensors)
     assert all(torch.equal(view, tensor) for view, tensor in zip(again, tensors, strict=True))
     assert (memory[:64] == 77).all() and (memory[-64:] == 77).all()
-
-
-# ---- a file without a name
 
 
 class Slow:
@@ -196,9 +188,6 @@ def test_all_that_fails_in_a_file_names_the_folder_the_bytes_and_what_to_do(tmp_
     file.close()
 
 
-# ---- a file that is spilled to
-
-
 @pytest.fixture
 def file(tmp_path):
     spill = SpillFile(tmp_path)
@@ -253,9 +242,6 @@ def test_a_forked_child_is_told_that_what_was_swapped_is_not_its_own(file, monke
     with monkeypatch.context() as patch:
         patch.setattr(os, "getpid", lambda: 0)
         refused(lambda: file.read(region, numbers(1000)), RuntimeError, "found a fork of it")
-
-
-# ---- footprint
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -331,9 +317,6 @@ def test_a_transpose_shares_the_copy_of_what_has_holes_and_other_dtypes_that_of_
     assert q.holes and q.covers(footprint(fused[:, 0].t())) and q.covers(footprint(fused[:, 0].unsqueeze(0)))
     assert not q.covers(footprint(fused[:, 1])) and not q.covers(footprint(fused[:, 0].view(torch.int16)))
     assert footprint(fused).covers(footprint(fused.view(torch.int16)[3:]))
-
-
-# ---- choice
 
 
 def test_idle_time_times_bytes_decides_and_no_choice_exceeds_the_budget():

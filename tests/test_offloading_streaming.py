@@ -105,9 +105,6 @@ def failing(error):
     return fail
 
 
-# ---- the same training
-
-
 @pytest.mark.parametrize(("prefetch", "micro_batches"), [(0, 1), (1, 3), (3, 1), (99, 1)])
 def test_training_is_the_same_bit_for_bit(to, prefetch, micro_batches):
     plain, streamed = gpt(), gpt()
@@ -419,9 +416,6 @@ def test_strides_and_dtypes_come_back_as_they_were(to):
     assert all(torch.equal(p, b[0]) and p.stride() == b[1] for p, b in zip(model.parameters(), before, strict=True))
 
 
-# ---- bytes
-
-
 @pairs("prefetch, given", [0, 1, 2], [True, False])
 def test_the_peak_of_inference_is_the_layers_needed_and_two_activations(tmp_path, prefetch, given):
     model, x = Stack(layers=5, width=64), torch.randn(3, 64)
@@ -475,9 +469,6 @@ def test_an_imagined_card_shows_what_streaming_saves_from_a_folder_too():
         with stream_weights(model, model.blocks, "a folder that is not made"), Meter(model) as meter:
             model(x, x).backward()
     assert max(meter.timeline.on(f"imagined {CARD}").curves["parameter"]) == rest + 2 * layer
-
-
-# ---- the rest of the model's life
 
 
 def test_a_state_dict_is_whole_and_can_be_loaded_and_of_the_twins_plain_parameters_are_saved(to):
@@ -687,9 +678,6 @@ def test_what_cannot_be_streamed_is_refused(call, error, words):
     refused(call, error, words)
 
 
-# ---- inference mode, and ranks
-
-
 def test_a_model_streamed_in_inference_mode_is_whole_afterwards_and_can_be_trained(to):
     plain, streamed = gpt(dropout=0.0), gpt(dropout=0.0)
     with torch.inference_mode(), stream_weights(streamed, streamed.blocks, to):
@@ -720,9 +708,6 @@ def test_gradients_that_would_leave_before_ranks_average_them_are_refused_and_on
         assert all("average the gradients of streamed.parameters() before the step" in words for words in said)
     with one_rank("cpu"):
         assert streamed_under(0, (DataParallel,)) == []
-
-
-# ---- faults
 
 
 @pytest.mark.parametrize("device", [None, "cpu"])
@@ -824,9 +809,6 @@ def test_nothing_is_left_behind(to):
     assert to == "cpu" or os.listdir(to) == []
     storages = [p.untyped_storage() for p in model.parameters()]
     assert len({s._cdata for s in storages}) == len(storages) and all(s.nbytes() for s in storages)
-
-
-# ---- a GPU's streams, by a stand-in
 
 
 class Stream:

@@ -32,8 +32,6 @@ from memlab.units import KiB, MiB
 from tests.harness import refusals, refused
 from tests.tiers import some
 
-# ---- helpers
-
 
 def values(*shape, seed=0, dtype=torch.float32) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype).requires_grad_()
@@ -148,9 +146,6 @@ def tokens(batch, length, seed=0):
 def gpt(**sizes):
     torch.manual_seed(1)
     return GPT(**{"layers": 2, "width": 64, "heads": 4, "context": 64, "dropout": 0.1} | sizes)
-
-
-# ---- the same gradients
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -285,9 +280,6 @@ def test_any_views_of_any_storages_come_back_right(picks, prefetch):
     assert swap.elsewhere_bytes == 0
 
 
-# ---- each byte once
-
-
 def test_a_storage_that_eight_entries_save_leaves_once(swap):
     if swap.budget_bytes < MiB:
         pytest.skip("a budget lets some stay")
@@ -314,9 +306,6 @@ def test_a_tensor_and_its_transpose_share_one_copy_and_neither_gets_the_others_s
     assert swap.moved_bytes == moved
     expected = ((x * 2).t() @ w).sum() + (x * 2).square().sum()
     assert alike(torch.autograd.grad(y + z, (x, w)), torch.autograd.grad(expected, (x, w)))
-
-
-# ---- written to after it was saved
 
 
 @pytest.mark.parametrize("when", ["at once", "after the context", "saved again between"])
@@ -374,9 +363,6 @@ def test_a_weight_written_to_before_backward_and_what_a_backward_writes_to_are_a
         layer.weight.add_(1)
     for loss in (y, z):
         refused(loss.backward, RuntimeError, "modified by an inplace operation")
-
-
-# ---- what stays
 
 
 def test_parameters_buffers_their_views_and_small_tensors_stay(swap):
@@ -485,9 +471,6 @@ def test_on_a_cpu_swapping_to_the_cpu_moves_nothing_and_changes_nothing():
     assert (swap.moved_bytes, swap.freed_bytes) == (0, 0)
 
 
-# ---- bytes
-
-
 def test_freed_is_what_the_meter_sees_freed_to_the_byte(tmp_path):
     model, batch = gpt(), tokens(4, 64)
     totals = {}
@@ -586,9 +569,6 @@ def test_a_budget_is_never_exceeded_and_the_second_step_sends_what_frees_most(tm
     assert [once(), once(), once()] == [16, 64, 64]
 
 
-# ---- imagined hardware
-
-
 @pytest.mark.parametrize("to", ["cpu", "folder"])
 def test_on_an_imagined_card_activations_lie_in_main_memory(to, tmp_path):
     peaks, host = {}, {}
@@ -610,9 +590,6 @@ def test_on_an_imagined_card_activations_lie_in_main_memory(to, tmp_path):
         assert taken % Slab.CHUNK_BYTES == 0 and swap.moved_bytes <= taken < swap.moved_bytes + Slab.CHUNK_BYTES
     else:
         assert taken == 16 * MiB
-
-
-# ---- faults
 
 
 def failing(monkeypatch, after: int):
@@ -709,9 +686,6 @@ REFUSALS = {
 @refusals(REFUSALS)
 def test_options_that_mean_nothing_are_errors(call, error, words):
     refused(call, error, words)
-
-
-# ---- on a GPU
 
 
 @pytest.mark.gpu

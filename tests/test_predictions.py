@@ -113,9 +113,6 @@ def test_what_is_no_step_no_model_and_no_slider_is_refused(call, error, words):
     refused(call, error, words)
 
 
-# ---- what if
-
-
 @some("places", [60, 500], keep=1)
 def test_wherever_the_sliders_stand_the_prediction_adds_up(places):
     grid = list(itertools.product(*SLIDERS.values()))

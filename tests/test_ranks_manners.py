@@ -115,8 +115,6 @@ def test_an_interrupt_waits_until_a_block_is_through_and_a_second_one_does_not_w
     assert done == ["first", "second"] and signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-# ---- in a notebook
-
 DEFINE = """
 import time, torch
 from dataclasses import dataclass
@@ -202,8 +200,6 @@ def test_a_function_of_a_cell_runs_in_ranks_and_its_lines_are_quoted(client):
     assert error.startswith("RankError: rank 1 raised ValueError: in a cell\n")
     assert '    raise ValueError("in a cell")\n' in error
 
-
-# ---- under torchrun
 
 EXAMPLE = """
 import os, torch

@@ -83,9 +83,6 @@ def entries(path):
     return records.KIND.read(path)["chapters"]
 
 
-# ---- what is recorded
-
-
 def test_a_record_has_every_claim_with_where_and_when_and_recorders_add_to_each_other(tmp_path, capsys):
     one, two = write(tmp_path, c01_one=CLAIMING, c02_two="1 + 1")
     path = tmp_path / "results" / "a-gpu.json"
@@ -208,9 +205,6 @@ def test_without_a_gpu_it_is_a_dry_run_outside_the_book_that_counts_as_no_record
     assert "DRY RUN" in printed and f"a dry run, which counts as no record, in {path}" in printed
     assert sorted(set(tmp_path.rglob("*")) - {away, path, path.parent}) == before
     assert entries(path)["01_x"]["status"] == "recorded" and records.survey(path.parent) == ([], [])
-
-
-# ---- stopped, damaged, full
 
 
 @pytest.mark.skipif(os.name != "posix", reason="Windows has no such signals")
@@ -391,9 +385,6 @@ def test_what_could_not_be_saved_is_saved_as_soon_as_there_is_room_again(tmp_pat
     assert [*entries(tmp_path / "a.json")] == ["01_one", "02_two"] and recorder.saved
 
 
-# ---- which chapters, which code
-
-
 def test_chapters_are_chosen_by_number_name_or_path_in_that_order_and_once(tmp_path, monkeypatch):
     one, two = write(tmp_path, c01_memory_timeline="1", c02_memory_arithmetic="1")
     assert record.chosen([], tmp_path) == [one, two]
@@ -540,8 +531,6 @@ def test_a_commit_is_marked_where_files_differ_from_it_and_unknown_outside_git(t
     assert commit(tmp_path / "chapters") == clean + "+"
 
 
-# ---- a cloud image with torch and little else
-
 BLOCKED = ("jupyterlab", "ipywidgets", "anywidget", "transformers", "playwright", "nbval", "hypothesis")
 SITE = f"""
 import importlib.metadata, importlib.util, sys
@@ -590,9 +579,6 @@ def test_what_recording_itself_needs_is_named_where_it_is_missing(tmp_path, monk
     monkeypatch.setattr(record, "NEEDS", ("nbformat", "no_such_package"))
     assert record.main(command(tmp_path)[3:]) == 2
     assert capsys.readouterr().err == ("recording needs no_such_package: python -m pip install no_such_package\n")
-
-
-# ---- the records of the book
 
 
 def apart(document):

@@ -46,9 +46,6 @@ def test_the_second_peak_finds_the_gradients_that_the_first_step_made():
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-# ---- a rank of a pipeline
-
-
 def test_all_stages_together_hold_the_whole_model_and_its_states_once_and_the_first_takes_the_block_too_many():
     held = [stage(rank)[0] for rank in range(4)]
     with imagine(CARD):
