@@ -405,6 +405,15 @@ def test_a_vendor_build_of_torch_satisfies_memlab_and_an_older_torch_does_not():
     assert not wanted.specifier.contains("2.10.1")
 
 
+TEST_LINES = 45_000
+
+
+def test_the_tests_have_no_more_lines_than_their_budget():
+    """Who needs more takes them from somewhere, in the same commit."""
+    lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in (ROOT / "tests").glob("*.py"))
+    assert lines <= TEST_LINES
+
+
 def readme_commands(root: Path) -> list[str]:
     """What README tells a reader to type: the lines of its `sh` blocks."""
     blocks = re.findall(
