@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import pytest
 
-# Minutes each, on two cores: browsers, whole benchmarks, rounds of grading, and every op that torch lists.
+# Half a minute and more each, on two cores: a pytest of their own, rounds of grading, browsers.
 LONGEST = (
-    "test_browser_reader.py",
-    "test_book.py",
+    "test_nbval_policy.py",
     "test_grading.py",
-    "test_memory_hierarchy_measures.py",
-    "test_mixed_precision_nonfinite.py",
-    "test_memory_timeline_observer.py",
+    "test_gradient_checkpointing_segments.py",
+    "test_gradient_checkpointing_optimal.py",
     "test_exercises.py",
-    "test_memory_timeline_workspace.py",
     "test_browser.py",
+    "test_browser_reader.py",
 )
 
 

@@ -412,6 +412,7 @@ def test_sizes_read_as_in_python(explorer):
     assert shown == [format_bytes(size) for size in sizes]
 
 
+@pytest.mark.thorough
 def test_the_benchmark_times_a_slide_a_hover_and_an_opening(explorer, surface):
     """The last, since it clears the notebook's other outputs."""
     times = measure(explorer, slides=1, rounds=1)

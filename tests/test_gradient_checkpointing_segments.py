@@ -211,7 +211,7 @@ def test_sixteen_blocks_hold_what_the_formula_says_to_the_byte(segments):
     assert activations(16, segments) == said(16, segments)
 
 
-@some("layers", [1, 9, 4, 25, 2, 64, 36], keep=4)
+@some("layers", [1, 36, 9, 25, 2, 64, 4, 16], keep=3)
 def test_chains_of_any_depth_hold_what_the_formula_says_to_the_byte(layers):
     for segments in {layers, "sqrt", best_segments(layers, SAVED, INPUT)}:
         assert activations(layers, segments) == said(layers, segments)
@@ -219,7 +219,7 @@ def test_chains_of_any_depth_hold_what_the_formula_says_to_the_byte(layers):
 
 def test_to_keep_the_last_segment_costs_a_bias_where_the_head_is_narrow_and_much_where_it_is_wide():
     """What was computed again dies inside the formula that reads it; a tape, after its bias's gradient is summed."""
-    for segments in (2, 8):
+    for segments in (2, 4):
         narrow, wide = ([metered(8, segments, v, keep).peak_bytes for keep in (False, True)] for v in (16, 256))
         assert narrow[1] - narrow[0] == WIDTH * 4
         assert wide[1] > 1.1 * wide[0]

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.tiers import some
+
 ROOT = Path(__file__).parent.parent
 PRESSES = """
 import os, signal, subprocess, sys, pytest
@@ -28,7 +30,7 @@ def test_in_a_program():
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGINT to ignore")
-@pytest.mark.parametrize("processes", [[], ["-n", "2"]], ids=["one process", "two"])
+@some("processes", [[], ["-n", "2"]], keep=1)
 def test_ctrl_c_arrives_in_tests_that_a_shell_runs_in_the_background(tmp_path, processes):
     (tmp_path / "test_pressed.py").write_text(PRESSES)
     options = ["-p", "tests.interrupts", "-p", "no:cacheprovider", "-c", "/dev/null", *processes, str(tmp_path)]

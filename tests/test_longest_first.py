@@ -6,9 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.longest_first import LONGEST
+from tests.tiers import some
 
 MANY = "\n".join(f"def test_{number}(): pass" for number in range(9))
 ROOT = Path(__file__).parent.parent
@@ -18,7 +17,7 @@ def test_each_file_that_is_named_is_there():
     assert [name for name in LONGEST if not (ROOT / "tests" / name).exists()] == []
 
 
-@pytest.mark.parametrize("processes", [(), ("-n", "2", "--dist", "loadfile")])
+@some("processes", [(), ("-n", "2", "--dist", "loadfile")], keep=1)
 def test_a_file_that_takes_minutes_comes_before_one_of_many_tests(tmp_path, processes):
     (tmp_path / "test_a_many.py").write_text(MANY)
     (tmp_path / "test_b_many.py").write_text(MANY)

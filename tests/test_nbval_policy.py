@@ -74,7 +74,7 @@ def test_where_outputs_were_recorded_a_changed_output_fails_and_the_same_output_
     assert ", as here, 2 of 4 cells)" in printed
 
 
-@pytest.mark.parametrize("processes", [(), ("-n", "2", "--dist", "loadfile")])
+@some("processes", [(), ("-n", "2", "--dist", "loadfile")], keep=1)
 def test_where_comparing_is_required_a_chapter_that_compares_fewer_cells_than_committed_fails_the_run(
     tmp_path, processes
 ):
