@@ -14,12 +14,15 @@ import torch
 from torch import distributed, nn
 
 from memlab.book.workloads import GPT, text_batch
+from memlab.data_parallelism import agreement
 from memlab.data_parallelism.background import Background
 from memlab.gradient_checkpointing import checkpoint
 from memlab.memory_hierarchy import bandwidth
 from memlab.offloading import store, swap_activations
 from memlab.offloading.link import CudaLink
 from memlab.pipeline_parallelism import costs
+from memlab.ranks import launch, meshes, run_ranks, torchrun, worker
+from memlab.ranks.example import example_device
 from tests.late_streams import late_streams
 
 ROOT = Path(__file__).parents[1]
@@ -219,8 +222,6 @@ def test_a_second_run_draws_an_accelerators_random_numbers_again(monkeypatch):
 
 
 def test_a_mean_on_the_cpu_is_sent_from_the_gpu_where_a_group_is_nccls_alone(monkeypatch):
-    from memlab.data_parallelism import agreement
-
     moved = []
     monkeypatch.setattr(distributed, "get_backend", lambda group: "nccl")
     monkeypatch.setattr(torch.Tensor, "cuda", lambda self: moved.append(1) or self)
@@ -234,9 +235,6 @@ class Formed(Exception):
 
 
 def test_gpus_for_all_ranks_are_asked_for_by_groups_of_nccl(monkeypatch, tmp_path):
-    from memlab.ranks import launch, meshes, torchrun, worker
-    from memlab.ranks.example import example_device
-
     asked, chosen = [], []
 
     def form(backend, **options):
@@ -270,3 +268,47 @@ def test_gpus_for_all_ranks_are_asked_for_by_groups_of_nccl(monkeypatch, tmp_pat
         monkeypatch.setattr(distributed, "get_backend_config", lambda backends=backends: backends)
         meshes.mesh(data=2)
         assert made.pop() == mesh_device and example_device() == device
+
+
+# What `pytest -m gpu` runs for real, beside the tests of that mark in other files.
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_on_a_gpu_a_second_run_draws_the_same_masks():
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5)).cuda(), torch.randn(8, 64, device="cuda")
+    found = []
+    for run in (lambda function, x: function(x), checkpoint):
+        torch.cuda.manual_seed(0)
+        model.zero_grad()
+        run(model, x.requires_grad_()).square().sum().backward()
+        found.append([p.grad for p in model.parameters()])
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_on_a_gpu_a_buffer_is_summed_beside_the_computation():
+    sums, flat = Background(lambda flat, group: flat.mul_(3), None), torch.empty(2**20, device="cuda")
+    for _ in range(10):
+        flat.fill_(1)
+        sums.begin(flat, 0)()
+        assert flat.sum().item() == 3 * 2**20
+    sums.close()
+
+
+def over_nccl(rank):
+    ones = torch.ones(3, device="cuda")
+    distributed.all_reduce(ones)
+    backends = str(distributed.get_backend_config())
+    return backends, ones.sum().item(), example_device(), agreement.mean_over_ranks(rank + 1).item()
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_on_gpus_ranks_talk_by_nccl_each_with_its_own():
+    ranks = torch.cuda.device_count()
+    for rank, (backends, total, device, mean) in enumerate(run_ranks(over_nccl, ranks)):
+        assert "nccl" in backends and device == f"cuda:{rank}"
+        assert total == 3 * ranks and mean == (ranks + 1) / 2
