@@ -4,6 +4,7 @@ import pytest
 
 from memlab.book.overlap import (
     PARTS,
+    WIDTHS,
     block_of,
     draw_overlap,
     draw_schedule,
@@ -39,8 +40,11 @@ SPEEDS = {"fast": 128.0 * MiB, "slow": 16.0 * MiB}
 
 def test_the_width_from_which_it_is_free_is_said_and_is_the_formulas():
     picture = draw_overlap(4096, "PCIe Gen5 x16", 400, 2048, measured={"this machine": (60e9, 1.5e9)})
-    alt = picture.alt
-    assert picture.figure.axes[0].get_ylim()[0] < 1 < picture.figure.axes[0].get_ylim()[1] and is_sentence(alt)
+    alt, axes = picture.alt, picture.figure.axes[0]
+    curves = [line.get_ydata() for line in axes.lines if len(line.get_xdata()) == len(WIDTHS)]
+    low, high = axes.get_ylim()
+    assert low < 1 < high and all(low < y < high for curve in curves for y in curve) and len(curves) == 2
+    assert is_sentence(alt)
     free = hidden_width(400e12, 55e9, bytes_per_width=32, tokens=2048)
     assert f"all that is saved free from width {free:,.0f} on" in alt
     one, mine = block_of(4096, 2048, 400e12, 55e9), block_of(4096, 2048, 60e9, 1.5e9)
