@@ -865,3 +865,11 @@ def test_a_gpu_trains_from_the_host_as_it_does_by_itself(to, device):
                 optimizer.zero_grad()
     assert alike([p.cpu() for p in streamed.parameters()], [p.cpu() for p in plain.parameters()])
     assert {p.device.type for p in streamed.parameters()} == {"cpu" if device else "cuda"}
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts open files")
+def test_the_weights_file_is_closed_with_the_block_even_if_the_context_is_kept(tmp_path):
+    model = gpt()
+    weights = stream_weights(model, model.blocks, tmp_path)
+    with nothing_left_behind(model), weights:
+        model(*batch()).backward()
