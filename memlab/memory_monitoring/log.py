@@ -74,8 +74,9 @@ class Log:
             self._close_file()
 
     def _open(self) -> None:
-        self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | NONBLOCK, 0o644)
-        self._close_file = weakref.finalize(self, os.close, self._file)
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | NONBLOCK
+        self._close_file = weakref.finalize(self, os.close, file := os.open(self.path, flags, 0o644))
+        self._file = file  # an interrupt before this line leaves no open file
         self._close_file.atexit = False  # the thread may still write
         size = os.fstat(self._file).st_size
         self._torn = bool(size) and os.pread(self._file, 1, size - 1) != b"\n"
