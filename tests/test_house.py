@@ -165,17 +165,21 @@ def imported(name: str, path: Path) -> Iterator[str]:
             yield from (f"{base}.{alias.name}" for alias in node.names)
 
 
+SHELF = {"units", "checking", "files", "backward"}
+"""Pages that all parts use: the very bottom."""
+
+
 def floor_of(module: str) -> tuple[str, set[str]]:
     """The part of memlab that a module belongs to, and the parts that it may import."""
     part = (module.split(".") + ["memlab"])[1]
     if part in CHAPTERS:
         number = CHAPTERS.index(part)
-        return part, {part, "units", *(["ranks"] if number > 0 else []), *CHAPTERS[:number]}
+        return part, {part, *SHELF, *(["ranks"] if number > 0 else []), *CHAPTERS[:number]}
     if part == "ranks":
-        return part, {part, "units", CHAPTERS[0]}
+        return part, {part, *SHELF, CHAPTERS[0]}
     if part in ("book", *COMMANDS):
-        return part, {part, "units", "ranks", "book", "record", "benchmark", *CHAPTERS}
-    return part, set()
+        return part, {part, *SHELF, "ranks", "book", "record", "benchmark", *CHAPTERS}
+    return part, SHELF if part in SHELF else set()
 
 
 def leaning(root: Path) -> list[str]:

@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
+from memlab.files import draft_of
 from memlab.memory_timeline import Event, Line, Storage, Timeline
-from memlab.memory_timeline.documents import draft_of
 from tests.memory_timeline_helpers import Run, metered_run, one_thread  # noqa: F401
 from tests.tiers import some
 
@@ -220,7 +220,7 @@ def test_saving_is_all_or_nothing(saved, tmp_path, monkeypatch):
 
     for place, broken in (("open", full_disk), ("os.replace", full)):
         with monkeypatch.context() as patch:
-            patch.setattr(f"memlab.memory_timeline.documents.{place}", broken, raising=False)
+            patch.setattr(f"memlab.files.{place}", broken, raising=False)
             with pytest.raises(OSError, match="no space"):
                 saved[1].save(path)
         assert path.read_bytes() == before

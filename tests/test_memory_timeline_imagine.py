@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from memlab.book.workloads import GPT, text_batch
 from memlab.memory_timeline import CARDS, Meter, OutOfMemory, imagine, in_main_memory, main_memory, on_imagined_card
-from memlab.memory_timeline.gpu_ops import RMS_NORM_IN_32_BIT, _choose
+from memlab.memory_timeline.imagined.gpu_ops import RMS_NORM_IN_32_BIT, _choose
 from memlab.units import GiB, MiB, format_bytes, parse_bytes
 from tests.harness import refusals, refused
 from tests.memory_timeline_helpers import WORKLOADS, Checkpointed, batch_for, of, one_thread, shape_of  # noqa: F401

@@ -14,11 +14,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from memlab.book import documents
 from memlab.book.documents import Kind
 from memlab.book.pages import CHAPTERS, write_by_command
 from memlab.book.reached import NO, UNSURE, YES, reached
 from memlab.book.tables import Table
+from memlab.files import write_whole
 
 PAGE, NONE = "benchmark.md", "*not recorded yet*"
 BEGIN, END = "<!-- benchmark: made by python -m memlab.book.benchmarks -->", "<!-- end of benchmark -->"
@@ -209,8 +209,8 @@ def write(folder: str | Path = CHAPTERS) -> tuple[Path, Path]:
     """Write benchmark.md into the chapters' folder and the table into README.md beside it; says where both are."""
     path, beside = Path(folder, PAGE), Path(folder).resolve().parent / "README.md"
     text = readme(beside.read_text(encoding="utf-8"), folder)
-    documents.write_whole(path, page(folder))
-    documents.write_whole(beside, text)
+    write_whole(path, page(folder))
+    write_whole(beside, text)
     return path, beside
 
 

@@ -19,6 +19,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from memlab.files import write_whole
+
 VERSION = 1
 
 
@@ -63,11 +65,13 @@ class Kind:
         return text
 
     def write(self, document: dict, path: str | Path) -> None:
-        """Save a record, as `write_whole` does.
+        """Save a record, whole or not at all, in a folder that is made if need be.
 
         Raises ValueError for what `read` would refuse, and OSError where the system cannot write.
         """
-        write_whole(path, self.text_of(document))
+        text = self.text_of(document)
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, text)
 
     def survey(self, folder: str | Path) -> tuple[list[dict], list[Path]]:
         """The records in a folder, and the files there that cannot be read."""
@@ -131,33 +135,14 @@ def file_name(device: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-") + ".json"
 
 
-def write_whole(path: str | Path, text: str) -> None:
-    """Write a file that appears whole, or stays as it was (on a full disk, say); no draft is left. Raises OSError."""
-    with _draft(Path(path)) as draft:
-        with open(draft, "w", encoding="utf-8", newline="\n") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(draft, path)
-
-
 def expect_writable(path: Path) -> None:
-    """Raises OSError, or ValueError for a folder or a device, where `write_whole` could not write or should not."""
+    """Raises OSError, or ValueError for a folder or a device, where a record could not be written or should not."""
     if path.exists() and not path.is_file():
         raise ValueError(f"expected a file to record in, found {path}, which is none; name one with --output")
-    with _draft(path) as draft:
-        draft.touch()
-
-
-@contextlib.contextmanager
-def _draft(path: Path) -> Iterator[Path]:
-    """A name for a file beside `path`, in a folder that is made if need be; no such file is there afterwards."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}.memlab-tmp")
-    try:
-        yield draft
-    finally:
-        draft.unlink(missing_ok=True)
+    trial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.memlab-tmp")
+    trial.touch()
+    trial.unlink()
 
 
 @contextlib.contextmanager

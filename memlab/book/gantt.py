@@ -19,7 +19,7 @@ from matplotlib.transforms import Affine2D
 
 from memlab.book.spans import Played, held_micro_batches, idle_share, percent, spans_by_rank, whole_seconds
 from memlab.book.style import LABEL_SIZE, LINE_COLOURS, SMALL_SIZE, Picture
-from memlab.memory_arithmetic.shapes import one_of
+from memlab.checking import one_of
 from memlab.pipeline_parallelism import Span
 from memlab.pipeline_parallelism.schedule import BACKWARD, FORWARD
 

@@ -13,11 +13,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from memlab.book import documents
 from memlab.book.map import CHAPTERS as NAMES
 from memlab.book.map import headers
 from memlab.book.pages import CHAPTERS, write_by_command
 from memlab.book.tables import Table
+from memlab.files import write_whole
 
 PAGE = "library.md"
 HEAD = """# The library
@@ -115,7 +115,7 @@ def page(folder: str | Path = CHAPTERS) -> str:
 def write(folder: str | Path = CHAPTERS) -> Path:
     """Write library.md into the chapters' folder, and say where it is."""
     path = Path(folder, PAGE)
-    documents.write_whole(path, page(folder))
+    write_whole(path, page(folder))
     return path
 
 

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Arc, Rectangle
 
 from memlab.book.style import COLOURS, LABEL_SIZE, LINE_COLOURS, SMALL_SIZE, Picture, byte_unit
-from memlab.memory_arithmetic.shapes import positive
+from memlab.checking import positive
 from memlab.ranks import mesh_groups
 from memlab.units import format_bytes
 

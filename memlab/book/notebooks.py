@@ -10,7 +10,6 @@ differs from one run to the next (timings, widget state, the patch version of Py
 from __future__ import annotations
 
 import argparse
-import contextlib
 import hashlib
 import importlib.metadata
 import re
@@ -26,6 +25,7 @@ from nbformat import NotebookNode
 from memlab.book.pages import print_as_far_as_possible
 from memlab.book.run import KERNEL, NotebookError, run
 from memlab.book.style import is_sentence
+from memlab.files import draft_of
 
 MAX_CELLS = 40
 MAX_CELL_LINES = 25
@@ -89,14 +89,9 @@ def clean(notebook: NotebookNode) -> None:
 
 def _save(notebook: NotebookNode, path: Path) -> None:
     nbformat.validate(notebook)
-    draft = path.with_name(f".{path.name}.memlab-tmp")
-    try:
+    with draft_of(path) as draft:
         draft.write_text(nbformat.writes(notebook).rstrip("\n") + "\n", encoding="utf-8", newline="\n")
         draft.chmod(path.stat().st_mode)
-        draft.replace(path)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            draft.unlink()
 
 
 def problems(path: str | Path) -> list[str]:

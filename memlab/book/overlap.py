@@ -21,8 +21,8 @@ from memlab.book.style import (
     finish,
 )
 from memlab.book.tables import Table
+from memlab.checking import one_of
 from memlab.memory_arithmetic import Transformer
-from memlab.memory_arithmetic.shapes import one_of
 from memlab.offloading.overlap import LINKS, Overlap, block_overlap, hidden_width
 from memlab.offloading.schedule import POLICIES, chosen, ordered
 from memlab.offloading.simulation import Held, Run, simulate

@@ -9,7 +9,7 @@ from memlab.book.schedule_pictures import draw_schedule, most_words
 from memlab.book.spans import idle_share, percent, spans_by_rank, whole_seconds
 from memlab.book.style import SMALL_SIZE, Picture
 from memlab.book.tables import Table
-from memlab.memory_arithmetic.shapes import one_of
+from memlab.checking import one_of
 from memlab.pipeline_parallelism import (
     Simulation,
     StageCost,

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from memlab.book.workloads import GPTConfig, cross_entropy, gpt_in_layers
+from memlab.checking import balanced, one_of, positive
 from memlab.memory_arithmetic import Transformer
-from memlab.memory_arithmetic.shapes import balanced, one_of, positive
 from memlab.memory_timeline import Meter, Timeline
 from memlab.pipeline_parallelism import (
     Pipeline,

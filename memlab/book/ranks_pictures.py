@@ -20,11 +20,11 @@ from memlab.book.style import (
     finish,
 )
 from memlab.book.tables import Table
+from memlab.checking import one_of
 from memlab.data_parallelism.arithmetic import STAGES
 from memlab.data_parallelism.budget import rank_step
 from memlab.data_parallelism.overlap import LINKS, exposed_seconds, ring_seconds, tokens_to_hide
 from memlab.memory_arithmetic import TrainingStep, Transformer, training_step
-from memlab.memory_arithmetic.shapes import one_of
 from memlab.units import GiB, format_bytes, parse_bytes
 
 # ---- what a rank holds

@@ -13,8 +13,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from memlab.book.documents import write_whole
 from memlab.book.pages import print_as_far_as_possible
+from memlab.files import write_whole
 
 ROOT = Path(__file__).parents[2]
 CHAPTER, TITLE = "chapters/01_memory_timeline.ipynb", "The first training step of a GPT"

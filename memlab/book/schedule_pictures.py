@@ -11,7 +11,7 @@ from matplotlib.ticker import MaxNLocator
 from memlab.book.gantt import RIGHT, ROW, TIMES, draw_key, draw_rows, draw_schedules, time_words
 from memlab.book.spans import held_micro_batches, idle_share, percent, spans_by_rank, whole_seconds
 from memlab.book.style import LABEL_SIZE, LINE_COLOURS, LINE_STYLES, SMALL_SIZE, Picture, byte_unit, finish
-from memlab.memory_arithmetic.shapes import one_of
+from memlab.checking import one_of
 from memlab.pipeline_parallelism import (
     Schedule,
     Simulation,

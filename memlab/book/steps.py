@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from memlab.book.pipeline_steps import metered_stage, refuse_pipeline, weights_in
 from memlab.book.workloads import GPT, Block, GPTConfig, Llama, LlamaBlock, LlamaConfig
+from memlab.checking import balanced, one_of, positive, true_or_false
 from memlab.data_parallelism import DataParallel, ZeroOptimizer, fully_shard
 from memlab.gradient_accumulation import accumulate
 from memlab.gradient_checkpointing.hooks import checkpoint
 from memlab.memory_arithmetic import Transformer
 from memlab.memory_arithmetic.optimizers import chunk_limit
-from memlab.memory_arithmetic.shapes import balanced, one_of, positive, true_or_false
 from memlab.memory_arithmetic.step import PRECISIONS, refuse_dropout, refuse_offload, refuse_sizes
 from memlab.memory_hierarchy import OpCounter
 from memlab.memory_timeline import Meter, Timeline, in_main_memory

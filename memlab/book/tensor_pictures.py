@@ -21,9 +21,9 @@ from memlab.book.style import (
     finish,
 )
 from memlab.book.tables import Table
+from memlab.checking import one_of
 from memlab.data_parallelism.overlap import LINKS
 from memlab.memory_arithmetic import Transformer
-from memlab.memory_arithmetic.shapes import one_of
 from memlab.tensor_parallelism.activations import block_activations
 from memlab.tensor_parallelism.arithmetic import rank_states, sent_bytes, step_traffic
 from memlab.tensor_parallelism.timing import block_seconds

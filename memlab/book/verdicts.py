@@ -12,11 +12,12 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from memlab.book import documents, records
+from memlab.book import records
 from memlab.book.claims import KINDS, MIME, Claim
 from memlab.book.map import headers
 from memlab.book.pages import CHAPTERS, write_by_command
 from memlab.book.tables import Table
+from memlab.files import write_whole
 
 PAGE = "claims.md"
 HEAD = """# What is said, and what holds
@@ -101,7 +102,7 @@ def page(folder: str | Path = CHAPTERS) -> str:
 def write(folder: str | Path = CHAPTERS) -> Path:
     """Write claims.md into the chapters' folder, and say where it is."""
     path = Path(folder, PAGE)
-    documents.write_whole(path, page(folder))
+    write_whole(path, page(folder))
     return path
 
 

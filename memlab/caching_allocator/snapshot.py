@@ -34,7 +34,7 @@ from memlab.caching_allocator.records import (
     expect,
     natural,
 )
-from memlab.memory_timeline.documents import Kind, typed
+from memlab.files import Kind, typed
 
 FILE = Kind("a snapshot", "memlab-snapshot", version=1)
 MOST_SETTINGS, MOST_CHARACTERS = 100, 1000

@@ -26,9 +26,9 @@ import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from memlab.checking import positive
 from memlab.memory_arithmetic import Transformer
 from memlab.memory_arithmetic.ledger import elements
-from memlab.memory_arithmetic.shapes import positive
 from memlab.ranks import ring_bytes
 
 STAGES = {0: "data parallel", 1: "ZeRO-1", 2: "ZeRO-2", 3: "ZeRO-3"}

@@ -22,11 +22,10 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.utils._pytree import tree_leaves
 
+from memlab.backward import at_end_of_backward
 from memlab.data_parallelism.agreement import on_any_rank
 from memlab.data_parallelism.background import Background
 from memlab.data_parallelism.buckets import GradientBucket, take_over
-
-_at_end_of_backward = torch.autograd.Variable._execution_engine.queue_callback
 
 
 class Averaging:
@@ -84,7 +83,7 @@ class Averaging:
             return
         if not self.running:
             self.begin()
-            _at_end_of_backward(self.finish)
+            at_end_of_backward(self.finish)
         if p.grad is None:  # a hook before this one took it: as if it had not come
             return
         bucket.place(number, self.factor)
@@ -108,7 +107,7 @@ class Averaging:
         """A backward has come to the model, or torch.autograd.grad, of which no gradient will arrive."""
         if self.syncing and not self.reached:
             self.reached = True
-            _at_end_of_backward(self.passed)
+            at_end_of_backward(self.passed)
 
     def passed(self) -> None:
         """It did not raise."""

@@ -23,12 +23,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
-from torch.autograd import Variable
 
+from memlab.backward import at_end_of_backward, backward_number
 from memlab.data_parallelism.shard import FlatShard, Reduction
 from memlab.data_parallelism.unit import Unit
-
-_current_task = torch._C._current_graph_task_id  # -1 outside backward
 
 
 @dataclass(eq=False)
@@ -70,7 +68,7 @@ class Gathering:
 
     def need(self, unit: Unit) -> None:
         """Have a unit's whole parameters in its modules, and the next units on their way."""
-        backward = _current_task() != -1
+        backward = backward_number() != -1
         if backward:
             self.when_backward_ends()
         elif not self.depth and not unit.running:
@@ -116,7 +114,7 @@ class Gathering:
         if not unit.shown:  # its pre-hook was passed by: `forward` was called itself
             self.need(unit)
         together = [unit, *unit.owners]
-        if _current_task() == -1:
+        if backward_number() == -1:
             if not self.depth:
                 self.needed_now, self.left_now, self.calls, self.used = [], [], [], set()
             self.needed_now.append(unit)
@@ -138,7 +136,7 @@ class Gathering:
         self.depth -= 1
         for each in (unit, *unit.owners):
             each.running -= 1
-        if _current_task() != -1:
+        if backward_number() != -1:
             return  # recomputed, and its backward comes next
         self.left_now.append(unit)
         for each in (unit, *unit.owners):
@@ -181,9 +179,9 @@ class Gathering:
 
     def when_backward_ends(self) -> None:
         """See to it that all gradients are reduced then, and everything is freed."""
-        if self.task != (task := _current_task()):
+        if self.task != (task := backward_number()):
             self.task, self.at = task, 0
-            Variable._execution_engine.queue_callback(self.backward_ended)
+            at_end_of_backward(self.backward_ended)
 
     def gradient_came(self) -> None:
         """A unit's gradients begin to come: those of the one behind it leave first, so that there is one unit's."""
@@ -192,7 +190,7 @@ class Gathering:
 
     def output_needed(self, call: Call) -> None:
         """The gradient of an output has come: the unit's backward is next, and those entered after it are through."""
-        if call.needed != (task := _current_task()):
+        if call.needed != (task := backward_number()):
             call.needed = task
             for later in [one for one in self.open if one.needed == task and one.calls is call.calls]:
                 if later.before >= call.after:
@@ -202,7 +200,7 @@ class Gathering:
 
     def passed(self, call: Call) -> None:
         """A call's backward is through. A unit stays for one around that uses its parameters, as in a checkpoint."""
-        if call.passed == (task := _current_task()):
+        if call.passed == (task := backward_number()):
             return
         call.passed = task
         if call in self.open:

@@ -27,9 +27,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from memlab.checking import above_0, one_of, positive
 from memlab.data_parallelism.arithmetic import STAGES
-from memlab.memory_arithmetic.shapes import one_of, positive
-from memlab.offloading.overlap import above_0
 from memlab.offloading.traffic import hidden_tokens
 
 LINKS = {"Ethernet 25 Gb/s": 2.8e9, "InfiniBand 400 Gb/s": 45e9, "NVLink 4": 380e9}

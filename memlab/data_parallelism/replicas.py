@@ -18,13 +18,12 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from memlab.backward import backward_number
 from memlab.data_parallelism.agreement import start_equal
 from memlab.data_parallelism.averaging import Averaging
 from memlab.data_parallelism.buckets import plan_buckets
 from memlab.ranks import place_in
 from memlab.units import parse_bytes
-
-_current_task = torch._C._current_graph_task_id  # -1 outside backward
 
 
 class DataParallel(nn.Module):
@@ -101,7 +100,7 @@ class DataParallel(nn.Module):
                 "expected a DataParallel that is open, found a closed one (by close(), or by a newer wrapper of its "
                 "parameters); call its .module, or wrap it"
             )
-        outside, recorded = _current_task() == -1, torch.is_grad_enabled()
+        outside, recorded = backward_number() == -1, torch.is_grad_enabled()
         if outside:
             if recorded:
                 self._refuse_others()

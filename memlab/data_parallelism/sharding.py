@@ -28,14 +28,13 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from memlab.backward import backward_number
 from memlab.data_parallelism.agreement import fill_from_rank_0, refuse_other_parts, refuse_unfit
 from memlab.data_parallelism.gathering import Call, Gathering
 from memlab.data_parallelism.saved import saved_weights
 from memlab.data_parallelism.shard import FlatShard
 from memlab.data_parallelism.unit import HOOKS, UNIT, Unit, refuse_shared_memory
 from memlab.ranks import place_in
-
-_current_task = torch._C._current_graph_task_id  # -1 outside backward
 
 
 def fully_shard(
@@ -244,7 +243,7 @@ def _watch_inputs(call: Call, inputs: list) -> set:
     came = [-1, 0]  # in which backward, and how many
 
     def complete(gradient: Tensor) -> None:  # it must not hold the tensors, whose nodes hold it
-        task = _current_task()
+        task = backward_number()
         came[:] = task, came[1] + 1 if came[0] == task else 1
         if came[1] == number:
             call.unit.gathering.passed(call)

@@ -25,9 +25,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, distributed
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd import Variable
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from memlab.backward import at_end_of_backward
 from memlab.data_parallelism.agreement import on_any_rank
 from memlab.data_parallelism.buckets import take_over
 from memlab.data_parallelism.zero_buckets import Filling, WeightBucket
@@ -122,7 +122,7 @@ class ReducedGradients:
             return
         if not self._begun:
             self._begun = True
-            Variable._execution_engine.queue_callback(self.end_round)
+            at_end_of_backward(self.end_round)
         if bucket.params[slot].grad is None:  # a hook before this one took it: as if it had not come
             return
         filling = self._take(bucket, slot)

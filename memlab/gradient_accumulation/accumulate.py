@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from memlab.checking import one_of, positive
 from memlab.gradient_accumulation.reductions import refuse
-from memlab.memory_arithmetic.shapes import one_of, positive
 
 Count = int | float | Tensor  # how many examples or labels there are
 REDUCTIONS = ("sum", "mean")

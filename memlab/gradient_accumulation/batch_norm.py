@@ -28,9 +28,9 @@ from torch import Tensor, distributed
 from torch.nn import Module, SyncBatchNorm
 from torch.nn.modules.batchnorm import _BatchNorm
 
-BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
+from memlab.backward import backward_number
 
-_current_task = torch._C._current_graph_task_id  # -1 outside backward
+BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 @contextmanager
@@ -175,7 +175,7 @@ class _Layer:
         if self.own is None:
             return
         self.put_back()
-        if output is None or output.numel() == 0 or _current_task() != -1:  # the last: recomputed, so counted before
+        if output is None or output.numel() == 0 or backward_number() != -1:  # the last: recomputed, so counted before
             return
         call = self.call or 0
         if self.call is not None:

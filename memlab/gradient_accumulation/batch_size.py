@@ -24,7 +24,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from memlab.memory_arithmetic.shapes import positive
+from memlab.checking import positive
 from memlab.memory_timeline import Meter, Timeline
 from memlab.memory_timeline.ownership import modules_of
 from memlab.units import format_bytes, parse_bytes

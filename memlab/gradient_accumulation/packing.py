@@ -23,8 +23,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from memlab.checking import positive
 from memlab.gradient_accumulation.token_batches import refuse_seed, within
-from memlab.memory_arithmetic.shapes import positive
 
 
 def pack(lengths: Iterable[int], row_tokens: int, *, seed: int = 0) -> list[list[int]]:

@@ -18,7 +18,7 @@ import operator
 import random
 from collections.abc import Iterable, Sequence
 
-from memlab.memory_arithmetic.shapes import positive
+from memlab.checking import positive
 
 
 def token_batches(

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from memlab.checking import one_of
 from memlab.gradient_checkpointing.batch_norm import statistics_stand_still
 from memlab.gradient_checkpointing.chain import Chain, Signature, Stage
 from memlab.gradient_checkpointing.instruments import (
@@ -33,7 +34,6 @@ from memlab.gradient_checkpointing.instruments import (
     storage_bytes,
     storage_id,
 )
-from memlab.memory_arithmetic.shapes import one_of
 from memlab.memory_hierarchy.bandwidth import best_seconds
 from memlab.memory_hierarchy.counting import OpCounter
 from memlab.memory_timeline.meter import Meter

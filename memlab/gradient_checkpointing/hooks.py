@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Variable
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from memlab.backward import at_end_of_backward, backward_number
 from memlab.gradient_checkpointing.batch_norm import statistics_stand_still
 from memlab.gradient_checkpointing.state import State
 from memlab.memory_timeline.lines import RECOMPUTING
@@ -29,7 +29,6 @@ from memlab.memory_timeline.lines import RECOMPUTING
 Contexts = Callable[[], tuple[AbstractContextManager, AbstractContextManager]]
 """Makes two context managers for one call: one is entered around the forward, the other around each recomputation."""
 
-_current_task = torch._C._current_graph_task_id  # -1 outside backward
 _functorch = torch._C._functorch
 _outside = torch.empty(0, device="cpu")  # made outside any vmap
 RECOMPUTING.add(__file__)  # for the meter: what this page has run in backward is forward, once more
@@ -191,10 +190,10 @@ class _Region:
                 "the mapped function instead: checkpoint(torch.vmap(function), x)"
             )
         handles = [handle() for handle in self.handles]  # None: backward has passed there
-        if _current_task() == -1:  # outside backward nobody would empty the others again
+        if backward_number() == -1:  # outside backward nobody would empty the others again
             handles = [handle if handle is wanted else None for handle in handles]
         else:
-            Variable._execution_engine.queue_callback(functools.partial(empty, self.handles))
+            at_end_of_backward(functools.partial(empty, self.handles))
         while handles[-1] is None:
             handles.pop()
         found: list[tuple[Tensor, int] | None] = []

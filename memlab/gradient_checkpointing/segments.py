@@ -27,8 +27,8 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
+from memlab.checking import balanced, positive
 from memlab.gradient_checkpointing.hooks import checkpoint
-from memlab.memory_arithmetic.shapes import balanced, positive
 
 Segments = int | str | Iterable[int]
 """How many; "sqrt", the whole number nearest to √layers; or where to cut: the first layer of each segment but the

@@ -24,11 +24,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from memlab.backward import backward_number, uncompiled
 from memlab.gradient_checkpointing.costs import VIEW, element_bytes, makes, tensors_in
 from memlab.gradient_checkpointing.hooks import checkpoint_within, remember
 from memlab.gradient_checkpointing.state import random_state, set_random_state
 from memlab.memory_hierarchy.counting import flops
-from memlab.memory_timeline.uncompiled import uncompiled
 
 aten = torch.ops.aten
 
@@ -232,7 +232,7 @@ class _HandBack(TorchDispatchMode):
             return op(*args, **kwargs)
         if number >= self.forward.calls[op]:
             raise _difference(op, number, "no such call in the forward", "one when it was computed again")
-        in_backward = torch._C._current_graph_task_id() != -1  # or else someone looks at the graph
+        in_backward = backward_number() != -1  # or else someone looks at the graph
         kept = (self.forward.kept.pop if in_backward else self.forward.kept.get)((op, number), None)
         if kept is None:
             return op(*args, **kwargs)

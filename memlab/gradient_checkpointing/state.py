@@ -20,7 +20,7 @@ from contextlib import ExitStack
 import torch
 from torch import Tensor
 
-from memlab.memory_timeline.gpu_ops import imagining
+from memlab.memory_timeline.imagined.gpu_ops import imagining
 
 CPU = torch.device("cpu")
 

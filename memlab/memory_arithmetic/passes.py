@@ -12,12 +12,13 @@ a straight line still.
 
 from __future__ import annotations
 
+from memlab.checking import balanced
 from memlab.memory_arithmetic import gpt, llama, segments
 from memlab.memory_arithmetic.head import SHARE, share_of_the_mean
 from memlab.memory_arithmetic.ledger import Ledger, Piece, net
 from memlab.memory_arithmetic.ops import Setting, of
 from memlab.memory_arithmetic.segments import gradients_of_a_block, run_backward
-from memlab.memory_arithmetic.shapes import FAMILIES, Transformer, balanced
+from memlab.memory_arithmetic.shapes import FAMILIES, Transformer
 
 FORWARD, LOSS, OPTIMIZER = "forward", "loss", "optimizer step"
 LAST, FIRST, EMBEDDINGS = "backward of the last block", "backward of the first block", "backward of the embeddings"

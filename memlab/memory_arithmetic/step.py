@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from memlab.checking import balanced, one_of, positive, true_or_false
 from memlab.memory_arithmetic.head import sum_of_losses
 from memlab.memory_arithmetic.ledger import Breakdown, Ledger, Piece
 from memlab.memory_arithmetic.ops import Setting
@@ -24,7 +25,7 @@ from memlab.memory_arithmetic.optimizers import (
     states,
 )
 from memlab.memory_arithmetic.passes import LOSS, OPTIMIZER, play
-from memlab.memory_arithmetic.shapes import Transformer, added, balanced, one_of, positive, true_or_false
+from memlab.memory_arithmetic.shapes import Transformer, added
 
 PRECISIONS = ("fp32", "bf16", "mixed", "autocast")
 ATTENTIONS = ("fused", "by hand")

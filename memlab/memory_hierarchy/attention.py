@@ -28,7 +28,7 @@ from itertools import zip_longest
 import torch
 from torch import Tensor
 
-from memlab.memory_arithmetic.shapes import divisors, positive
+from memlab.checking import divisors, positive
 
 # Of what was tried, 64 to 256 by 128 to 512, the tiles nearest to the fused kernel's time on a CPU.
 TILE_QUERIES, TILE_KEYS = 128, 256

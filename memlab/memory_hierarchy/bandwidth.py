@@ -30,7 +30,7 @@ from typing import NamedTuple
 
 import torch
 
-from memlab.memory_arithmetic.shapes import one_of
+from memlab.checking import one_of
 from memlab.units import GiB, KiB, MiB, format_bytes, parse_bytes
 
 SMALLEST, LARGEST = 4 * KiB, {"cpu": 256 * MiB, "cuda": GiB}

@@ -31,8 +31,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from memlab.backward import backward_number, uncompiled
 from memlab.memory_hierarchy.touched import distinct, touched_bytes
-from memlab.memory_timeline.uncompiled import uncompiled
 
 aten = torch.ops.aten
 COMPOSITE = "CompositeImplicitAutograd"
@@ -167,7 +167,7 @@ class OpCounter:
     def _count(self, func, args: tuple, kwargs: dict, result) -> None:
         read, written = traffic(func, args, kwargs, result)
         if nbytes := sum(map(touched_bytes, [*read, *written])):
-            phase = "forward" if torch._C._current_graph_task_id() == -1 else "backward"
+            phase = "forward" if backward_number() == -1 else "backward"
             phase = "optimizer" if self._steps else phase
             shapes = tuple(tuple(t.shape) for t in _tensors((args, kwargs)))
             key = (func.overloadpacket.__name__, phase, shapes)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import torch
 
-from memlab.memory_arithmetic.shapes import one_of
+from memlab.checking import one_of
 from memlab.memory_hierarchy.bandwidth import best_seconds
 from memlab.memory_hierarchy.counting import Op
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from memlab.memory_arithmetic.shapes import positive
+from memlab.checking import positive
 from memlab.memory_monitoring.leaks import STRETCHES, Growth, growth
 from memlab.memory_monitoring.steps import StepHistory
 from memlab.units import format_bytes

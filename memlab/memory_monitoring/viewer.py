@@ -23,8 +23,8 @@ from pathlib import Path
 
 from memlab.caching_allocator import CachingAllocator, ExpandableAllocator, MaxSplitAllocator, OutOfMemory
 from memlab.caching_allocator.blocks import Block
+from memlab.files import draft_of
 from memlab.memory_timeline import Storage, Timeline
-from memlab.memory_timeline.documents import draft_of
 
 
 def as_snapshot(timeline: Timeline, allocator: CachingAllocator | None = None) -> dict:

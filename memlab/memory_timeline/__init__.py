@@ -6,21 +6,18 @@
         optimizer.step()
     meter.timeline.peak_bytes
 
-Read the pages in this order: `events` and `timeline` (the record), `documents` and `timeline_file` (how it is saved),
-`meter` (how it is taken), `storages` (births and deaths) and `history` (what its notes come to), `whereabouts` (phase,
-line and module) and `lines` (whose line it was), `nodes` (whose gradient an op computes), `ownership` (who owns tensors
-by name) and `recognition` (what existed before, and what a storage became), `resizing` (sizes that change without an
-op), `interrupts` (Ctrl-C at the wrong moment), `uncompiled` (what a compiler must leave alone), `accumulation` (the
-observer's own footprint, and how it is undone), `workspace` (what kernels allocate for themselves, from the allocator's
-log), and `imagine` (hardware that isn't there) with `fake_tensors` (what its tensors lack), `gpu_ops`, `gpu_results`
-and `gpu_autocast` (where it works unlike a CPU), `places` (main memory beside it) and `budget` (when it is full).
+Read the pages in this order: `events` and `timeline` (the record) and `timeline_file` (how it is saved), `meter` (how
+it is taken), `storages` (births and deaths) and `history` (what its notes come to), `whereabouts` (phase, line and
+module) and `lines` (whose line it was), `nodes` (whose gradient an op computes), `ownership` (who owns tensors by name)
+and `recognition` (what existed before, and what a storage became), `resizing` (sizes that change without an op),
+`interrupts` (Ctrl-C at the wrong moment), `accumulation` (the observer's own footprint, and how it is undone),
+`workspace` (what kernels allocate for themselves, from the allocator's log), and the folder `imagined` (hardware that
+isn't there).
 """
 
-from memlab.memory_timeline.budget import OutOfMemory
 from memlab.memory_timeline.events import CATEGORIES, Event, Line, Span, Storage
-from memlab.memory_timeline.imagine import CARDS, imagine
+from memlab.memory_timeline.imagined import CARDS, OutOfMemory, imagine, in_main_memory, main_memory, on_imagined_card
 from memlab.memory_timeline.meter import Meter
-from memlab.memory_timeline.places import in_main_memory, main_memory, on_imagined_card
 from memlab.memory_timeline.timeline import Timeline
 
 __all__ = [

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
+from memlab.backward import backward_number, uncompiled
 from memlab.memory_timeline.accumulation import ADD, ADD_, GradientSums
 from memlab.memory_timeline.history import BACKWARD, FORWARD, OPTIMIZER, History
 from memlab.memory_timeline.interrupts import noticing_interrupts
@@ -30,14 +31,12 @@ from memlab.memory_timeline.recognition import Recognition
 from memlab.memory_timeline.resizing import watch_resizing
 from memlab.memory_timeline.storages import Storages
 from memlab.memory_timeline.timeline import Timeline
-from memlab.memory_timeline.uncompiled import uncompiled
 from memlab.memory_timeline.whereabouts import Whereabouts
 from memlab.memory_timeline.workspace import CPULog, CUDACounters, CUDALevels
 
 DEVICE_OF = torch.ops.prim.device.default
 CALL, MODE = torch._ops.OpOverload.__call__.__code__, "__torch_dispatch__"  # how a mode hands an op on
 
-_current_task = torch._C._current_graph_task_id  # -1 outside backward
 _current_node = torch._C._current_autograd_node
 _next_sequence_number = torch._C._autograd._get_sequence_nr
 _this_thread = threading.get_ident
@@ -248,7 +247,7 @@ class Meter(TorchDispatchMode):
             caller = None
         node = forward_op = -1
         in_formula = caller is None or caller.f_code is ENGINE
-        task = _current_task()
+        task = backward_number()
         in_backward = in_formula or task != -1
         if in_backward and (evaluated := _current_node()) is not None:
             node, forward_op = nodes.find(evaluated, task, caller, thread)

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from memlab.backward import uncompiled
 from memlab.memory_timeline.history import BEFORE, OUTSIDE
 from memlab.memory_timeline.ownership import (
     Members,
@@ -28,7 +29,6 @@ from memlab.memory_timeline.ownership import (
     storages_of,
 )
 from memlab.memory_timeline.storages import Storages
-from memlab.memory_timeline.uncompiled import uncompiled
 
 
 class Recognition:

@@ -17,10 +17,10 @@ from torch import Tensor, UntypedStorage
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import _disable_current_modes
 
+from memlab.backward import uncompiled
 from memlab.memory_timeline.history import BACKWARD, OPTIMIZER, OUTSIDE, History
 from memlab.memory_timeline.lines import BACKWARD_CALLS, ENGINE
 from memlab.memory_timeline.ownership import storages_of
-from memlab.memory_timeline.uncompiled import uncompiled
 from memlab.memory_timeline.whereabouts import Whereabouts
 from memlab.memory_timeline.workspace import CPULog, CUDACounters
 

@@ -10,7 +10,7 @@ from dataclasses import fields as dataclass_fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memlab.memory_timeline.documents import Kind, typed
+from memlab.files import Kind, typed
 from memlab.memory_timeline.events import CATEGORIES, LEVELS, PHASES, Event, Line, Storage
 
 if TYPE_CHECKING:

@@ -18,12 +18,10 @@ from types import CodeType, FrameType
 import torch
 from torch.nn.modules import module as nn_module
 
+from memlab.backward import backward_number, uncompiled
 from memlab.memory_timeline.history import BACKWARD, FORWARD, OPTIMIZER, RECOMPUTE
 from memlab.memory_timeline.lines import AUTOGRAD, ENGINE, Lines, Owners, recomputes
 from memlab.memory_timeline.lines import OPTIMIZER as OPTIMIZER_CODE
-from memlab.memory_timeline.uncompiled import uncompiled
-
-_current_task = torch._C._current_graph_task_id  # -1 outside backward
 
 
 class Whereabouts:
@@ -66,7 +64,7 @@ class Whereabouts:
         """What the code is doing, from the frames that were passed on the way up to the reader's own."""
         if passed & OPTIMIZER_CODE:  # also when a hook steps it inside backward
             return OPTIMIZER
-        if _current_task() != -1:
+        if backward_number() != -1:
             in_formula = caller is None or caller.f_code is ENGINE
             return RECOMPUTE if not in_formula and recomputes(caller) else BACKWARD
         if self.stepping and self._steps(caller) and not (self._called_model and torch.is_grad_enabled()):
@@ -117,7 +115,7 @@ class Whereabouts:
     def _enter_module(self, module, _args) -> None:
         if torch.compiler.is_compiling() or self._is_elsewhere():  # what a compiler sees would be a part of the model
             return
-        if _current_task() == -1:
+        if backward_number() == -1:
             self.step_line = None  # a step that raised never said that it had ended
             self._called_model = self.stepping and self._steps(sys._getframe())
         name = self.name(module)
@@ -135,4 +133,4 @@ class Whereabouts:
 
     def _is_elsewhere(self) -> bool:
         """Whether this is another thread, and none of autograd's in whose backward a forward runs again."""
-        return threading.get_ident() != self.thread and _current_task() == -1
+        return threading.get_ident() != self.thread and backward_number() == -1

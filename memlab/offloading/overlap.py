@@ -29,9 +29,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
+from memlab.checking import above_0, one_of
 from memlab.memory_arithmetic import Transformer, training_step
 from memlab.memory_arithmetic.ledger import elements
-from memlab.memory_arithmetic.shapes import one_of
 
 LINKS = {"NVMe": 7e9, "PCIe Gen4 x16": 25e9, "PCIe Gen5 x16": 55e9, "NVLink-C2C": 450e9}
 """Bytes a second, one way, as they are commonly reached: of PCIe about 85 % of the 31.5 and 63 GB/s that its lanes give
@@ -176,10 +176,3 @@ def hidden_width(
     one_of("phase", phase, tuple(WORK))
     squares, scores = WORK[phase]
     return max(0.0, (bytes_per_width * flops_per_second / bytes_per_second - scores * tokens) / squares)
-
-
-def above_0(**rates: float) -> None:
-    """Raise ValueError for a rate, by name, that is not above 0."""
-    for name, rate in rates.items():
-        if not rate > 0:
-            raise ValueError(f"expected {name} above 0, found {rate}")

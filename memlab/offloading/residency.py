@@ -15,12 +15,11 @@ from contextlib import suppress
 import torch
 from torch import Tensor, nn
 
+from memlab.backward import backward_number
 from memlab.offloading.courier import Courier
 from memlab.offloading.homes import Home
 from memlab.offloading.layout import flat_bytes, views_of
 from memlab.offloading.twins import Twin, sent_to
-
-_current_task = torch._C._current_graph_task_id  # -1 outside backward
 
 
 class StreamedLayer:
@@ -146,7 +145,7 @@ class Residency:
         for other in self.layers:
             if not other.calls and other is not layer and other not in ahead:
                 other.empty()
-        if _current_task() != -1:
+        if backward_number() != -1:
             self.settle(self.prefetch)
         for each in (layer, *ahead):
             if not each.current:

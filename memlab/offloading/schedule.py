@@ -22,7 +22,7 @@ import itertools
 import math
 from collections.abc import Callable, Collection, Sequence
 
-from memlab.memory_arithmetic.shapes import one_of
+from memlab.checking import one_of
 from memlab.memory_timeline import Timeline
 from memlab.offloading.simulation import Held, Run, simulate
 

@@ -24,11 +24,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd import Variable
 from torch.autograd.graph import saved_tensors_hooks
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from memlab.backward import at_end_of_backward, backward_number
 from memlab.memory_timeline import main_memory
 from memlab.offloading.courier import Courier
 from memlab.offloading.homes import Home, HomesInFiles, HomesInMemory
@@ -36,7 +36,6 @@ from memlab.offloading.residency import Residency, StreamedLayer
 from memlab.offloading.streamed_model import manners, parts_of, refuse_step, replaced_method, rest_on
 from memlab.offloading.twins import Twin
 
-_current_task = torch._C._current_graph_task_id  # -1 outside backward
 _outer_hooks = functools.partial(torch._C._autograd._top_saved_tensors_default_hooks, True)
 
 
@@ -226,7 +225,7 @@ class StreamedWeights:
             self._watch(layer, self._undo)
 
     def _need(self, layer: StreamedLayer, why: str | None = None) -> None:
-        in_backward = _current_task() != -1
+        in_backward = backward_number() != -1
         if in_backward:
             self._when_backward_ends()
         forward = "recompute" if in_backward else "forward" if torch.is_grad_enabled() else "inference"
@@ -317,12 +316,12 @@ class StreamedWeights:
 
     def _when_backward_ends(self) -> None:
         """See to it that all gradients are home then, and the device's bytes given back."""
-        if self._task == (task := _current_task()):
+        if self._task == (task := backward_number()):
             return
         self._task = task
         if task not in self._ends:
             self._ends[task] = end = functools.partial(self._backward_ended, task)  # which only a live task holds
-            Variable._execution_engine.queue_callback(end)
+            at_end_of_backward(end)
 
     def _backward_ended(self, task: int) -> None:
         del self._ends[task]

@@ -29,9 +29,9 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.autograd import Variable
 from torch.autograd.graph import saved_tensors_hooks
 
+from memlab.backward import at_end_of_backward, backward_number
 from memlab.memory_timeline import in_main_memory
 from memlab.offloading.choice import Forward
 from memlab.offloading.footprint import footprint, needed, shape_in
@@ -40,8 +40,6 @@ from memlab.offloading.pieces import Handle, Kept, Piece, Source, written_to
 from memlab.offloading.store import Store, store_for
 from memlab.offloading.unnamed import UnnamedFile
 from memlab.units import parse_bytes
-
-_current_task = torch._C._current_graph_task_id  # -1 outside backward
 
 
 def swap_activations(
@@ -190,7 +188,7 @@ class Swap:
     @torch.inference_mode(False)  # backward may be inside one, and versions must count
     def _unpack(self, handle: Kept | Handle) -> Tensor:
         """Backward wants the tensor."""
-        inside = _current_task() != -1
+        inside = backward_number() != -1
         record = handle.record if isinstance(handle, Kept) else handle.piece.record
         if inside and record is not None:
             record.wanted()
@@ -229,10 +227,10 @@ class Swap:
 
     def _enter_backward(self) -> None:
         """Once a backward: see to it that its end lets go of what it brought and did not use up."""
-        if (task := _current_task()) != self._task:
+        if (task := backward_number()) != self._task:
             self._task = task
             self._forget_present()
-            Variable._execution_engine.queue_callback(self._leave_backward)
+            at_end_of_backward(self._leave_backward)
 
     def _leave_backward(self) -> None:
         with self._locked():

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from memlab.memory_arithmetic.shapes import positive
-from memlab.offloading.overlap import above_0, transfer_seconds
+from memlab.checking import above_0, positive
+from memlab.offloading.overlap import transfer_seconds
 
 HOST_BYTES = 28
 """Adam on the host, a parameter: master weight, m and v in FP32 are read and written (24), a gradient of 16 bits is

@@ -15,7 +15,7 @@ Sources: Huang et al. 2019, section 2.3; Narayanan et al. 2021, section 2.2.
 
 from __future__ import annotations
 
-from memlab.memory_arithmetic.shapes import one_of, positive
+from memlab.checking import one_of, positive
 
 
 def in_flight(schedule: str, stage: int, stages: int, micro_batches: int, chunks: int = 1) -> int:

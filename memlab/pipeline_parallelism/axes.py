@@ -25,10 +25,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from memlab.checking import divisors, one_of, positive
 from memlab.data_parallelism.buckets import bucketed
 from memlab.memory_arithmetic import Transformer
 from memlab.memory_arithmetic.ledger import elements
-from memlab.memory_arithmetic.shapes import divisors, one_of, positive
 from memlab.pipeline_parallelism.arithmetic import in_flight
 from memlab.pipeline_parallelism.balancing import parts_of_stages
 from memlab.ranks import ring_bytes

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from memlab.checking import positive
 from memlab.data_parallelism.overlap import LINKS
 from memlab.memory_arithmetic import Transformer
-from memlab.memory_arithmetic.shapes import positive
 from memlab.pipeline_parallelism.arithmetic import bubble_share
 from memlab.pipeline_parallelism.axes import AXES, stage_shares
 from memlab.ranks import mesh_groups

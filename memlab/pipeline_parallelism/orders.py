@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from memlab.memory_arithmetic.shapes import positive
+from memlab.checking import positive
 from memlab.pipeline_parallelism.schedule import (
     BACKWARD,
     COMPUTATIONS,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from memlab.memory_arithmetic.shapes import divisors
+from memlab.checking import divisors
 from memlab.pipeline_parallelism.balancing import parts_of_stages
 from memlab.pipeline_parallelism.checking import check_schedule
 from memlab.pipeline_parallelism.imagined_layers import Layer

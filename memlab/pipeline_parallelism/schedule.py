@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from memlab.memory_arithmetic.shapes import positive
+from memlab.checking import positive
 
 FORWARD, BACKWARD = "forward", "backward"
 SEND_ACTIVATION, RECEIVE_ACTIVATION = "send activation", "receive activation"

@@ -19,11 +19,11 @@ their gradient already, and of the embeddings where each token's row is, and one
 
 from __future__ import annotations
 
+from memlab.checking import one_of
 from memlab.memory_arithmetic import Breakdown, Term, Transformer, gpt
 from memlab.memory_arithmetic.ledger import Piece, elements, in_numbers
 from memlab.memory_arithmetic.ops import STREAM, Setting, kept, layer_norm
 from memlab.memory_arithmetic.passes import left_by_a_block
-from memlab.memory_arithmetic.shapes import one_of
 from memlab.memory_arithmetic.step import HARDWARE, refuse_attention, refuse_dropout, refuse_sizes
 from memlab.tensor_parallelism.arithmetic import ITEMSIZES, refuse_ranks
 from memlab.tensor_parallelism.cuts import share

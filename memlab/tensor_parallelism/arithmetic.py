@@ -18,10 +18,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from memlab.checking import balanced, divisors, one_of, positive
 from memlab.data_parallelism.arithmetic import RankBytes
 from memlab.memory_arithmetic import Transformer
 from memlab.memory_arithmetic.ledger import elements
-from memlab.memory_arithmetic.shapes import balanced, divisors, one_of, positive
 from memlab.memory_arithmetic.step import refuse_sizes
 from memlab.ranks import ring_bytes
 from memlab.tensor_parallelism.cuts import share

@@ -15,7 +15,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from memlab.memory_arithmetic.shapes import divisors, positive
+from memlab.checking import divisors, positive
 from memlab.ranks import place_in
 from memlab.tensor_parallelism.cuts import share
 from memlab.tensor_parallelism.linear import ColumnParallelLinear, RowParallelLinear

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from memlab.memory_arithmetic.shapes import divisors
+from memlab.checking import divisors
 
 
 @dataclass(frozen=True)

@@ -30,9 +30,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from memlab.checking import above_0, positive
 from memlab.data_parallelism.overlap import ring_seconds
-from memlab.memory_arithmetic.shapes import positive
-from memlab.offloading.overlap import above_0
 
 QKV, UP = 3, 4
 """How many times its input's width the outputs of the two column parallel layers of a block have."""

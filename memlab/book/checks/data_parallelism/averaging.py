@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from memlab.backward import backward_number
 from memlab.book.checks import answers
 from memlab.book.checks.answers import Wrong, a_function, exercise, hooks_on, kind_of
 from memlab.book.checks.limits import CHECK_BYTES, TooLong, limited
@@ -72,7 +73,7 @@ class _Wire(TorchDispatchMode):
             if func.overloadpacket is not torch.ops.c10d.allreduce_:
                 raise Wrong(f"found the collective {func.overloadpacket}; distributed.all_reduce is enough here.")
             nbytes = sum(tensor.nbytes for tensor in args[0])
-            self.sent.append((nbytes, torch._C._current_graph_task_id() != -1))
+            self.sent.append((nbytes, backward_number() != -1))
         return func(*args, **(kwargs or {}))
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
+from memlab.backward import backward_number
 from memlab.book.checks.answers import Wrong
 from memlab.ranks import ring_bytes
 
@@ -89,7 +90,7 @@ class Wire:
             raise Wrong(
                 f"rank {self.rank} has called more than {_MOST_COLLECTIVES} collectives; how many does it take?"
             )
-        in_backward = torch._C._current_graph_task_id() != -1
+        in_backward = backward_number() != -1
         self.sent.append(Sent(name, ring_bytes(name, whole_bytes, self.ranks), in_backward))
         if number == len(self.results):
             self.waiting = _Brought(name, op, x.detach().clone(), in_backward)

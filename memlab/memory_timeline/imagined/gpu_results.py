@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import torch
 
-from memlab.memory_timeline.gpu_autocast import HALF
+from memlab.memory_timeline.imagined.gpu_autocast import HALF
 
 aten = torch.ops.aten
 BAGS = (aten._embedding_bag.default, aten._embedding_bag_forward_only.default)

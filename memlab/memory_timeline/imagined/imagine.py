@@ -39,10 +39,10 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from memlab.memory_timeline.budget import Budget
-from memlab.memory_timeline.fake_tensors import usable_fake_tensors
-from memlab.memory_timeline.gpu_ops import choose_as_cuda_does, imagining
-from memlab.memory_timeline.gpu_results import as_cuda_returns
+from memlab.memory_timeline.imagined.budget import Budget
+from memlab.memory_timeline.imagined.fake_tensors import usable_fake_tensors
+from memlab.memory_timeline.imagined.gpu_ops import choose_as_cuda_does, imagining
+from memlab.memory_timeline.imagined.gpu_results import as_cuda_returns
 from memlab.memory_timeline.meter import DEVICE_OF, Meter
 from memlab.units import format_bytes, parse_bytes
 
@@ -67,7 +67,7 @@ CARDS = {
 """The cards that can be imagined: name → capacity and compute capability."""
 
 aten = torch.ops.aten
-_HERE = os.path.dirname(__file__) + os.sep
+_METER = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _READ_VALUES = ("optim", ""), ("nn", "init.py"), ("nn", "functional.py"), ("amp", "")
 _READ_VALUES = tuple(os.path.join(_TORCH, *parts) for parts in _READ_VALUES)
@@ -261,7 +261,7 @@ def _must_be_dense(made) -> None:
 def _asked_in(files: tuple[str, ...]) -> bool:
     """Whether a value is read by these of torch's own files, which no reader can change."""
     frame = sys._getframe(2)
-    while frame is not None and frame.f_code.co_filename.startswith((_TORCH, _HERE)):
+    while frame is not None and frame.f_code.co_filename.startswith((_TORCH, _METER)):
         if frame.f_code.co_filename.startswith(files):
             return True
         frame = frame.f_back

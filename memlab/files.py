@@ -1,4 +1,4 @@
-"""Records on disk: JSON that appears whole or not at all, and is checked, never unpickled, when it comes back.
+"""A file that appears whole or not at all; and JSON that is checked, never unpickled, when it comes back.
 
 A pickle is a program, so a file from somebody else is parsed as plain values instead, and each value is held to the
 exact type that was written. Whatever is wrong with a file ends in one ValueError that says what was expected.
@@ -17,6 +17,28 @@ from typing import NamedTuple, TypeVar
 Record = TypeVar("Record")
 
 
+@contextlib.contextmanager
+def draft_of(path: str | Path) -> Iterator[Path]:
+    """A name for a file beside `path`, which takes its place when the block has ended well; else nothing is left.
+
+    The name is no other draft's, so two who write to one path at a time both write whole files, and the last one stays.
+    """
+    draft = Path(path).with_name(f".{Path(path).name}.{secrets.token_hex(4)}.memlab-tmp")
+    try:
+        yield draft
+        os.replace(draft, path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def write_whole(path: str | Path, text: str) -> None:
+    """Write a text that is on the disk whole, or leave what was there (on a full disk, say). Raises OSError."""
+    with draft_of(path) as draft, open(draft, "x", encoding="utf-8", newline="\n") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
 class Kind(NamedTuple):
     """What a file of this kind holds ("a timeline"), the format's name in it, and the newest version of that format."""
 
@@ -30,9 +52,7 @@ class Kind(NamedTuple):
         Raises ValueError for a number that is none, which JSON cannot hold.
         """
         document = {"format": self.format, "version": self.version, **content}
-        text = json.dumps(document, separators=(",", ":"), allow_nan=False)
-        with draft_of(path) as draft, open(draft, "x", encoding="utf-8") as file:
-            file.write(text + "\n")
+        write_whole(path, json.dumps(document, separators=(",", ":"), allow_nan=False) + "\n")
 
     def load(self, path: str | Path, build: Callable[[dict], Record]) -> Record:
         """What `build` makes of a saved file's document. Raises ValueError, in one sentence, for any other file.
@@ -56,20 +76,6 @@ class Kind(NamedTuple):
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             what = self.what.partition(" ")[2]
             raise ValueError(f"{path}: expected a complete {what}, found one that is damaged ({error!r})") from None
-
-
-@contextlib.contextmanager
-def draft_of(path: str | Path) -> Iterator[Path]:
-    """A name for a file beside `path`, which takes its place when the block has ended well; else nothing is left.
-
-    The name is no other draft's, so two who write to one path at a time both write whole files, and the last one stays.
-    """
-    draft = Path(path).with_name(f"{Path(path).name}.{secrets.token_hex(4)}.part")
-    try:
-        yield draft
-        os.replace(draft, path)
-    finally:
-        draft.unlink(missing_ok=True)
 
 
 def typed(kinds: tuple[type, ...], row: list) -> list:

@@ -33,8 +33,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.optim import optimizer, swa_utils
 
-from memlab.memory_timeline.gpu_autocast import AUTOCAST, CHOICES, HALF, autocasting
-from memlab.memory_timeline.places import MOVES
+from memlab.memory_timeline.imagined.gpu_autocast import AUTOCAST, CHOICES, HALF, autocasting
+from memlab.memory_timeline.imagined.places import MOVES
 
 aten = torch.ops.aten
 AMPERE = (8, 0)  # the first architecture with flash attention, and with matrix units for BF16

@@ -16,8 +16,8 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.optim import optimizer as optim
 from torch.utils import _foreach_utils as foreach
 
-from memlab.memory_timeline.gpu_ops import imagining, replaced
-from memlab.memory_timeline.places import in_main_memory, main_memory
+from memlab.memory_timeline.imagined.gpu_ops import imagining, replaced
+from memlab.memory_timeline.imagined.places import in_main_memory, main_memory
 
 MASKS, PACKING = "transformers.masking_utils", "find_packed_sequence_indices"
 
