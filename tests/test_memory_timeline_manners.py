@@ -2,7 +2,6 @@
 
 import contextlib
 import importlib
-import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -23,7 +22,7 @@ from tests.memory_timeline_helpers import (
     shape_of,
     without_scratch,
 )
-from tests.tiers import pairs, some
+from tests.tiers import pairs
 
 optimizers = importlib.import_module("torch.optim.optimizer")  # torch.optim itself hides it
 
@@ -119,69 +118,6 @@ def test_an_exception_while_entering_takes_everything_off_again(monkeypatch, sta
     with meter:
         model(torch.ones(2, 10))
     assert meter.timeline.bytes_at(0) == 440
-
-
-class InterruptedAt:
-    """Sends a Ctrl-C at one of the lines that run inside the meter, the `line`-th, and counts them all."""
-
-    def __init__(self, line: int, inside: Callable):
-        self.line, self.inside, self.lines = line, inside.__code__, 0
-
-    def __enter__(self):
-        self.before = sys.gettrace(), signal.signal(signal.SIGINT, signal.default_int_handler)
-        sys.settrace(self.trace)
-        return self
-
-    def __exit__(self, *error):
-        trace, handler = self.before
-        sys.settrace(trace)
-        signal.signal(signal.SIGINT, handler)
-
-    def trace(self, frame, event, _):
-        if event == "line":
-            while frame is not None and frame.f_code is not self.inside:
-                frame = frame.f_back
-            self.lines += frame is not None
-            if frame is not None and self.lines == self.line:
-                signal.raise_signal(signal.SIGINT)
-        return self.trace
-
-
-@some("stage, every", [("__enter__", 3), ("__enter__", 1), ("__exit__", 1), ("__exit__", 2)], keep=2)
-def test_a_ctrl_c_while_a_meter_is_put_on_or_taken_off_waits_until_that_is_done(stage, every):
-    model = nn.Linear(2, 2)
-    before, dropped = installed(model), sys.unraisablehook
-    with Meter(model):  # the first of all measures something once
-        pass
-    line, lines = 0, 1
-    while line < lines:
-        meter = Meter(model)
-        with InterruptedAt(line, getattr(Meter, stage)) as ctrl_c:
-            with pytest.raises(KeyboardInterrupt) if line else contextlib.nullcontext(), meter:
-                torch.ones(3)
-            assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        assert (installed(model), sys.unraisablehook) == (before, dropped), f"line {line} of {stage}"
-        lines, line = lines if line else ctrl_c.lines, line + every
-    assert lines > 40
-
-
-@some("every", [9, 3], keep=1)
-def test_a_ctrl_c_while_the_meter_notes_something_costs_it_no_note(every):
-    def block(line: int) -> tuple[list, int, int]:
-        interrupted = 0
-        with InterruptedAt(line, Meter.__torch_dispatch__) as ctrl_c, Meter() as meter:
-            for width in (100, 200, 300):
-                try:
-                    torch.ones(width)
-                except KeyboardInterrupt:
-                    interrupted += 1
-                    torch.ones(width)
-        return [event.delta for event in meter.timeline.events], interrupted, ctrl_c.lines
-
-    events, interrupted, lines = block(0)
-    assert (interrupted, events) == (0, [400, -400, 800, -800, 1200, -1200]) and lines > 60
-    for line in range(1, 2 * lines // 3, every):
-        assert block(line)[:2] == (events, 1), f"line {line}"
 
 
 def test_what_dies_while_a_meter_is_taken_off_dies_after_the_block():

@@ -10,9 +10,8 @@ Read the pages in this order: `events` and `timeline` (the record) and `timeline
 it is taken), `storages` (births and deaths) and `history` (what its notes come to), `whereabouts` (phase, line and
 module) and `lines` (whose line it was), `nodes` (whose gradient an op computes), `ownership` (who owns tensors by name)
 and `recognition` (what existed before, and what a storage became), `resizing` (sizes that change without an op),
-`interrupts` (Ctrl-C at the wrong moment), `accumulation` (the observer's own footprint, and how it is undone),
-`workspace` (what kernels allocate for themselves, from the allocator's log), and the folder `imagined` (hardware that
-isn't there).
+`accumulation` (the observer's own footprint, and how it is undone), `workspace` (what kernels allocate for themselves,
+from the allocator's log), and the folder `imagined` (hardware that isn't there).
 """
 
 from memlab.memory_timeline.events import CATEGORIES, Event, Line, Span, Storage

@@ -22,7 +22,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from memlab.backward import backward_number, uncompiled
 from memlab.memory_timeline.accumulation import ADD, ADD_, GradientSums
 from memlab.memory_timeline.history import BACKWARD, FORWARD, OPTIMIZER, History
-from memlab.memory_timeline.interrupts import noticing_interrupts
 from memlab.memory_timeline.lines import AUTOGRAD, ENGINE
 from memlab.memory_timeline.lines import OPTIMIZER as OPTIMIZER_CODE
 from memlab.memory_timeline.nodes import Nodes
@@ -70,6 +69,7 @@ class Meter(TorchDispatchMode):
       returns, such as the random states that a checkpoint keeps, is not seen without it, and is the next op's with it.
 
     The timeline can be read during the block and after it, also when the block raised. A Meter records once.
+    Not here: a Ctrl-C in the microseconds in which the meter itself is put on, notes something or is taken off.
     Raises TypeError or ValueError for what is not a model, a batch, or has no bytes (device "meta"). Entering it raises
     RuntimeError the second time, and with `workspace` inside a profiler's block; ValueError with `workspace` on
     imagined hardware.
@@ -112,31 +112,20 @@ class Meter(TorchDispatchMode):
             raise ValueError(
                 "expected workspace=False, since imagined hardware runs no kernels; found True: measure it on a GPU"
             )
-        self._changing = True  # so long, any number of interrupts wait
         with ExitStack() as stack:
             self._set_up(stack)
             super().__enter__()
             stack.callback(self._take_off_mode)
-            if self._interrupted:
-                raise KeyboardInterrupt
             self._undo = stack.pop_all()
         del self._modules, self._optimizer, self._inputs  # the record may outlive the model
-        self._changing = False
         return self
 
     def __exit__(self, *error) -> None:
-        self._changing = True
+        self._storages.forget()
         try:
-            if self._interrupted:
-                self._interrupt()
+            self._undo.close()
         finally:
-            self._storages.forget()
-            try:
-                self._undo.close()
-            finally:
-                self._recognition.forget()
-        if self._interrupted:
-            raise KeyboardInterrupt
+            self._recognition.forget()
 
     def _take_off_mode(self) -> None:
         """Take this mode off, also from under those that were entered later and are still on."""
@@ -153,7 +142,6 @@ class Meter(TorchDispatchMode):
         self._ops, self._lines, self._numbers = history.ops, history.lines, history.lines.numbers
         self._last_read, self._read_in_backward = history.last_read, history.read_in_backward
         self._sizes = history.sizes
-        self._interrupted = False
         roots = named_roots(self._modules)
         members = Members.of(roots)
         members.check_memory()
@@ -170,7 +158,6 @@ class Meter(TorchDispatchMode):
         self._sums = GradientSums(history, storages.live, imagined=bool(self._imagined))
         self._recognition = recognition = self._make_recognition(storages)
 
-        stack.enter_context(noticing_interrupts(self._notice_interrupt, storages.died))
         stack.callback(storages.forget)
         recognition.names.learn(roots, members)
         recognition.adopt(members.owned())
@@ -227,8 +214,6 @@ class Meter(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is DEVICE_OF:  # asking an imagined tensor's device is no op
             return func(*args, **(kwargs or {}))
-        if self._interrupted and _this_thread() == self._here.thread:
-            self._interrupt()
         if types and (wrappers := [kind for kind in types if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__]):
             fake = [kind.__name__ == "FakeTensor" for kind in wrappers]
             if any(fake) and not self._imagined:
@@ -329,14 +314,3 @@ class Meter(TorchDispatchMode):
         elif kwargs and result is None:  # as of split_copy with `out`, whose tensors it may have given a size
             self._storages.all_made(kwargs.values(), number, phase, line)
         return result
-
-    def _notice_interrupt(self) -> bool:
-        """A Ctrl-C inside the meter. Returns whether it waits: the second one in a long op does not."""
-        waits, self._interrupted = self._changing or not self._interrupted, True
-        return waits
-
-    def _interrupt(self) -> None:
-        """Note the deaths that a Ctrl-C kept from being noted, and let it through."""
-        self._interrupted = False
-        self._storages.note_missed_deaths()
-        raise KeyboardInterrupt

@@ -140,11 +140,6 @@ class Storages:
         self.history.resized(number, 0, len(self._ops) - 1, phase, line)
         self._deaths.pop(number, None)
 
-    def note_missed_deaths(self) -> None:
-        """Those that a Ctrl-C kept from being noted."""
-        for death in [death for death in self._deaths.values() if death() is None]:
-            self.died(death)
-
     # ---- what happens without an op
 
     @uncompiled
