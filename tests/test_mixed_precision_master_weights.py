@@ -299,17 +299,25 @@ def scaler_of(scale, **options):
 @pairs("options, dtype", [{"foreach": False}, {"fused": True}], [BF16, FP16])
 def test_grad_scaler_leaves_the_unscaling_to_fp32(options, dtype):
     narrow, wide = pairs_of(dtype)
-    masters, reference = MasterWeights(narrow, optim.AdamW, **options), optim.AdamW(wide, **options)
+    own = nn.Parameter(torch.ones(4))
+    masters, reference = MasterWeights([*narrow, own], optim.AdamW, **options), optim.AdamW(wide, **options)
     scaler = scaler_of(256.0)
     for step in range(3):
         scaler.scale(torch.zeros(()))
         give_gradients(narrow, wide, seed=step, scale=256.0)
-        given = [p.grad.clone() for p in narrow]
+        own.grad = torch.full_like(own, 256.0)
+        given = [p.grad.clone() for p in (*narrow, own)]
         scaler.step(masters)
         scaler.update()
         reference.step()
-        assert all(torch.equal(p.grad, g) for p, g in zip(narrow, given, strict=True))
+        assert all(torch.equal(p.grad, g) for p, g in zip((*narrow, own), given, strict=True))
     assert_same(masters, narrow, reference, wide)
+    alone = nn.Parameter(torch.ones(4))
+    plain = optim.AdamW([alone], **options)
+    for _ in range(3):
+        alone.grad = torch.ones_like(alone)
+        plain.step()
+    assert torch.equal(own, alone)
     assert not hasattr(masters, "grad_scale") and not hasattr(masters, "found_inf")
 
 

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from memlab.mixed_precision.writes import Writes
+
 HALVES = (torch.float16, torch.bfloat16)
 
 # ---- who can be stepped
@@ -34,13 +36,13 @@ def refuse_class(optimizer_class: object) -> None:
         )
 
 
-def refuse_wide(params: Sequence[Tensor], optimizer_class: type[Optimizer]) -> None:
-    """Raise ValueError for parameters of which none needs a master."""
-    if not any(p.dtype in HALVES for p in params):
-        dtypes = ", ".join(sorted({str(p.dtype) for p in params}))
+def refuse_wide(groups: Sequence[dict], optimizer_class: type[Optimizer]) -> None:
+    """Raise ValueError for groups of parameters of which none needs a master."""
+    dtypes = {p.dtype for group in groups for p in group["params"]}
+    if dtypes.isdisjoint(HALVES):
         raise ValueError(
-            f"expected parameters in FP16 or BF16, found only {dtypes}, which are their own masters (autocast leaves "
-            f"weights in FP32 too); use {optimizer_class.__name__} itself"
+            f"expected parameters in FP16 or BF16, found only {', '.join(sorted(map(str, dtypes)))}, which are their "
+            f"own masters (autocast leaves weights in FP32 too); use {optimizer_class.__name__} itself"
         )
 
 
@@ -97,6 +99,22 @@ def _counts(inner: Optimizer) -> dict[tuple[int, str], object]:
     return numbers | {key: (id(t), t._version) for key, t in found.items() if isinstance(t, Tensor)}
 
 
+def widened(gradient: Tensor, m: Tensor, factor: Tensor | None) -> Tensor:
+    """A gradient in its master's type and order of dimensions, times a factor, (). The gradient itself is not changed.
+
+    A gradient that is like that already is not copied, nor a parameter's own. A sparse one stays sparse.
+    """
+    if gradient.is_sparse:
+        wide = gradient.to(m.device, m.dtype)
+    elif gradient is m.grad or (gradient.dtype is m.dtype and gradient.stride() == m.stride()):
+        wide = gradient
+    else:
+        wide = torch.empty_like(m).copy_(gradient)
+    if factor is None:
+        return wide
+    return wide * factor.to(m.device) if wide is gradient else wide.mul_(factor.to(m.device))
+
+
 def unscaling(optimizer: Optimizer) -> Tensor | None:
     """1 / the scale that a loss scaler left to the optimizer to divide by; None if it left none."""
     if (scale := getattr(optimizer, "grad_scale", None)) is None:
@@ -105,7 +123,60 @@ def unscaling(optimizer: Optimizer) -> Tensor | None:
     return scale.to(precise).reciprocal().float()
 
 
-# ---- loading
+# ---- what an optimizer is besides its step
+
+
+class AroundOptimizer(Optimizer):
+    """What MasterWeights has beyond its step: groups that are added, gradients that are widened, states that load."""
+
+    _inner: Optimizer
+    _writes: Writes
+
+    def add_param_group(self, param_group: dict) -> None:
+        """Add parameters, as to any optimizer. Raises ValueError as the class does."""
+        super().add_param_group(param_group)
+        try:
+            refuse_groups(self.param_groups)
+        except ValueError:
+            del self.param_groups[-1]
+            raise
+
+    @torch.no_grad()
+    def widen_gradients(self) -> None:
+        """Turn 16-bit gradients into FP32 ones of the same parameters, one after the other: 2 bytes more a parameter.
+
+        Then a scaler's `unscale_` and `clip_grad_norm_(model.parameters(), ...)` lose nothing. Divided by the scale in
+        FP16, a small gradient would underflow again. Once the gradients are cleared (`set_to_none=True`, the default),
+        backward makes 16-bit ones.
+        """
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None and p.grad.dtype in HALVES:
+                    wide = p.grad.float()
+                    p.grad, p.grad_dtype = None, None  # None: of any type
+                    p.grad = wide
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        """Resume from what `state_dict()` gave, masters and states in FP32. The weights themselves are the model's.
+
+        A weight that is not its master rounded is taken over: from BF16 to FP16, first copy the masters to the weights.
+        Raises ValueError for the dict of another class, which has no masters, and for one of other parameter groups or
+        shapes; all is then as it was.
+        """
+        hook = self.register_load_state_dict_pre_hook(states_in_fp32)  # the last: it gets what others return
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            hook.remove()
+
+    def __getstate__(self) -> dict:
+        return super().__getstate__() | {name: getattr(self, name) for name in ("chunk_bytes", "_make", "_inner")}
+
+    def __setstate__(self, state: dict) -> None:
+        super().__setstate__(state)  # torch's load_state_dict comes by here, too
+        self._writes = Writes()  # none is known: weights that are not their masters rounded are taken over
+        # The optimizer fills in the options that it has now, and had not when they were saved.
+        self._inner.__setstate__({"state": self._inner.state, "param_groups": self.param_groups})
 
 
 def states_in_fp32(optimizer: Optimizer, state_dict: dict) -> dict:

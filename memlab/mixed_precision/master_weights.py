@@ -34,7 +34,7 @@ Chunk = list[tuple[dict, Tensor]]
 """Parameters that are stepped together, each with its group of options."""
 
 
-class MasterWeights(Optimizer):
+class MasterWeights(edges.AroundOptimizer):
     """Any optimizer of torch.optim around 16-bit weights: it steps on FP32 masters, and its states are FP32.
 
         optimizer = MasterWeights(model.parameters(), torch.optim.AdamW, lr=3e-4, fused=True)
@@ -50,12 +50,11 @@ class MasterWeights(Optimizer):
     `param_groups` hold the model's own parameters, so schedulers, `zero_grad` and clipping find what they expect.
     `state[p]` holds the master, under "master", and the optimizer's states. Both are made at a parameter's first step.
     A weight that somebody writes to between steps, such as `model.load_state_dict`, is taken over, if `Writes` sees it.
-
     With a loss scaler, the scale is divided out here, in FP32; the 16-bit gradients stay scaled. Before the scaler's
     `unscale_`, call `widen_gradients`.
 
-    Not here: optimizers whose step calls a closure several times (LBFGS) or is differentiable, FSDP2's DTensors, and a
-    run that goes on after a step that raised: load a state dict first.
+    Not here: an optimizer whose step calls a closure several times (LBFGS) or is differentiable, FSDP2's DTensors, and
+    a run that goes on after a step that raised. Load a state dict first.
 
     Raises TypeError or ValueError for an optimizer instead of its class and one that is "not here", a chunk_bytes below
     1, and parameters of which none has 16 bits, or two lie in the same memory.
@@ -74,18 +73,7 @@ class MasterWeights(Optimizer):
         self._writes = Writes()  # to weights, since they were rounded
         super().__init__(self._inner.param_groups, self._inner.defaults)
         if self._refuses_wide:
-            edges.refuse_wide([p for group in self.param_groups for p in group["params"]], optimizer_class)
-
-    def add_param_group(self, param_group: dict) -> None:
-        """Add parameters, as to any optimizer. Raises ValueError as the class does."""
-        super().add_param_group(param_group)
-        try:
-            edges.refuse_groups(self.param_groups)
-        except ValueError:
-            del self.param_groups[-1]
-            raise
-
-    # ---- the step
+            edges.refuse_wide(self.param_groups, optimizer_class)
 
     @torch._disable_dynamo  # as in torch.optim; traced, every parameter would get the last one's gradient
     @torch.no_grad()
@@ -119,10 +107,10 @@ class MasterWeights(Optimizer):
         groups = {id(group): group | {"params": []} for group, _ in chunk}
         for (group, p), m in zip(chunk, masters, strict=True):
             groups[id(group)]["params"].append(m)
-            inner.state[m] = self._own_state(group, p, m)
+            inner.state[m] = self._own_states(group, p, m)
         try:
             for p, m in zip(params, masters, strict=True):
-                m.grad = self._widened(p, m)
+                m.grad = edges.widened(self._gradient(p), m, self._factor())
             inner.param_groups = list(groups.values())
             edges.step_without_hooks(inner, alone=alone)
         finally:  # of a step that raised, too, masters and weights go together
@@ -137,26 +125,6 @@ class MasterWeights(Optimizer):
         for group, _ in chunk:
             group.update(groups[id(group)] | {"params": group["params"]})
 
-    def _own_state(self, group: dict, p: Tensor, m: Tensor) -> dict:
-        """The optimizer's states of a parameter. Most begin with none, but Adagrad makes some in its __init__."""
-        own = {name: value for name, value in self.state[p].items() if name != "master"}
-        return own if own or self._writes.knows(p) else self._make([group | {"params": [m]}]).state[m]
-
-    def _widened(self, p: Tensor, m: Tensor) -> Tensor:
-        """The gradient that a master is stepped with: of the master's type, in its order of dimensions, unscaled."""
-        gradient, factor = self._gradient(p), self._factor()
-        if gradient.is_sparse:
-            wide = gradient.to(m.device, m.dtype)
-        elif m is p or (gradient.dtype is m.dtype and gradient.stride() == m.stride()):
-            wide = gradient
-        else:
-            wide = torch.empty_like(m).copy_(gradient)
-        if factor is None:
-            return wide
-        return wide * factor.to(m.device) if wide is gradient else wide.mul_(factor.to(m.device))
-
-    # ---- masters
-
     def _master(self, p: Tensor) -> Tensor:
         """The FP32 copy of a parameter, up to date with what others wrote to the weight; made, where it is missing."""
         if not self._needs_master(p):
@@ -168,6 +136,13 @@ class MasterWeights(Optimizer):
             weight, m = p.detach().to(state["master"].device), state["master"]
             m.copy_(torch.where(weight == m.to(p.dtype), m, weight))  # elements that are the master rounded keep it
         return state["master"]
+
+    def _own_states(self, group: dict, p: Tensor, m: Tensor) -> dict:
+        """The optimizer's states of a parameter. Most begin with none, but Adagrad makes some in its __init__."""
+        own = {name: value for name, value in self.state[p].items() if name != "master"}
+        return own if own or self._writes.knows(p) else self._make([group | {"params": [m]}]).state[m]
+
+    # ---- what an optimizer with its masters elsewhere does otherwise
 
     def _needs_master(self, p: Tensor) -> bool:
         """Whether the optimizer steps on a copy of this parameter."""
@@ -186,52 +161,10 @@ class MasterWeights(Optimizer):
         return p.grad
 
     def _factor(self) -> Tensor | None:
-        """What gradients are multiplied by, ()."""
+        """What all gradients are multiplied by, (); None: nothing."""
         return edges.unscaling(self)
 
     def _round(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
         """Masters → weights, to the nearest. pairs: of a weight and its master."""
         if pairs:
             torch._foreach_copy_(*map(list, zip(*pairs, strict=True)))
-
-    # ---- gradients
-
-    @torch.no_grad()
-    def widen_gradients(self) -> None:
-        """Turn 16-bit gradients into FP32 ones of the same parameters, one after the other: 2 bytes more a parameter.
-
-        Then a scaler's `unscale_` and `clip_grad_norm_(model.parameters(), ...)` lose nothing. Divided by the scale in
-        FP16, a small gradient would underflow again. Once the gradients are cleared (`set_to_none=True`, the default),
-        backward makes 16-bit ones.
-        """
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None and p.grad.dtype in HALVES:
-                    wide = p.grad.float()
-                    p.grad, p.grad_dtype = None, None  # None: of any type
-                    p.grad = wide
-
-    # ---- saving and loading
-
-    def load_state_dict(self, state_dict: dict) -> None:
-        """Resume from what `state_dict()` gave, masters and states in FP32. The weights themselves are the model's.
-
-        A weight that is not its master rounded is taken over: from BF16 to FP16, first copy the masters to the weights.
-        Raises ValueError for the dict of another class, which has no masters, and for one of other parameter groups or
-        shapes; all is then as it was.
-        """
-        hook = self.register_load_state_dict_pre_hook(edges.states_in_fp32)  # the last: it gets what others return
-        try:
-            super().load_state_dict(state_dict)
-        finally:
-            hook.remove()
-        # It fills in the options that it has now, and had not when they were saved.
-        self._inner.__setstate__({"state": self._inner.state, "param_groups": self.param_groups})
-        self._writes = Writes()
-
-    def __getstate__(self) -> dict:
-        return super().__getstate__() | {name: getattr(self, name) for name in ("chunk_bytes", "_make", "_inner")}
-
-    def __setstate__(self, state: dict) -> None:
-        super().__setstate__(state)
-        self._writes = Writes()
