@@ -24,8 +24,6 @@ CHUNK_BYTES = {"gpu": 64 * 2**20, "cpu": 2 * 2**20}
 Small chunks cost a GPU launches; large ones leave a CPU's caches before they are used.
 """
 
-MASTERS = "FP32 master weights"
-
 
 def states(optimizer: str, itemsize: int, *, master: bool = False) -> list[Piece]:
     """What the optimizer keeps a parameter, in elements of `itemsize` bytes, without AdamW's step counters.
@@ -41,7 +39,7 @@ def states(optimizer: str, itemsize: int, *, master: bool = False) -> list[Piece
             piece("second moment v", "Loshchilov and Hutter 2019, algorithm 2: exp_avg_sq"),
         ],
     }[optimizer]
-    copy = piece(MASTERS, "Micikevicius et al. 2018, section 3.1")
+    copy = piece("FP32 master weights", "Micikevicius et al. 2018, section 3.1")
     return [*([copy] if master else []), *found]
 
 

@@ -55,7 +55,7 @@ class OffloadedOptimizer(MasterWeights):
     chunk_bytes: how many bytes of FP32 gradients are stepped at once (one parameter's, if they are more; 4 an element
       also in FP64), while the next chunk's come, with states, and the last one's weights go. None: all at once. "auto":
       8 MiB in main memory, which a CPU's caches nearly hold; 4 MiB with a folder, whose step has six such blocks in its
-      buffers. In main memory the FP32 gradients of the largest chunk keep their place between steps.
+      buffers.
 
     `param_groups` hold the model's own parameters: schedulers, `zero_grad` and (without gradients=True) clipping and
     loss scalers work as ever. `state[p]` holds what is in main memory. `state_dict()` is that of `MasterWeights`, or
