@@ -1,8 +1,8 @@
 """How pytest treats the book's notebooks (a pytest plugin, loaded by pyproject.toml).
 
 With the torch, the Python and the kind of machine that the outputs were recorded with, and no CUDA, every output is
-compared, whatever the processor's vector width and with or without a C compiler. Anywhere else every cell is executed
-and nothing is compared, and the report says so: other kernels allocate other bytes.
+compared, whatever the processor's vector width. Anywhere else every cell is executed and nothing is compared, and the
+report says so: other kernels allocate other bytes.
 `--nbval`, `--nbval-lax` and `-p no:nbval` on the command line win over this.
 
 With MEMLAB_COMPARE=required a run fails in which a chapter compares fewer cells than `COMPARED` says.

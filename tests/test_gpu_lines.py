@@ -54,8 +54,6 @@ STAND_INS = {
 """Each page that has such a line, and the test in which a stand-in runs it."""
 NONE = {
     "caching_allocator/pluggable.py": "it waits before it counts; tests run its C++",
-    "mixed_precision/flat_group.py": "asks whether a CUDA graph is recorded",
-    "mixed_precision/fused_adam.py": "asks whether a CUDA graph is recorded",
     "ranks/failures.py": "a pattern in a message",
     "ranks/imagined.py": "an example in a docstring",
 }

@@ -115,7 +115,6 @@ NOT_COMPARED = {
     },
     "06_mixed_precision": {
         "def gradients_of": "gradients of a text that differs between versions of Python",
-        "from memlab.book.measures.mixed_precision import with_gradients": "seconds",
         "def learn": "losses of a text that differs between versions of Python",
     },
     "07_gradient_accumulation": {

@@ -15,7 +15,6 @@ from memlab.book.steps import made as optimizer_made
 from memlab.memory_arithmetic import PRESETS, Transformer, preset, training_step
 from memlab.memory_arithmetic.ledger import CATEGORIES, Ledger, elements
 from memlab.memory_timeline import Meter, Timeline, imagine
-from memlab.mixed_precision import adam_in_c
 from memlab.units import format_bytes
 from tests.harness import refusals, refused
 from tests.memory_timeline_helpers import allocations, blocks, event_tree, one_thread, peak  # noqa: F401
@@ -111,10 +110,10 @@ CPU = {
     "GPT, master weights, the head is the token embedding, first step: the last chunk is not the fullest": Case(
         **SHORT, **LARGE_VOCABULARY, precision="mixed", tied=True, layers=1, first_step=True, chunk_bytes=130_000
     ),
-    "GPT, master weights, the head in slices, first step": Case(
+    "GPT, master weights, the head is a chunk by itself, first step": Case(
         **SHORT, **LARGE_VOCABULARY, precision="mixed", first_step=True, chunk_bytes=10_000
     ),
-    "GPT, master weights, momentum, the head in two slices, of which the first decides, first step": Case(
+    "GPT, master weights, momentum, a large head, first step": Case(
         **SHORT,
         width=16,
         heads=2,
@@ -135,10 +134,10 @@ CPU = {
 GPU = {
     "GPT on a GPU, FP32": Case(heads=2, batch=8),
     "GPT on a GPU, FP32, heads wider than flash attention takes": Case(layers=1, width=528, heads=2),
-    "GPT on a GPU, master weights, the head in slices, whose counters lie in main memory": Case(
+    "GPT on a GPU, master weights, the head is a chunk by itself": Case(
         **SHORT, **LARGE_VOCABULARY, precision="mixed", chunk_bytes=10_000
     ),
-    "GPT on a GPU, master weights, the head in slices, first step": Case(
+    "GPT on a GPU, master weights, the head is a chunk by itself, first step": Case(
         **SHORT, **LARGE_VOCABULARY, precision="mixed", first_step=True, chunk_bytes=60_000
     ),
     "GPT on a GPU, master weights, fused, first step in small chunks": Case(
@@ -156,15 +155,6 @@ GPU = {name: replace(case, hardware="gpu") for name, case in GPU.items()}
 CASES = CPU | GPU
 
 each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-
-
-@pytest.fixture(autouse=True)
-def predicted_for_this_machine(request):
-    """Skip a fused step on masters in main memory where no C compiler makes its kernel: chunks are not predicted."""
-    name = request.node.name  # which has the case's
-    needs = "master weights, fused" in name and "GPU" not in name
-    if needs and not adam_in_c.works(BF16, BF16):
-        pytest.skip("there is no C compiler whose kernel has PyTorch's bits")
 
 
 def made(case: Case) -> torch.nn.Module:

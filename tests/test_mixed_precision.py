@@ -10,7 +10,6 @@ import torch
 from torch.nn import functional as F
 
 from memlab.book.frameworks import deepspeed_alone, has_deepspeed
-from memlab.book.measures.mixed_precision import cast_step_cast, with_gradients
 from memlab.book.workloads import GPT, text_batch
 from memlab.mixed_precision import LossScaler, MasterWeights, StochasticRounding
 from tests.memory_timeline_helpers import one_thread  # noqa: F401
@@ -72,21 +71,6 @@ def run_on_masters(scaler, dtype=torch.float16):
 
 def same(one, other):
     return one[0] == other[0] and all(torch.equal(a, b) for a, b in zip(one[1], other[1], strict=True))
-
-
-@pytest.mark.parametrize("how", [{"foreach": False}, {"foreach": True}, {"fused": True}])
-def test_the_step_that_the_benchmark_takes_by_hand_makes_the_same_weights(how):
-    shapes = [(64, 64), (64,), (300, 64), (16,), (64, 128)]
-    torch.manual_seed(0)
-    library = with_gradients(shapes, torch.bfloat16, "cpu")
-    by_hand = [torch.nn.Parameter(p.detach().clone()) for p in library]
-    for p, q in zip(library, by_hand, strict=True):
-        q.grad = p.grad
-    ours, step = MasterWeights(library, torch.optim.AdamW, **how), cast_step_cast(by_hand, 40_000, how)
-    for _ in range(3):
-        ours.step()
-        step()
-    assert all(torch.equal(p, q) for p, q in zip(library, by_hand, strict=True))
 
 
 def test_pytorchs_own_scaler_drives_master_weights_bit_for_bit_as_ours_does():

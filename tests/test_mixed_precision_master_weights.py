@@ -10,7 +10,6 @@ from torch import nn, optim
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from memlab.memory_timeline import Meter
-from memlab.mixed_precision.flat_group import ELEMENTWISE
 from memlab.mixed_precision.master_weights import MasterWeights
 from tests.harness import refusals, refused
 from tests.tiers import pairs, some
@@ -81,10 +80,6 @@ ALGORITHMS = {
     "ASGD": (optim.ASGD, {}),
     "Rprop": (optim.Rprop, {}),
 }
-
-
-def test_every_class_that_is_called_elementwise_is_tried():
-    assert {kind for kind, _ in ALGORITHMS.values()} >= ELEMENTWISE
 
 
 @some("name, chunk_bytes, dtype", itertools.product(ALGORITHMS, [1, 100, "auto", None], [BF16, FP16]), keep=40)
@@ -248,40 +243,17 @@ class Counting(optim.Optimizer):
                     group["total"] += p.sum().item()
 
 
-@pytest.mark.parametrize("chunk_bytes", [1, None])
-def test_a_counter_in_the_group_counts_steps_however_small_the_chunks(chunk_bytes):
+def test_an_optimizer_that_counts_in_its_group_or_looks_at_all_parameters_is_right_in_one_chunk():
     narrow, wide = pairs_of()
-    masters = MasterWeights([{"params": narrow[:2]}, {"params": narrow[2:]}], Counting, chunk_bytes=chunk_bytes)
-    reference = Counting([{"params": wide[:2]}, {"params": wide[2:]}])
+    masters = MasterWeights([{"params": narrow[:2]}, {"params": narrow[2:]}], Counting, chunk_bytes=None, together=True)
+    reference = Counting([{"params": wide[:2]}, {"params": wide[2:]}], together=True)
     step_both(masters, narrow, reference, wide)
-    assert [group["t"] for group in masters.param_groups] == [3, 3]
     assert_same(masters, narrow, reference, wide)
-    assert masters.state_dict()["param_groups"][0]["t"] == 3
-
-
-class Noting(optim.SGD):
-    """Writes to its group what each of its steps makes anew: equal, not the same object; and nan, equal to nothing."""
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        super().step(closure)
-        for group in self.param_groups:
-            group["history"], group["worst"] = torch.tensor([1.0, torch.nan]), float("nan")
-
-
-def test_options_that_are_tensors_or_nan_may_be_written_in_each_chunk():
-    masters = stepped(MasterWeights(parameters(shapes=[(3, 4), (5,)]), Noting, lr=1.0, chunk_bytes=1))
-    torch.testing.assert_close(masters.param_groups[0]["history"], torch.tensor([1.0, torch.nan]), equal_nan=True)
-
-
-def test_an_optimizer_that_looks_at_all_parameters_together_is_right_in_one_chunk_and_refused_in_several():
-    narrow, wide = pairs_of()
-    masters, reference = MasterWeights(narrow, Counting, chunk_bytes=None, together=True), Counting(wide, True)
-    step_both(masters, narrow, reference, wide, steps=2)
-    assert masters.param_groups[0]["total"] == reference.param_groups[0]["total"] != 0
+    saved = masters.state_dict()["param_groups"]
+    assert [(group["t"], group["total"]) for group in saved] == [(3, g["total"]) for g in reference.param_groups]
     masters.chunk_bytes = 1
-    with pytest.raises(ValueError, match="looks at all parameters together; use chunk_bytes=None"):
-        masters.step()
+    with pytest.raises(ValueError, match="found 't' changed once a chunk; use chunk_bytes=None"):
+        stepped(masters)
 
 
 @pytest.mark.parametrize("options", [{"foreach": False}, {"foreach": True}])
@@ -303,7 +275,7 @@ def test_sixteen_bytes_a_parameter_and_one_chunk_of_gradients(options):
     assert {"master of 0", "exp_avg of 9"} <= names
 
 
-def test_the_block_ends_also_with_a_step_that_fails():
+def test_no_widened_gradient_outlives_a_step_that_fails():
     params = parameters(shapes=[(100,)] * 3)
 
     class Fails(optim.SGD):
@@ -327,17 +299,25 @@ def scaler_of(scale, **options):
 @pairs("options, dtype", [{"foreach": False}, {"fused": True}], [BF16, FP16])
 def test_grad_scaler_leaves_the_unscaling_to_fp32(options, dtype):
     narrow, wide = pairs_of(dtype)
-    masters, reference = MasterWeights(narrow, optim.AdamW, **options), optim.AdamW(wide, **options)
+    own = nn.Parameter(torch.ones(4))
+    masters, reference = MasterWeights([*narrow, own], optim.AdamW, **options), optim.AdamW(wide, **options)
     scaler = scaler_of(256.0)
     for step in range(3):
         scaler.scale(torch.zeros(()))
         give_gradients(narrow, wide, seed=step, scale=256.0)
-        given = [p.grad.clone() for p in narrow]
+        own.grad = torch.full_like(own, 256.0)
+        given = [p.grad.clone() for p in (*narrow, own)]
         scaler.step(masters)
         scaler.update()
         reference.step()
-        assert all(torch.equal(p.grad, g) for p, g in zip(narrow, given, strict=True))
+        assert all(torch.equal(p.grad, g) for p, g in zip((*narrow, own), given, strict=True))
     assert_same(masters, narrow, reference, wide)
+    alone = nn.Parameter(torch.ones(4))
+    plain = optim.AdamW([alone], **options)
+    for _ in range(3):
+        alone.grad = torch.ones_like(alone)
+        plain.step()
+    assert torch.equal(own, alone)
     assert not hasattr(masters, "grad_scale") and not hasattr(masters, "found_inf")
 
 
@@ -418,14 +398,6 @@ def test_a_write_to_some_elements_leaves_the_low_bits_of_the_others():
             p[0] = 5.0
     stepped(masters, 2**-10)
     assert masters.state[p]["master"].tolist() == [5 - 3 * 2**-10, 1 - 4 * 2**-10]
-
-
-def test_a_write_through_data_is_taken_over_by_refresh():
-    p = nn.Parameter(torch.ones(2, dtype=BF16))
-    masters = stepped(MasterWeights([p], optim.SGD, lr=1.0), 2**-10)
-    p.data[0] = 5.0
-    masters.refresh()
-    assert masters.state[p]["master"].tolist() == [5.0, 1 - 2**-10]
 
 
 def assigned(model: nn.Module, weights: torch.Tensor) -> None:

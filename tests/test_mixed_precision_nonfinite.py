@@ -1,7 +1,6 @@
 """The op that made the first inf or nan is named, with its module and line; what is inf on purpose is not."""
 
 import functools
-import math
 
 import pytest
 import torch
@@ -144,68 +143,6 @@ def test_what_makes_an_inf_or_nan_is_named(fn, op, kind):
     assert (found.op, found.kind, found.came_in) == (op, kind, "")
 
 
-@pytest.mark.parametrize("masked", ["outside", "log"])
-def test_an_attention_overflow_beside_a_causal_mask_is_the_products_and_not_the_softmaxs(masked):
-    attention = nn.MultiheadAttention(8, 1, bias=False).half()
-    nn.init.constant_(attention.in_proj_weight, 1.0)
-    x = torch.full((4, 1, 8), 100.0).half()
-    outside = torch.full((4, 4), -INF).half().triu(1)
-
-    def run():
-        attention(x, x, x, attn_mask=outside.exp().log() if masked == "log" else outside, need_weights=True)
-
-    found = report(run)
-    assert (found.op, found.module, found.kind) == ("baddbmm", "MultiheadAttention", "inf")
-    assert (found.count, found.shape, found.largest_input) == (10, (1, 4, 4), 800.0)  # what the mask leaves of 16
-
-    attention.in_proj_weight.data.mul_(0.01)
-    assert first_nonfinite(run) is None
-
-
-SQUARE, ROW, BATCH = torch.full((2, 2), 1e30), torch.full((2,), 1e30), torch.full((1, 2, 2), 1e30)
-PRODUCTS = [
-    (torch.addmm, (2, 2), (SQUARE, SQUARE)),
-    (torch.addmv, (2,), (SQUARE, ROW)),
-    (torch.baddbmm, (1, 2, 2), (BATCH, BATCH)),
-]
-
-
-@pytest.mark.parametrize("add, shape, factors", PRODUCTS)
-@pytest.mark.parametrize("in_place", [False, True])
-def test_the_overflow_of_a_product_beside_the_inf_of_what_it_is_added_to_is_found(add, shape, factors, in_place):
-    added = torch.zeros(shape)
-    added[..., 0] = -INF
-    small = [factor / 1e30 for factor in factors]
-
-    def run(factors):
-        added_here = added.expand_as(add(added, *small)).clone() if in_place else added
-        getattr(added_here, add.__name__ + "_")(*factors) if in_place else add(added_here, *factors)
-
-    found = report(run, factors)
-    assert (found.op, found.kind, found.came_in) == (add.__name__ + "_" * in_place, "inf", "")
-    assert found.count == math.prod(found.shape) // 2  # beside the -inf of each row
-    assert first_nonfinite(run, small) is None
-
-    fresh = torch.full(shape, NAN)  # at beta 0 it is not read
-    found = report(lambda: add(fresh, *factors, beta=0))
-    assert (found.op, found.kind, found.largest_input) == (add.__name__, "inf", torch.tensor(1e30).item())
-    assert first_nonfinite(lambda: add(fresh, *small, beta=0) + 1) is None
-    assert report(lambda: add(torch.zeros(shape).log(), *small, beta=0)).op == "log"  # nor is it forgiven
-
-
-def test_an_overflow_of_batch_norms_running_variance_is_found():
-    torch.manual_seed(0)
-    norm, x = nn.BatchNorm1d(2).half(), (torch.randn(64, 2) * 3000).half()
-    found = report(lambda: norm(x).sum().backward())
-    assert (found.op, found.kind, found.count, found.shape) == ("native_batch_norm", "inf", 2, (2,))
-    assert (found.module, found.phase, found.came_in) == ("BatchNorm1d", "forward", "")
-    assert norm.running_var.isinf().all() and norm(x).isfinite().all()  # nothing else shows it
-    assert report(lambda: norm(x)).came_in == "buffer running_var"
-    norm.reset_running_stats()
-    assert first_nonfinite(lambda: norm(x / 100)) is None
-    assert first_nonfinite(lambda: norm.eval()(x / 100)) is None
-
-
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_under_checkpointing_the_forward_is_named(use_reentrant):
     model, x = Layers(), torch.ones(2, 4, requires_grad=True)
@@ -238,8 +175,6 @@ def test_a_batch_that_is_not_finite_is_named_as_the_argument_it_is():
 def test_what_came_in_with_a_factor_is_not_the_masks():
     mask, bad = torch.tensor([[-INF, 0.0]]), torch.tensor([[0.0, NAN]])
     assert report(lambda factor: mask.addmm(torch.ones(1, 1), factor), bad).came_in == "argument 0"
-    found = report(lambda: mask.exp().log().addmm(torch.ones(1, 1), torch.full((1, 2), 3e38) * 10))
-    assert found.op == "mul"
 
 
 def test_a_gradient_that_came_in_is_named_whoever_reads_it_first():
@@ -327,16 +262,11 @@ def rank_of_0(x):
     "drop",
     [
         lambda x: torch.where(x > 0, x.log(), 0.0),
-        lambda x: x.log()[1:].sum(),
         lambda x: ctc(torch.zeros(6, 2, 5)),
-        lambda x: torch.where(x > 0, x.log().long(), 0),
         lambda x: where_finite(x.log()),
         rank_of_0,
-        lambda x: x.log()[1:].mul_(2).sum(),
-        lambda x: (x.log()[1:].expand(5, 3) + 1).sum(),
         lambda x: ((x - 1).log()[[2, 3]] + 1).sum(),
         lambda x: (x.log().index_fill_(0, torch.tensor([0]), 0.0) + 1).sum(),
-        lambda x: x.log()[1:].argmax().sum(),
     ],
 )
 def test_an_inf_that_is_dropped_is_no_finding(drop):

@@ -37,11 +37,6 @@ PRODUCTION = re.compile(
 WHY = {
     "meter_time": "Between large tensors an op costs the meter more than in a tiny model's step, most likely because "
     "they push it out of the caches. Medians of repeated runs lie on both sides of the bound.",
-    "master_weights": "Beside a for-loop and foreach each 16-bit gradient is cast to FP32 before the step, and each "
-    "master to 16 bits after it: two more passes, over what caches may hold. Stepping it as one vector makes up "
-    "for part of them. What casts and steps take alone, the rows say. A fused step has no such passes where a C "
-    "compiler is: its kernel casts on the way. The rest is Python, which comes from memory after a step that has "
-    "filled the caches.",
     "split_beside_dtensor": "Of two ranks that wait for each other many times a pass, single times spread widely here, "
     "and the medians of repeated runs lie on both sides of the bound.",
     "accumulation_time": "accumulate checks what it is given, and looks in autograd's graph for the wrong reduction: "
@@ -70,9 +65,6 @@ WHY_ON_A_GPU = {
     "replay_speed": "It is Python, on the processor, and some rounds took twice as long as others.",
     "loss_scaling": "Of a step this small most is Python and launches, and single rounds differ more than the two "
     "scalers do.",
-    "master_weights": "Of small parameters most of a step is Python, in which the GPU waits. Of large ones a for-loop "
-    "and foreach pass the memory twice more, for the casts; what casts and steps take alone, the rows say. A fused "
-    "step does not: its kernel casts on the way, where Triton works.",
     "accumulation_time": "Most of a step this small is Python and launches, and single rounds differ by more than "
     "accumulate adds.",
     "swapped_to_the_host": "At the smaller width what is saved takes the link several times as long as the products "

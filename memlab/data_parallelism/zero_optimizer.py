@@ -28,7 +28,7 @@ from memlab.data_parallelism.norms import clip_parts_
 from memlab.data_parallelism.states import HeldParts, cut_state, gathered_states
 from memlab.data_parallelism.zero_buckets import WeightBucket, as_groups, check_params
 from memlab.data_parallelism.zero_gradients import ReducedGradients
-from memlab.mixed_precision.fitting import refuse_class
+from memlab.mixed_precision.edges import refuse_class
 from memlab.ranks import place_in
 from memlab.units import parse_bytes
 

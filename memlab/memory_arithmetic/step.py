@@ -19,7 +19,6 @@ from memlab.memory_arithmetic.optimizers import (
     IMPLEMENTATIONS,
     OPTIMIZERS,
     STEP_COUNTERS,
-    TABLE_ROW,
     chunk_limit,
     play_step,
     states,
@@ -110,10 +109,9 @@ def training_step(
       above 192 features run another kernel; before Ampere none reads BF16, and a block stores its scores.) There,
       AdamW's step counters lie in main memory unless it is fused.
     first_step: the optimizer has no states until its step.
-    chunk_bytes: for "mixed", how many bytes of FP32 gradients the step makes at once, of a larger parameter in slices,
-      as in `MasterWeights`: an int or such as "16 MiB"; None: no limit; "auto": 64 MiB on a GPU, 2 MiB on a CPU. Fused
-      AdamW makes none: one kernel reads the 16-bit gradients (with triton, which CUDA's builds bring on Linux; on a CPU
-      with a C compiler, there too).
+    chunk_bytes: for "mixed", how many bytes of FP32 gradients the step makes at once, or of one parameter, if it is
+      larger, as in `MasterWeights`: an int or such as "16 MiB"; None: no limit; "auto": 64 MiB on a GPU, 2 MiB on a
+      CPU.
     micro_batches: how many of (batch, tokens) accumulate gradients before the optimizer's step. From 2 on, the moments
       are those of any micro-batch but the first, and their bytes are the same for every number, except for the inputs:
       x and y of all micro-batches are held from the start. Of the losses a running sum is kept, in FP32.
@@ -158,7 +156,6 @@ def training_step(
     of_the_model = {"r": model.width // model.heads // 2, "P": model.parameters, "T": model.parameter_tensors}
     ledger = Ledger(model.symbols | of_the_batch | of_the_model)
     mixed = precision == "mixed"
-    by_kernel = mixed and (optimizer, implementation) == ("adamw", "fused")
     state_size = 4 if mixed else setting.stream
     kept_states = states(optimizer, state_size, master=mixed or offload is not None)
     counters = [STEP_COUNTERS] if optimizer == "adamw" else []
@@ -197,7 +194,6 @@ def training_step(
             implementation,
             state_size,
             chunk_bytes=chunk_bytes if mixed else None,
-            table_row=(TABLE_ROW if hardware == "gpu" else 0) if by_kernel else None,
             made=on_device if first_step else [],
         )
 

@@ -175,7 +175,7 @@ class ParameterNames:
 def owned_by_optimizer(optimizer: torch.optim.Optimizer, names: ParameterNames | Mapping[int, str]) -> Iterator[Owned]:
     """The optimizer's states, also in lists (LBFGS has such), named after the parameter they belong to.
 
-    Where one memory has those of several, as in MasterWeights, after the first of these. names: id(parameter) → its
+    Where one memory has those of several, as in a flat buffer, after the first of these. names: id(parameter) → its
     name.
     """
     found = [

@@ -3,10 +3,8 @@
 Read the pages in this order: `formats` (what a number is, bit by bit, and what a format loses), `loss_scaler` (keeps
 small gradients from FP16's floor; with `overflow`, which asks for inf and nan), `nonfinite` (which op made the first
 nan or inf; with `following`, what became of each, and `looking`, what a tensor holds), `master_weights` (FP32 copies
-that small updates add up in; with `flat_group`, which of them are stepped as one, `slices`, which in parts,
-`gradient_block`, where their gradients are, `fused_adam`, `adam_kernel` and `adam_in_c`, how fused Adam needs none of
-these, `versions`, whether others wrote to a weight, `loading`, what becomes of a state dict, and `fitting`, which
-optimizers can be stepped so) and `stochastic_rounding` (the same without copies).
+that small updates add up in; with `writes`, whether others wrote to a weight) and `stochastic_rounding` (the same
+without copies). `edges` has what a step on masters refuses, and how it loads; leave it closed at first reading.
 
 Sources: Micikevicius et al. 2018; Kalamkar et al. 2019.
 """

@@ -12,16 +12,6 @@ from torch import Tensor, UntypedStorage
 
 from memlab.memory_timeline.ownership import storages_of
 
-BATCH_NORMS = (  # they write running_mean and running_var, and their schemas do not say so
-    "native_batch_norm",
-    "cudnn_batch_norm",
-    "miopen_batch_norm",
-    "batch_norm_update_stats",
-    "batch_norm_gather_stats",
-    "batch_norm_gather_stats_with_counts",
-)
-SUMS = ("addmm", "addmv", "addbmm", "baddbmm", "addr")  # beta · their first argument + alpha · a product
-
 
 class Seen(NamedTuple):
     """What one tensor or scalar holds: any nan, +inf, -inf; and its largest finite |number|."""
@@ -89,44 +79,9 @@ def bytes_of(tensor: Tensor) -> UntypedStorage:
     return storage
 
 
-class Span(NamedTuple):
-    """Where a tensor lies in its storage: from byte `start` to before byte `end`, with `nbytes` of its own in there."""
-
-    start: int
-    end: int
-    nbytes: int
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> Span:
-        """The span of a tensor of any shape and strides; of a sparse one, its whole storage."""
-        if tensor.layout is not torch.strided:
-            return cls(0, bytes_of(tensor).nbytes(), bytes_of(tensor).nbytes())
-        first = tensor.storage_offset()
-        last = first + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        return cls(first * tensor.itemsize, (last + 1) * tensor.itemsize, tensor.nbytes)
-
-    def meets(self, other: Span) -> bool:
-        """Whether the two overlap: False for two slices beside each other."""
-        return self.start < other.end and other.start < self.end
-
-    def covers(self, other: Span) -> bool:
-        """Whether no byte of the other lies outside: False for a slice and the tensor it was cut from."""
-        return self.start <= other.start and other.end <= self.end and other.nbytes <= self.nbytes
-
-    def hull(self, other: Span) -> Span:
-        """The least span that covers both."""
-        return Span(min(self.start, other.start), max(self.end, other.end), max(self.nbytes, other.nbytes))
-
-
 def name_of(op: torch._ops.OpOverload) -> str:
     """An op's name without its library's and its overload's: "addmm_"."""
     return op._schema.name.partition("::")[2]
-
-
-@functools.cache
-def sums(op: torch._ops.OpOverload) -> bool:
-    """Whether an op adds a product to its first argument, at `beta=0` to nothing."""
-    return name_of(op).removesuffix("_") in SUMS
 
 
 @functools.cache
@@ -135,10 +90,9 @@ def writes(op: torch._ops.OpOverload) -> tuple[set[str | int], set[str | int]] |
     name = name_of(op)
     written, blind = set(), set()
     for place, argument in enumerate(op._schema.arguments):
-        running = argument.name in ("running_mean", "running_var")
-        if running and name.endswith("batch_norm_backward"):  # it has what forward saved
-            blind.add(place)
-        if running and name in BATCH_NORMS or argument.alias_info is not None and argument.alias_info.is_write:
+        if argument.name in ("running_mean", "running_var") and name.endswith("batch_norm_backward"):
+            blind.add(place)  # it has what forward saved
+        if argument.alias_info is not None and argument.alias_info.is_write:
             key = argument.name if argument.kwarg_only else place
             written.add(key)
             if argument.is_out or name.removeprefix("_foreach_") in ("copy_", "fill_", "zero_"):

@@ -12,38 +12,19 @@ inf or nan the step is skipped and S backs off, and after some time without it g
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Callable, Iterable, Mapping
-from numbers import Integral, Real
+from collections.abc import Callable, Iterable
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from memlab.mixed_precision.overflow import gradients_in_memory, multiply_and_check, note_losses
+from memlab.mixed_precision.scaler_settings import FP32, ScalerSettings
 
 READY, UNSCALED, STEPPED = "ready", "unscaled", "stepped"  # how far an optimizer has come since the last update()
-FP32 = torch.finfo(torch.float32)
-RULES = {  # the entries of a state dict: what each must be, in words and as a test, which nan fails
-    "scale": ("a number that FP32 holds, and 1 / it as well", lambda x: FP32.tiny <= x <= FP32.max),
-    "growth_factor": ("a number above 1, and finite", lambda x: 1 < x < math.inf),
-    "backoff_factor": ("a number above 0 and below 1", lambda x: 0 < x < 1),
-    "growth_interval": ("a whole number of iterations, at least 1", lambda x: isinstance(x, Integral) and x >= 1),
-    "_growth_tracker": ("a whole number of iterations, at least 0", lambda x: isinstance(x, Integral) and x >= 0),
-}
 
 
-def checked(name: str, value):
-    """`value`, if the rule of that name allows it. Raises TypeError or ValueError."""
-    expected, fits = RULES[name]
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"expected {name} to be {expected}; found {value!r} ({type(value).__name__})")
-    if not fits(value):
-        raise ValueError(f"expected {name} to be {expected}; found {value!r}")
-    return value
-
-
-class LossScaler:
+class LossScaler(ScalerSettings):
     """torch.amp.GradScaler's contract, for any device, and some things beyond it.
 
         scaler.scale(model(x, y)).backward()  # once, or as often as you accumulate
@@ -63,15 +44,11 @@ class LossScaler:
     FP16 gradients are unscaled in FP16: what the scale had saved from underflow is rounded or lost after all. An
     optimizer that can `widen_gradients()`, as MasterWeights can, is asked to first, and then nothing is lost.
 
-    An infinite loss is an overflow, also if its gradients are finite (x² overflows, 2x does not) or dropped on the way:
-    after an inf or nan among the losses, before the scale, every optimizer skips until update(). Losses that are to be
-    weighted or masked, reduce first. If only S · loss overflows, the gradients are right unless they overflow too.
+    After an inf or nan among the losses, before the scale, every optimizer skips until update(), also if gradients are
+    finite (x² overflows, 2x does not). GradScaler looks at no loss. Losses to be weighted or masked, reduce first.
 
-    GradScaler looks at no loss, and has no `agree`, skipped() and step_scheduler(). Its first argument is a device. It
-    refuses FP16 gradients in unscale_(), and a new_scale that is an int or comes before any loss; it knows no dicts. It
-    takes most settings and state dicts that make no sense (a growth_factor set to 1), and a closure by position, whose
-    gradients nobody divides or checks. Its scale may fall to 0. It passes itself to a step that asks for `grad_scaler`,
-    which is deprecated. Many of its errors are AssertionErrors.
+    Not here: get_growth_factor, set_growth_factor and the like; growth_factor, backoff_factor and growth_interval are
+    attributes. Pickle and deepcopy; there is state_dict().
 
     With either, torch's fused SGD (2.11, 2.13) goes on from a momentum that nobody wrote, if its first step was
     skipped: begin with a scale that does not overflow, or use foreach=True.
@@ -89,18 +66,13 @@ class LossScaler:
         *,
         agree: Callable[[Tensor], Tensor] | None = None,
     ):
-        self._init_scale, self._init_growth_tracker = float(checked("scale", init_scale)), 0
-        self.growth_factor = checked("growth_factor", growth_factor)
-        self.backoff_factor = checked("backoff_factor", backoff_factor)
-        self.growth_interval = checked("growth_interval", growth_interval)
-        self._enabled, self._agree = enabled, agree
-        self._scale = self._growth_tracker = None  # 0-dim tensors, made where the first loss is, and these
-        self._bad_loss = self._one = None  # the first is 1. if a loss was inf or nan since update(), else 0.
+        super().__init__(init_scale, growth_factor, backoff_factor, growth_interval, enabled)
+        self._agree = agree
         self._stages, self._found_inf = {}, {}  # optimizer → its stage; → 1. if it met inf or nan. Until update()
         self._latest = WeakKeyDictionary()  # optimizer → found_inf of its latest step; None: unscaled and not stepped
 
     def scale(self, outputs):
-        """S · loss. outputs: a tensor of any shape, or lists, tuples, dicts or an iterator of them: the same back.
+        """S · loss. outputs: a tensor of any shape, or lists, tuples or an iterator of them: the same back.
 
         Raises TypeError for anything else.
         """
@@ -110,13 +82,11 @@ class LossScaler:
             self._make_scale(outputs.device)
             note_losses(self._bad_loss, outputs)
             return outputs * self._scale.to(outputs.device)
-        if isinstance(outputs, Mapping):
-            return {name: self.scale(output) for name, output in outputs.items()}
         if isinstance(outputs, (list, tuple)):
-            return getattr(outputs, "_make", type(outputs))(map(self.scale, outputs))  # _make: of a namedtuple
+            return type(outputs)(map(self.scale, outputs))
         if isinstance(outputs, Iterable) and not isinstance(outputs, (str, bytes)):
             return map(self.scale, outputs)
-        raise TypeError(f"expected a loss: a tensor, or lists, tuples, dicts of tensors; found {outputs!r}")
+        raise TypeError(f"expected a loss: a tensor, or lists or tuples of tensors; found {outputs!r}")
 
     def unscale_(self, optimizer) -> None:
         """Divide the optimizer's gradients by S, in place, and note whether one is inf or nan.
@@ -152,35 +122,32 @@ class LossScaler:
         if (stage := self._stage(optimizer)) == STEPPED:
             raise RuntimeError("expected one step() of an optimizer per update(), found a second; call update() first")
         by_itself = getattr(optimizer, "_step_supports_amp_scaling", False)
-        if stage == READY and not by_itself:
+        if stage == READY and by_itself:
+            self._multiply_gradients(optimizer, self._one)  # only to look at them
+            self._stages[optimizer], self._latest[optimizer] = READY, None  # until it has divided them
+        elif stage == READY:
             self.unscale_(optimizer)
-        unchecked = optimizer not in self._found_inf
-        if unchecked and by_itself:  # it checks now, or was unscaled; it runs without gradients too, not on scaled ones
-            has_gradients = (p.grad is not None for group in optimizer.param_groups for p in group["params"])
-            unchecked = stage == UNSCALED and any(has_gradients)
-        if unchecked:
+        if optimizer not in self._found_inf and not (by_itself and not gradients_in_memory(optimizer)):
             self._stages[optimizer] = stage  # nothing was divided: after an error the next step divides
             raise RuntimeError(
                 "expected an optimizer with gradients, found one without any when it was unscaled: first call "
                 "backward() on a scaled loss that depends on its parameters (where only some ranks have gradients, "
                 "give LossScaler an `agree`)"
             )
+        found_inf = self._found_inf.get(optimizer, self._bad_loss)
         if by_itself:
-            result = self._step_itself(optimizer, stage, *args, **kwargs)
+            result = self._step_itself(optimizer, stage == READY, found_inf.clone(), *args, **kwargs)
         else:
-            result = None if self._found_inf[optimizer].item() else optimizer.step(*args, **kwargs)
-        self._stages[optimizer], self._latest[optimizer] = STEPPED, self._skips(optimizer)
+            result = None if found_inf.item() else optimizer.step(*args, **kwargs)
+        self._stages[optimizer], self._latest[optimizer] = STEPPED, found_inf.clone()
         return result
 
-    def _step_itself(self, optimizer, stage: str, *args, **kwargs):
-        """The step of an optimizer that unscales and skips by itself. `grad_scale` may be there: the user's own."""
+    def _step_itself(self, optimizer, divides: bool, found_inf: Tensor, *args, **kwargs):
+        """The step of an optimizer that divides and skips by itself. `grad_scale` may be there: the user's own."""
         scale = getattr(optimizer, "grad_scale", None)
-        if stage == READY:
-            self._multiply_gradients(optimizer, self._one)
-            self._latest[optimizer] = None
-            self._stages[optimizer] = READY  # nothing was divided: after an error the next step divides
+        if divides:
             scale = self._scale if scale is None else self._scale * scale
-        optimizer.grad_scale, optimizer.found_inf = scale, self._skips(optimizer)
+        optimizer.grad_scale, optimizer.found_inf = scale, found_inf
         try:
             return optimizer.step(*args, **kwargs)
         finally:
@@ -195,11 +162,7 @@ class LossScaler:
         if not self._enabled:
             return
         if new_scale is not None:
-            if isinstance(new_scale, Tensor) and new_scale.numel() != 1:
-                raise ValueError(f"expected new_scale to be one number, found one of shape {tuple(new_scale.shape)}")
-            self._init_scale = float(checked("scale", new_scale.item() if isinstance(new_scale, Tensor) else new_scale))
-            if self._scale is not None:
-                self._scale.fill_(self._init_scale)
+            self._set_scale(new_scale.item() if isinstance(new_scale, Tensor) else new_scale)
         elif not self._found_inf:
             raise RuntimeError("expected step() or unscale_() of gradients before update(): no gradient was checked")
         else:
@@ -228,69 +191,6 @@ class LossScaler:
         if not self.skipped(scheduler.optimizer):
             scheduler.step(*args, **kwargs)
 
-    def get_scale(self) -> float:
-        """S, or 1. if disabled. Waits for the GPU."""
-        return 1.0 if not self._enabled else self._init_scale if self._scale is None else self._scale.item()
-
-    def get_growth_factor(self) -> float:
-        """What S is multiplied by when it grows."""
-        return self.growth_factor
-
-    def set_growth_factor(self, new_factor: float) -> None:
-        """Change it. Raises what LossScaler(growth_factor=new_factor) raises."""
-        self.growth_factor = checked("growth_factor", new_factor)
-
-    def get_backoff_factor(self) -> float:
-        """What S is multiplied by after an overflow."""
-        return self.backoff_factor
-
-    def set_backoff_factor(self, new_factor: float) -> None:
-        """Change it. Raises what LossScaler(backoff_factor=new_factor) raises."""
-        self.backoff_factor = checked("backoff_factor", new_factor)
-
-    def get_growth_interval(self) -> int:
-        """After how many iterations without an overflow S grows."""
-        return self.growth_interval
-
-    def set_growth_interval(self, new_interval: int) -> None:
-        """Change it. Raises what LossScaler(growth_interval=new_interval) raises."""
-        self.growth_interval = checked("growth_interval", new_interval)
-
-    def is_enabled(self) -> bool:
-        """Whether it scales."""
-        return self._enabled
-
-    def state_dict(self) -> dict[str, float | int]:
-        """What load_state_dict takes, here or in GradScaler; {} if disabled. Call it after update()."""
-        tracker = self._init_growth_tracker if self._growth_tracker is None else self._growth_tracker.item()
-        values = self.get_scale(), self.growth_factor, self.backoff_factor, self.growth_interval, tracker
-        return dict(zip(RULES, values, strict=True)) if self._enabled else {}
-
-    def load_state_dict(self, state_dict: Mapping[str, float | int]) -> None:
-        """Go on from a LossScaler's or GradScaler's state dict. Raises ValueError or TypeError for what is neither."""
-        if not self._enabled:
-            return
-        if missing := [key for key in RULES if key not in state_dict]:
-            hint = "" if state_dict else ": that of a scaler with enabled=False is empty"
-            raise ValueError(f"expected a loss scaler's state dict, found one without {', '.join(missing)}{hint}")
-        scale, growth, backoff, interval, tracker = (checked(key, state_dict[key]) for key in RULES)
-        self._init_scale, self._init_growth_tracker = float(scale), tracker
-        self.growth_factor, self.backoff_factor, self.growth_interval = growth, backoff, interval
-        if self._scale is not None:
-            self._scale.fill_(scale)
-            self._growth_tracker.fill_(tracker)
-
-    def __getstate__(self) -> dict:
-        if self._stages:
-            raise RuntimeError("expected to pickle a LossScaler between iterations, found one before its update()")
-        state = vars(self) | dict.fromkeys(("_scale", "_growth_tracker", "_bad_loss", "_one", "_latest"))
-        if self._enabled:  # as numbers: the tensors are made again where the next loss is
-            state["_init_scale"], *_, state["_init_growth_tracker"] = self.state_dict().values()
-        return state
-
-    def __setstate__(self, state: dict) -> None:
-        vars(self).update(state, _latest=WeakKeyDictionary())
-
     def _stage(self, optimizer) -> str:
         """How far an optimizer has come, if it is one and there is a scale."""
         if not hasattr(optimizer, "param_groups"):
@@ -299,18 +199,6 @@ class LossScaler:
             raise RuntimeError("expected scaler.scale(loss).backward() before unscale_() and step(), found no loss yet")
         self._make_scale(next((p.device for group in optimizer.param_groups for p in group["params"]), "cpu"))
         return self._stages.get(optimizer, READY)
-
-    def _make_scale(self, device) -> None:
-        """Make the tensors, if they are not there: on the device of the first loss, or of a rank that has none."""
-        if self._scale is None:
-            self._scale = torch.tensor(self._init_scale, dtype=torch.float32, device=device)
-            self._growth_tracker = torch.full_like(self._scale, self._init_growth_tracker, dtype=torch.int32)
-            self._bad_loss, self._one = torch.zeros_like(self._scale), torch.ones_like(self._scale)
-
-    def _skips(self, optimizer) -> Tensor:
-        """1. if it is to skip its step, else 0.: its gradients, or where it has none, the losses tell."""
-        found_inf = self._found_inf.get(optimizer)
-        return self._bad_loss.clone() if found_inf is None else found_inf
 
     def _multiply_gradients(self, optimizer, factor: Tensor) -> None:
         """Multiply gradients in place by a 0-dim FP32 tensor, and note found_inf, such a tensor too: 1. or 0."""

@@ -11,19 +11,20 @@ But not every inf is a mistake: masks hold -inf on purpose, and log(0) does no h
   with a scalar, if the result of an op that reads it is not finite either;
 - what is not finite and depends on these is no news: it has the earliest origin among the inputs that are not finite
   (that are nan, if it is nan and one of them is);
-- where a mask is finite to which `addmm`, `baddbmm` and the like add a product, what is not finite is the product's;
-- a value is **forgiven** if an op reads it and all that the op makes is finite. Tests (`isfinite`, `>`) and overwriting
-  (`zero_`, `copy_`, `out=`) forgive nothing, and what only makes an integer (`argmax`) forgives no nan. A finite slice
-  of a tensor (`x.log()[1:]`) forgives the rest if by the end of the run the memory is gone: that dropped it. An `abs`
-  or `clone` that was only tested and is gone was a part of that test: `x.isfinite()` makes one.
+- a value is **forgiven** if an op reads it and every number that the op makes is finite. Tests (`isfinite`, `>`), ops
+  that make only integers, and overwriting (`zero_`, `copy_`, `out=`) forgive nothing.
 
 Reported is the earliest origin of a value that was neither forgiven nor carried on to another by the end: a loss, a
 gradient, a weight, or whatever nobody has read, be it freed by then.
 
 The inf of `masked_fill(mask, -inf)` and `x * inf` is a scalar's, a mask from outside may hold -inf, and `fill_` or
 `where` may place even a nan. But 300 · 300 in FP16, 0 · inf and the softmax of a row that is masked throughout are
-found. A score that overflows to -inf isn't, if softmax makes 0 of it, nor is a divisor that is inf: what comes of them
-is finite, if not always what was meant. Views compute nothing, fresh memory (`empty`) holds anything: passed over.
+found. Views compute nothing, fresh memory (`empty`) holds anything: passed over.
+
+Not here: a score that overflows to -inf, if softmax makes 0 of it, and a divisor that is inf, are forgiven. An inf that
+is dropped because only a finite slice of its tensor is read (`x.log()[1:]`) is reported all the same. Where an op adds
+a product to a mask (`baddbmm`), an inf of the product beside the mask's -inf is taken for the mask's. What BatchNorm
+writes into its running statistics is looked at when it is next read.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ def first_nonfinite(fn: Callable, *args, **kwargs) -> NonFinite | None:
     """
     watch = _Watch({f"argument {name}": value for name, value in [*enumerate(args), *kwargs.items()]})
     with watch:
-        watch.followed.keep(fn(*args, **kwargs))
+        fn(*args, **kwargs)
     return watch.followed.found
 
 

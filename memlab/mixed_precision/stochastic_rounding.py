@@ -49,7 +49,7 @@ class StochasticRounding(MasterWeights):
     Raises what MasterWeights raises, and ValueError for FP16 parameters.
     """
 
-    _keeps_masters = _rearranges = False
+    _keeps_masters = False
 
     def __init__(
         self,
@@ -71,14 +71,13 @@ class StochasticRounding(MasterWeights):
             del self.param_groups[-1]
             raise ValueError("expected parameters in BF16, found FP16, which is not rounded here; use MasterWeights")
 
-    def _wide(self, p: Tensor) -> Tensor:
+    def _master(self, p: Tensor) -> Tensor:
         if p.dtype is torch.float16:
             raise ValueError("expected parameters in BF16, found one that has become FP16; use MasterWeights")
-        return super()._wide(p)
+        return self._wide(p) if self._needs_master(p) else p
 
-    def _round(self, weights: list[Tensor], wide: list[Tensor]) -> None:
-        self._block(wide[0].device).free()  # the gradients are used, and rounding is the fullest moment
-        for p, m in zip(weights, wide, strict=True):
+    def _round(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
+        for p, m in pairs:
             p.copy_(round_stochastically(m, self.generator))
 
     def state_dict(self) -> dict:

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from memlab.memory_timeline import in_main_memory, main_memory
-from memlab.mixed_precision.fitting import HALVES
+from memlab.mixed_precision.edges import HALVES
 from memlab.offloading.host_link import HostLink, HostLinks
 from memlab.offloading.slab import pinned_bytes
 from memlab.offloading.state_file import StateFile, StateRegion

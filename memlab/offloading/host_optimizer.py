@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack
 
 import torch
@@ -24,10 +24,8 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from memlab.memory_timeline import in_main_memory, main_memory
-from memlab.mixed_precision.fitting import HALVES
-from memlab.mixed_precision.flat_group import Chunk
-from memlab.mixed_precision.master_weights import MasterWeights
-from memlab.mixed_precision.versions import Versions
+from memlab.mixed_precision.edges import HALVES
+from memlab.mixed_precision.master_weights import Chunk, MasterWeights
 from memlab.offloading.host_gradients import HostGradients
 from memlab.offloading.host_link import HostLinks
 from memlab.offloading.slab import rounded
@@ -57,7 +55,7 @@ class OffloadedOptimizer(MasterWeights):
     chunk_bytes: how many bytes of FP32 gradients are stepped at once (one parameter's, if they are more; 4 an element
       also in FP64), while the next chunk's come, with states, and the last one's weights go. None: all at once. "auto":
       8 MiB in main memory, which a CPU's caches nearly hold; 4 MiB with a folder, whose step has six such blocks in its
-      buffers. In main memory the FP32 gradients of the largest chunk keep their place between steps.
+      buffers.
 
     `param_groups` hold the model's own parameters: schedulers, `zero_grad` and (without gradients=True) clipping and
     loss scalers work as ever. `state[p]` holds what is in main memory. `state_dict()` is that of `MasterWeights`, or
@@ -68,7 +66,7 @@ class OffloadedOptimizer(MasterWeights):
     middle of a step, load a state dict.
     """
 
-    _refuses_wide = _rearranges = False
+    _refuses_wide = False
 
     def __init__(
         self,
@@ -97,7 +95,6 @@ class OffloadedOptimizer(MasterWeights):
     def close(self) -> None:
         """Take the hooks off and give the file's room back. The model can train, this cannot step: save it before."""
         self._closed, self._stepped = True, []
-        self._end_blocks()
         self._host.close()
         if self._file is not None:
             self._file.close()
@@ -137,13 +134,15 @@ class OffloadedOptimizer(MasterWeights):
 
     # ---- the step: chunk by chunk, the next one on its way down, the last one on its way back
 
-    def _brought(self) -> Iterator[Chunk]:
+    def _chunks(self) -> Iterator[Chunk]:
         self._refuse_closed("step")
         if self.gradients:
             self._host.collect(self._params())
         if self._file is not None and self._file.torn:
             raise OSError(f"expected whole states in {self._file.folder!r}, found a failed write; load a state dict")
-        chunks = list(self._chunks())
+        return super()._chunks()
+
+    def _step_chunks(self, chunks: list[Chunk]) -> None:
         if self.gradients:
             self._stepped = [p for chunk in chunks for _, p in chunk]
         with ExitStack() as stack:
@@ -155,7 +154,8 @@ class OffloadedOptimizer(MasterWeights):
                 self._receive(chunk)
                 self._send_for(following)
                 try:
-                    yield chunk
+                    with main_memory():
+                        self._step_chunk(chunk, alone=len(chunks) == 1)
                 finally:
                     self._put_away(chunk)
 
@@ -197,22 +197,15 @@ class OffloadedOptimizer(MasterWeights):
                 if states:
                     self.state[p] = states | self.state[p]
                 self._host.held.update((p, g) for g in gradient.values())
-        if self.gradients:
-            for _, p in chunk:
-                if not self._needs_master(p):
-                    p.grad = self._host.held[p]
 
     def _put_away(self, chunk: Chunk) -> None:
         """The gradients are used up, the states go back."""
         for _, p in chunk if self._host.held else ():
             self._host.held.pop(p, None)
-            if self.gradients:
-                p.grad = None
         if self._passage is not None:
             self._passage.back(self._filed([p for _, p in chunk if p in self.state]))
 
     def _after_step(self) -> None:
-        self._end_blocks(keep=self._passage is None)  # in main memory they stay, as the states do
         if not self.gradients:
             self._host.held.clear()  # copies of p.grad, if the step raised
         if not self._host.held:
@@ -220,20 +213,13 @@ class OffloadedOptimizer(MasterWeights):
         self._passage = None
         self._coming.clear()
 
-    def _step_chunk(self, chunk: Chunk) -> list[tuple[dict, dict]]:
-        with main_memory():
-            return super()._step_chunk(chunk)
+    def _factor(self) -> Tensor | None:
+        return super()._factor() if self._host.clipping is None else self._host.clipping
 
-    def _divide(self, seen: list[Tensor], weights: Sequence[Tensor] = (), masters: Sequence[Tensor] = ()) -> None:
-        super()._divide(seen, weights, masters)
-        if self._host.clipping is not None:
-            torch._foreach_mul_([m.grad for m in seen], self._host.clipping)
-
-    def _round(self, weights: list[Tensor], masters: list[Tensor]) -> None:
-        if (link := self._links.to(weights[0])) is None:
-            return super()._round(weights, masters)
-        link.send(masters, weights)
-        self._versions.wrote(weights)
+    def _round(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
+        if not pairs or (link := self._links.to(pairs[0][0])) is None:
+            return super()._round(pairs)
+        link.send([m for _, m in pairs], [p for p, _ in pairs])
 
     # ---- states in the file
 
@@ -341,10 +327,6 @@ class OffloadedOptimizer(MasterWeights):
             self._file.torn = False
             for place, states in self._filed([p for p in self.state if self._in_file(p)]):
                 self._file.write(place, states)
-
-    def refresh(self) -> None:
-        """As MasterWeights.refresh; the next step does it."""
-        self._versions = Versions()
 
     def __getstate__(self) -> dict:
         raise TypeError(

@@ -28,7 +28,7 @@ from memlab.book.measures.memory_timeline import (
     meter_exactness,
     meter_time,
 )
-from memlab.book.measures.mixed_precision import loss_scaling, master_weights
+from memlab.book.measures.mixed_precision import loss_scaling
 from memlab.book.measures.offloading import (
     offloaded_step,
     streamed_weights,
@@ -56,7 +56,6 @@ MEASURES = (
     static_plans,
     recorded_allocator,
     loss_scaling,
-    master_weights,
     accumulated_gradients,
     accumulation_time,
     padding,

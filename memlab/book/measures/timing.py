@@ -11,8 +11,6 @@ from collections.abc import Callable
 
 import torch
 
-from memlab.units import KiB, MiB
-
 
 def seconds(run: Callable[[], object]) -> float:
     """How long one call takes, in seconds; on CUDA until the device has finished."""
@@ -48,17 +46,6 @@ def printed_by(code: str) -> str:
         last = (run.stderr.strip().splitlines() or ["it says nothing"])[-1]
         raise RuntimeError(f"a process of its own ended with status {run.returncode}: {last}")
     return run.stdout
-
-
-def keep_freed_blocks() -> None:
-    """Free blocks of nearly 32 MiB once, as a process that trains soon does: glibc keeps blocks up to that size then.
-
-    Otherwise one of 4 MiB goes back to the system whenever it is freed, and comes again page by page; whose step that
-    slows down is chance. So many at once, that one at least is new from the system, and not a piece of what is free:
-    only such a one counts. Nothing is written to them.
-    """
-    blocks = [torch.empty(32 * MiB - 64 * KiB, dtype=torch.uint8) for _ in range(64)]
-    blocks.clear()
 
 
 def spread(values: list[float], form: str = "{:.2f}") -> str:
