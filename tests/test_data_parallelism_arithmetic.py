@@ -79,7 +79,7 @@ def test_at_the_tokens_that_hide_a_stage_no_phase_is_shorter_than_what_it_sends(
         tokens = tokens_to_hide(flops, link, ranks, stage, **bytes_each)
         slack = []
         for phase, work in (("forward", 2), ("backward", 4)):
-            sent = ring_seconds(sent_beside(stage, phase, **bytes_each) * parameters, ranks, link, halves=1)
+            sent = ring_seconds(sent_beside(stage, phase, **bytes_each) * parameters, ranks, link) / 2
             slack.append(work * parameters * tokens / flops - sent)
         assert min(slack) == pytest.approx(0, abs=1e-12) and max(slack) > -1e-12
 

@@ -17,34 +17,28 @@ Weights, layer by layer: `homes` (where they lie), `twins` (what an optimizer st
 `residency` (which are on the device), `streamed_model` (how the model still saves and loads) and `streaming` (the
 moments: `stream_weights`).
 
-And when it is free: `overlap` and `traffic` (as formulas), `simulation` (as a step on paper) and `schedule` (what to
-send first).
+And when it is free: `links` (as formulas), `simulation` (as a step on paper) and `schedule` (what to send first).
 """
 
 from memlab.offloading.host_optimizer import OffloadedOptimizer
-from memlab.offloading.overlap import (
+from memlab.offloading.links import (
+    HOST_BYTES,
     LINKS,
+    HostStep,
     Overlap,
     block_bytes,
     block_flops,
     block_overlap,
+    hidden_tokens,
     hidden_width,
+    host_step,
     transfer_seconds,
 )
 from memlab.offloading.residency import resident_bytes
-from memlab.offloading.schedule import (
-    POLICIES,
-    best_sends,
-    chosen,
-    held_in,
-    least_depth,
-    ordered,
-    plan_sends,
-)
+from memlab.offloading.schedule import POLICIES, chosen, held_in, ordered, plan_sends
 from memlab.offloading.simulation import Held, Run, Transfer, simulate
 from memlab.offloading.streaming import stream_weights
 from memlab.offloading.swap import swap_activations
-from memlab.offloading.traffic import HOST_BYTES, HostStep, hidden_tokens, host_step
 
 __all__ = [
     "HOST_BYTES",
@@ -56,7 +50,6 @@ __all__ = [
     "Overlap",
     "Run",
     "Transfer",
-    "best_sends",
     "block_bytes",
     "block_flops",
     "block_overlap",
@@ -65,7 +58,6 @@ __all__ = [
     "hidden_tokens",
     "hidden_width",
     "host_step",
-    "least_depth",
     "ordered",
     "plan_sends",
     "resident_bytes",
