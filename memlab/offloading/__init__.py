@@ -5,10 +5,9 @@ Read the pages in this order.
 For all three: `slab` (host memory, allocated once), `layout` (tensors side by side in it) and `unnamed` (a file that
 cannot be left behind).
 
-Activations: `files` (where they spill to), `link` (copies beside the computation), `footprint` and `pieces` (which
-bytes of a storage a tensor is made of, and what stands in the graph for it), `owned` (what stays), `choice` (who leaves
-under a budget), `pace` (how long copies take), `store` (where a piece is at present) and `swap` (the hooks:
-`swap_activations`).
+Activations: `files` (where they spill to), `link` (copies beside the computation), `store` (where bytes that left are),
+`footprint` and `pieces` (which bytes of a storage a tensor is made of, and what stands in the graph for it) and `swap`
+(the hooks: `swap_activations`).
 
 Optimizer states: `state_file` (states in a file), `host_link` (buffers that take turns), `host_gradients` (gradients
 that leave in backward) and `host_optimizer` (the step on the host: `OffloadedOptimizer`).
