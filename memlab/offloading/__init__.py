@@ -12,8 +12,8 @@ Activations: `files` (where they spill to), `link` (copies beside the computatio
 Optimizer states: `state_file` (states in a file), `host_link` (buffers that take turns), `host_gradients` (gradients
 that leave in backward) and `host_optimizer` (the step on the host: `OffloadedOptimizer`).
 
-Weights, layer by layer: `homes` (where they lie), `twins` (what an optimizer steps there), `courier` (who brings them),
-`residency` (which are on the device), `streamed_model` (how the model still saves and loads) and `streaming` (the
+Weights, layer by layer: `homes` (where they lie), `courier` (who brings them), `twins` (what an optimizer steps there),
+`residency` (which are on the device), `streamed_model` (what the model still does, and refuses) and `streaming` (the
 moments: `stream_weights`).
 
 And when it is free: `links` (as formulas), `simulation` (as a step on paper) and `schedule` (what to send first).
