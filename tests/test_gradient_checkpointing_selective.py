@@ -249,7 +249,7 @@ def test_without_rng_state_the_generator_is_not_touched_in_backward():
         return (x * torch.bernoulli(torch.full_like(x, 0.5))).sin()
 
     torch.manual_seed(0)
-    result = selective_checkpoint(function, x, keep=keep, preserve_rng_state=False)
+    result = selective_checkpoint(function, x, keep=keep)
     torch.manual_seed(7)
     expected = torch.get_rng_state()
     result.sum().backward()

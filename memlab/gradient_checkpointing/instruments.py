@@ -48,13 +48,6 @@ def source(x: Tensor, sent: list[Tensor]) -> Tensor:
     return Source.apply(torch.empty(0, requires_grad=True), x.detach(), sent) if x.requires_grad else x
 
 
-def stage_input(x: Tensor, sent: list[Tensor], place: list[int], own: bool) -> Tensor:
-    """x for a stage, or, as its own, a copy that nobody else holds. place: set to where that is."""
-    given = source(replica(x).requires_grad_(x.requires_grad), sent) if own else source(x, sent)
-    place[0] = storage_id(given)
-    return given
-
-
 def replica(tensor: Tensor) -> Tensor:
     """Other bytes in the same layout."""
     whole = tensor.detach().as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
@@ -128,12 +121,10 @@ class Step(NamedTuple):
     begin: int
     forward: int
     backward: int
-    look: int | None
+    look: int
     done: int
     gradient_bytes: int
     grads: int
-    summed: int
-    view: bool
     saves_input: bool
     saves_output: bool
     saves: int
@@ -163,27 +154,23 @@ class Notes(NamedTuple):
         # The caller holds the last output and its gradient from beginning to end; the others die on the way.
         base, own_base = (levels[s.begin] + (output if self.last else -s.gradient_bytes) for s in (self.held, self.own))
         kept = levels[step.backward] - levels[step.begin] - (output if self.last else 0)
-        summed = self.own.summed  # alone on the bench it adds its gradients to none
-        look, own_look = (s.look if s.saves else s.done for s in (self.held, self.own))
         return Stage(
             output_bytes=output,
-            view=step.view,
             tape_bytes=kept - (output if step.saves_output and not self.last else 0),
             saves_input=step.saves_input,
-            saves_output=step.saves_output and not step.view,
-            gradient_bytes=self.own.grads,  # it ran first, and met its parameters
+            saves_output=step.saves_output,
+            gradient_bytes=step.grads,
             forward_bytes=peak(self.begin, self.ran) - levels[self.begin],
             taped_bytes=peak(step.begin, step.forward) - levels[step.begin],
             again_bytes=peak(self.again, self.stopped) - levels[self.again],
-            backward_bytes=peak(step.backward, step.done) - base + summed,
-            waiting_bytes=peak(step.backward, look) - base - kept + summed,
-            arriving_bytes=levels[look] - base - kept if step.saves else 0,
-            working_bytes=peak(look, step.done) - base + summed,
-            own_backward_bytes=peak(self.own.backward, self.own.done) - own_base + summed,
-            own_working_bytes=peak(own_look, self.own.done) - own_base + summed,
+            backward_bytes=peak(step.backward, step.done) - base,
+            waiting_bytes=peak(step.backward, step.look) - base - kept,
+            arriving_bytes=levels[step.look] - base - kept,
+            working_bytes=peak(step.look, step.done) - base,
+            own_backward_bytes=peak(self.own.backward, self.own.done) - own_base,
+            own_working_bytes=peak(self.own.look, self.own.done) - own_base,
             cost=step.flops,
-            again_cost=self.again_flops if step.saves else 0,
-            saves=step.saves,
+            again_cost=self.again_flops,
         )
 
 
