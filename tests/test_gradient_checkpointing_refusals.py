@@ -83,6 +83,7 @@ CHOICES = {
     "a name of a module": (choosing(["0"]), TypeError, "expected modules, found '0'"),
     "a stranger": (choosing([nn.Linear(2, 2)]), ValueError, "found a Linear that is no part of it"),
     "a class of none": (choosing(nn.Conv2d), ValueError, "expected at least one module of the Sequential to be chosen"),
+    "one inside another": (choosing(nn.Module), ValueError, "found a Linear inside another; choose the outer ones or"),
     "every 0th": (partial(every, [], 0), ValueError, "expected k >= 1"),
     "every half": (partial(every, [], 1.5), TypeError, "expected k to be an int, found 1.5"),
 }

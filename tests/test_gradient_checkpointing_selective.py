@@ -461,13 +461,11 @@ CHOICES = {
     "modules": lambda model: model.blocks,
     "every other": lambda model: every(model.blocks, 2),
     "a function": lambda model: lambda name, module: name.endswith("attention"),
-    "nested": lambda model: (Block, nn.Linear),
-    "all": lambda model: nn.Module,
     "one twice": lambda model: [model.blocks[1], model.blocks[1]],
 }
 
 
-@some("choice, keep", itertools.product(CHOICES, [None, LINEARS]), keep=9)
+@some("choice, keep", itertools.product(CHOICES, [None, LINEARS]), keep=7)
 def test_whichever_modules_are_checkpointed_the_step_is_the_same_and_nothing_is_left(choice, keep):
     model = lively_model()
     which, plain = CHOICES[choice](model), model_step(model, *BATCH)
@@ -538,35 +536,6 @@ def test_a_module_is_not_checkpointed_twice_and_the_first_block_goes_on():
             pass
         assert [m for m in model.modules() if "forward" in vars(m)] == list(model.blocks)
     assert all("forward" not in vars(module) for module in model.modules())
-
-
-def test_after_the_block_chosen_modules_inside_one_another_are_run_as_often_as_in_it_and_nothing_holds_the_model(no_gc):
-    calls, gradients = [], []
-
-    class Counts(nn.Tanh):
-        def forward(self, x):
-            calls.append(1)
-            return super().forward(x).sin()
-
-    x = torch.randn(2, 4, requires_grad=True)
-    for after in (False, True):
-        model = nn.Sequential(nn.Sequential(Counts(), nn.Sequential(Counts(), Counts()), nn.Sigmoid()), nn.Tanh())
-        with checkpointed(model, nn.Module):
-            y = model(x).sum()
-            if not after:
-                gradients += torch.autograd.grad(y, x)
-        if after:
-            gradients += torch.autograd.grad(y, x)
-        gradients.append(len(calls))
-        calls.clear()
-    assert torch.equal(gradients[0], torch.autograd.grad(model(x).sum(), x)[0])
-    assert torch.equal(gradients[2], gradients[0]) and gradients[1] == gradients[3]
-    alive = weakref.ref(model)
-    with checkpointed(model, nn.Module):
-        y = model(x).sum()
-    y.backward()
-    del model, y
-    assert alive() is None
 
 
 class Witness:
