@@ -66,7 +66,6 @@ def calls_of(function, layers: int, **options) -> list[int]:
 def test_backward_runs_each_segment_again_the_last_one_first():
     again = [8, 9, 6, 7, 3, 4, 5, 0, 1, 2]
     assert calls_of(checkpoint_sequential, 10) == [*range(10), *again]
-    assert calls_of(checkpoint_sequential, 10, keep_last=True) == [*range(10), *again[2:]]
 
 
 CUTS = [1, 2, 5, 7, "sqrt", [3], [1, 2, 6]]
@@ -90,10 +89,10 @@ def bits(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return [t.detach().view(torch.int32) for t in tensors]
 
 
-@some("segments, keep_last, dropout", itertools.product(CUTS, [False, True], [0.0, 0.3]), keep=7)
-def test_values_and_gradients_are_bitwise_those_of_the_plain_chain(segments, keep_last, dropout):
+@some("segments, dropout", itertools.product(CUTS, [0.0, 0.3]), keep=7)
+def test_values_and_gradients_are_bitwise_those_of_the_plain_chain(segments, dropout):
     plain = learned(lambda layers, x: layers(x), chain(dropout))
-    found = learned(lambda layers, x: checkpoint_sequential(layers, segments, x, keep_last=keep_last), chain(dropout))
+    found = learned(lambda layers, x: checkpoint_sequential(layers, segments, x), chain(dropout))
     assert all(map(torch.equal, bits(plain), bits(found)))
 
 
@@ -162,7 +161,7 @@ OUTSIDE = TOKENS * 8 + 4
 
 
 @cache
-def metered(layers: int, segments, vocabulary: int = VOCABULARY, keep_last: bool = False) -> Timeline:
+def metered(layers: int, segments, vocabulary: int = VOCABULARY) -> Timeline:
     """The second micro-batch of a GPT, whose gradients are there already. segments None: nothing is checkpointed."""
     config = GPTConfig(layers=layers, width=WIDTH, heads=4, context=TOKENS, vocabulary=vocabulary)
     model = GPT(config)
@@ -174,7 +173,7 @@ def metered(layers: int, segments, vocabulary: int = VOCABULARY, keep_last: bool
             for block in model.blocks:
                 stream = block(stream)
         else:
-            stream = checkpoint_sequential(model.blocks, segments, stream, keep_last=keep_last)
+            stream = checkpoint_sequential(model.blocks, segments, stream)
         return F.cross_entropy(model.head(model.norm(stream)).flatten(0, 1), y.flatten())
 
     loss_of().backward()
@@ -206,14 +205,6 @@ def test_sixteen_blocks_hold_what_the_formula_says_to_the_byte(segments):
 def test_chains_of_any_depth_hold_what_the_formula_says_to_the_byte(layers):
     for segments in {layers, "sqrt", best_segments(layers, SAVED, INPUT)}:
         assert activations(layers, segments) == said(layers, segments)
-
-
-def test_to_keep_the_last_segment_costs_a_bias_where_the_head_is_narrow_and_much_where_it_is_wide():
-    """What was computed again dies inside the formula that reads it; a tape, after its bias's gradient is summed."""
-    for segments in (2, 4):
-        narrow, wide = ([metered(8, segments, v, keep).peak_bytes for keep in (False, True)] for v in (16, 256))
-        assert narrow[1] - narrow[0] == WIDTH * 4
-        assert wide[1] > 1.1 * wide[0]
 
 
 DEPTHS = (4, 9, 16, 25, 36, 49, 64)

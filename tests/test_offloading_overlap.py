@@ -9,7 +9,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from memlab.book.workloads import GPT
-from memlab.memory_arithmetic import Transformer, preset
+from memlab.memory_arithmetic import Transformer
 from memlab.memory_hierarchy import OpCounter
 from memlab.memory_timeline import Meter, imagine
 from memlab.offloading.links import (
@@ -60,14 +60,6 @@ def test_a_blocks_flops_are_those_that_pytorch_counts(half, phase):
     assert block_flops(model, BATCH, TOKENS, phase) == counted(2) - counted(1)
 
 
-def test_a_checkpointed_blocks_backward_computes_one_forward_more():
-    for model in (Transformer(layers=2, **SIZES), preset("Llama-3 8B")):
-        forward, backward, both = (
-            block_flops(model, 3, 100, phase) for phase in ("forward", "backward", "backward, checkpointed")
-        )
-        assert both == forward + backward and 2 * forward < backward < 2.5 * forward
-
-
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_a_blocks_bytes_are_those_that_the_meter_sees_kept_for_backward(half, dropout):
     def metered(layers):
@@ -81,18 +73,16 @@ def test_a_blocks_bytes_are_those_that_the_meter_sees_kept_for_backward(half, dr
     assert block_bytes(model, BATCH, TOKENS, inputs_only=True, dropout=dropout) == 2 * BATCH * TOKENS * 256
 
 
-@pairs("rate, link, inputs_only, phase", [50e12, 100e12, 400e12], LINKS, [False, True], ["forward", "backward"])
-def test_the_width_of_the_formula_is_where_exact_bytes_and_flops_cross(rate, link, inputs_only, phase):
+@pairs("rate, link, inputs_only", [50e12, 100e12, 400e12], LINKS, [False, True])
+def test_the_width_of_the_formula_is_where_exact_bytes_and_flops_cross(rate, link, inputs_only):
     tokens, speed = 512, LINKS[link]
 
     def hidden(width):
         model = Transformer(4, width, width // 128, vocabulary=64, context=tokens)
-        overlap = block_overlap(model, 1, tokens, rate, speed, phase=phase, inputs_only=inputs_only, dropout=0.1)
-        return overlap.hidden
+        return block_overlap(model, 1, tokens, rate, speed, inputs_only=inputs_only, dropout=0.1).hidden
 
     kept = 2 if inputs_only else 34 + 4 / 128  # log-sums of the attention, a number for each head of 128
-    named = "backward, checkpointed" if inputs_only and phase == "backward" else phase
-    width = hidden_width(rate, speed, bytes_per_width=kept, tokens=tokens, phase=named)
+    width = hidden_width(rate, speed, bytes_per_width=kept, tokens=tokens)
     below, above = (128 * round_(width / 128 + by) for round_, by in ((math.floor, -0.05), (math.ceil, 0.05)))
     assert hidden(above + 128)  # the statistics, 16 bytes a token, weigh where widths are small
     assert below < 128 or not hidden(below)

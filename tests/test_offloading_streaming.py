@@ -347,8 +347,8 @@ def test_a_checkpoint_inside_a_layer_finds_the_weights_there_and_as_few_layers_a
     assert max(meter.timeline.curves["parameter"]) == 2 * layer + rest
 
 
-@pairs("which, streamed_first, prefetch, autocast", [(nn.Linear, nn.LayerNorm), Block], [0, 1], [0, 1], [False, True])
-def test_modules_of_layers_that_are_checkpointed_find_their_weights(which, streamed_first, prefetch, autocast):
+@pairs("kinds, streamed_first, prefetch, autocast", [(nn.Linear, nn.LayerNorm), Block], [0, 1], [0, 1], [False, True])
+def test_modules_of_layers_that_are_checkpointed_find_their_weights(kinds, streamed_first, prefetch, autocast):
     def gradients_of(model):
         for seed in range(2):
             torch.manual_seed(seed)
@@ -358,6 +358,7 @@ def test_modules_of_layers_that_are_checkpointed_find_their_weights(which, strea
         return gradients(model.parameters())
 
     model = gpt()
+    which = [module for module in model.modules() if isinstance(module, kinds)]
     ways = [lambda: checkpointed(model, which), lambda: stream_weights(model, model.blocks, prefetch=prefetch)]
     with ways[streamed_first](), ways[not streamed_first]():
         gradients_of(model)

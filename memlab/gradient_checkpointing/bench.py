@@ -16,9 +16,8 @@ from torch import Tensor
 from torch.nn import Module
 
 from memlab.gradient_checkpointing.batch_norm import statistics_stand_still
-from memlab.gradient_checkpointing.chain import Chain, setting_of
+from memlab.gradient_checkpointing.chain import Chain, Stage, setting_of
 from memlab.gradient_checkpointing.instruments import (
-    Notes,
     Sink,
     Step,
     dropping,
@@ -71,15 +70,14 @@ def measure_chain(layers: Sequence[Module], x: Tensor) -> Chain:
             result = inputs.pop()
             callers = torch.ones_like(result)
             result_bytes = storage_bytes(result) + storage_bytes(callers)
-            bench, gradient, notes = _Bench(meter), [callers], []
+            bench, gradient, stages = _Bench(meter), [callers], []
             del result
             for i in reversed(range(len(layers))):
-                notes.append(bench.measure(i, layers[i], inputs[i], gradient, last=i == len(layers) - 1))
+                stages.append(bench.measure(i, layers[i], inputs[i], gradient, last=i == len(layers) - 1))
             del inputs[1:], gradient, callers
             end = meter.event_count
     held, resident = levels_of(meter.timeline)
-    stages = tuple(note.stage(held) for note in reversed(notes))
-    return Chain(stages, resident + held[end] - held[start], result_bytes, setting_of(layers, x))
+    return Chain(tuple(stages[::-1]), resident + held[end] - held[start], result_bytes, setting_of(layers, x))
 
 
 def _refuse(layers: list[Module], x: Tensor) -> None:
@@ -136,7 +134,7 @@ class _Bench:
         """A place in the meter's record: now."""
         return self.meter.event_count
 
-    def measure(self, i: int, layer: Module, x: Tensor, gradient: list[Tensor], *, last: bool) -> Notes:
+    def measure(self, i: int, layer: Module, x: Tensor, gradient: list[Tensor], *, last: bool) -> Stage:
         """Stage i alone. `gradient` holds that of its output, and afterwards that of its input, if it wants one."""
         begin = self.mark()
         with dropping():
@@ -156,16 +154,32 @@ class _Bench:
         again = self.mark()
         with OpCounter() as counter:
             run_again(layer, source(x, []) if i else x, held.saves)
-        return Notes(
-            begin=begin,
-            ran=ran,
-            dropped=dropped,
-            held=held,
-            own=own,
-            again=again,
-            stopped=self.mark(),
-            again_flops=flops_of(counter),
-            last=last,
+        levels = levels_of(self.meter.timeline)[0]
+
+        def peak(start: int, end: int) -> int:
+            return max(levels[start : end + 1])
+
+        output = levels[ran] - levels[dropped]
+        # The caller holds the last output and its gradient from beginning to end; the others die on the way.
+        base, own_base = (levels[step.begin] + (output if last else -step.gradient_bytes) for step in (held, own))
+        kept = levels[held.backward] - levels[held.begin] - (output if last else 0)
+        return Stage(
+            output_bytes=output,
+            tape_bytes=kept - (output if held.saves_output and not last else 0),
+            saves_input=held.saves_input,
+            saves_output=held.saves_output,
+            gradient_bytes=held.grads,
+            forward_bytes=peak(begin, ran) - levels[begin],
+            taped_bytes=peak(held.begin, held.forward) - levels[held.begin],
+            again_bytes=peak(again, len(levels)) - levels[again],
+            backward_bytes=peak(held.backward, held.done) - base,
+            waiting_bytes=peak(held.backward, held.look) - base - kept,
+            arriving_bytes=levels[held.look] - base - kept,
+            working_bytes=peak(held.look, held.done) - base,
+            own_backward_bytes=peak(own.backward, own.done) - own_base,
+            own_working_bytes=peak(own.look, own.done) - own_base,
+            cost=held.flops,
+            again_cost=flops_of(counter),
         )
 
     def _step(self, i: int, layer: Module, x: Tensor, gradient: list[Tensor], *, last: bool, own: bool) -> Step:

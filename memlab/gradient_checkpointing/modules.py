@@ -1,4 +1,4 @@
-"""Checkpointing by module: every k-th block, all modules of a kind, or those that a function picks.
+"""Checkpointing by module: every block, every k-th, or whichever you choose.
 
 A model need not be rewritten to be checkpointed. In a `with` block, a chosen module's `forward` is replaced by one that
 runs the old one under `checkpoint`; parameters, names and hooks stay where they are, and at its end nothing is left.
@@ -22,8 +22,6 @@ from torch.nn import Module
 from memlab.gradient_checkpointing.hooks import checkpoint
 from memlab.gradient_checkpointing.selective import selective_checkpoint
 
-Which = Iterable[Module] | type[Module] | tuple[type[Module], ...] | Callable[[str, Module], bool]
-
 
 def every(blocks: Iterable[Module], k: int) -> list[Module]:
     """The first of every k blocks: numbers 0, k, 2k … of them. k = 1 is all; with k > 1 the last is seldom among them.
@@ -41,14 +39,13 @@ def every(blocks: Iterable[Module], k: int) -> list[Module]:
 
 
 @contextmanager
-def checkpointed(model: Module, which: Which, *, keep=None) -> Iterator[list[Module]]:
-    """In the block, calls of the chosen modules of `model` are checkpointed: `with checkpointed(model, Block): …`.
+def checkpointed(model: Module, which: Iterable[Module], *, keep=None) -> Iterator[list[Module]]:
+    """In the block, calls of the chosen modules of `model` are checkpointed: `with checkpointed(model, blocks): …`.
 
         with checkpointed(model, every(model.blocks, 2)):
             model(x, y).backward()
 
-    which: modules of the model, such as `every(model.blocks, 2)`; a class of modules, or a tuple of classes; or a
-      function (name, module) → bool, which is given `model.named_modules()`.
+    which: modules of the model, such as `every(model.blocks, 2)`.
     keep: None, or as of `selective_checkpoint`, which is then used.
 
     Backward may run after the block, though not inside another one; and it must run inside where a `checkpoint` of your
@@ -88,27 +85,16 @@ def _put_back(module: Module, own: Callable | None) -> None:
         module.forward = own
 
 
-def _choose(model: Module, which: Which) -> list[Module]:
-    """Each module once, in the order of `model.named_modules()`."""
-    named = list(model.named_modules())
-    if isinstance(which, type) or (isinstance(which, tuple) and all(isinstance(one, type) for one in which)):
-        chosen = [module for _, module in named if isinstance(module, which)]
-    elif isinstance(which, Iterable):  # a ModuleList can be called as well
-        given = list(which)
-        if strange := [one for one in given if not isinstance(one, Module)]:
-            raise TypeError(f"expected modules, found {strange[0]!r}")
-        if strange := [one for one in given if all(one is not module for _, module in named)]:
-            raise ValueError(
-                f"expected modules of the model, found a {type(strange[0]).__name__} that is no part of it"
-            )
-        chosen = [module for _, module in named if any(module is one for one in given)]
-    elif callable(which) and not isinstance(which, Module):
-        chosen = [module for name, module in named if which(name, module)]
-    else:
-        raise TypeError(
-            "expected modules, a class of modules or a function (name, module) -> bool to choose by, found "
-            f"{type(which).__name__}; a single module goes into a list"
-        )
+def _choose(model: Module, which: Iterable[Module]) -> list[Module]:
+    """Each module once, in the order of `model.modules()`."""
+    if not isinstance(which, Iterable):
+        raise TypeError(f"expected a list of modules to choose, found {type(which).__name__}")
+    given = list(which)
+    if strange := [one for one in given if not isinstance(one, Module)]:
+        raise TypeError(f"expected modules, found {strange[0]!r}")
+    if strange := set(given) - set(model.modules()):
+        raise ValueError(f"expected modules of the model, found a {type(strange.pop()).__name__} that is no part of it")
+    chosen = [module for module in model.modules() if module in set(given)]
     if not chosen:
         raise ValueError(f"expected at least one module of the {type(model).__name__} to be chosen, found none")
     inside = {module for outer in chosen for module in outer.modules() if module is not outer}

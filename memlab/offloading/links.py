@@ -48,7 +48,7 @@ RANK_LINKS = {"Ethernet 25 Gb/s": 2.8e9, "InfiniBand 400 Gb/s": 45e9, "NVLink 4"
 """The same from one rank to its neighbour: about 90 % of a network's 3.1 and 50 GB/s, and of NVLink 4's 450 GB/s the 80
 to 85 % that NCCL commonly reaches inside a machine (Bekman, Machine Learning Engineering)."""
 
-WORK = {"forward": (24, 4), "backward": (48, 10), "backward, checkpointed": (72, 14)}
+WORK = {"forward": (24, 4), "backward": (48, 10)}
 """FLOPs of a GPT's block for each token: the factors of h² and of s·h. A multiply and an add are two. A causal mask
 spares fused kernels up to half of the second, which PyTorch's counter does not subtract either."""
 
@@ -102,8 +102,7 @@ def block_bytes(model: Transformer, batch: int, tokens: int, *, inputs_only: boo
 def block_flops(model: Transformer, batch: int, tokens: int, phase: str = "forward") -> int:
     """FLOPs of one block's products of matrices on (batch, tokens), as PyTorch counts them; the rest are few.
 
-    phase: "forward", "backward", or "backward, checkpointed", which computes the forward again.
-    Raises ValueError for another.
+    phase: "forward" or "backward"; that of a checkpointed block is both. Raises ValueError for another.
 
     >>> model = Transformer(layers=24, width=4096, heads=32, vocabulary=256, context=2048)
     >>> block_flops(model, 1, 2048) == 2048 * (24 * 4096**2 + 4 * 2048 * 4096)
@@ -123,23 +122,19 @@ def block_overlap(
     flops_per_second: float,
     bytes_per_second: float,
     *,
-    phase: str = "forward",
     inputs_only: bool = False,
     dropout: float = 0.0,
 ) -> Overlap:
-    """One block's arithmetic, and the transfer of what it keeps: away in forward, and back in backward.
+    """One block's arithmetic in forward, and the transfer of what it keeps, or of its input alone.
 
-    inputs_only: only its input is kept and sent, and backward computes the block again (phase "backward" is then
-    "backward, checkpointed"). Raises ValueError for rates that are not above 0.
+    Raises ValueError for rates that are not above 0.
 
     >>> wide = Transformer(layers=24, width=12288, heads=96, vocabulary=256, context=2048)
     >>> block_overlap(wide, 1, 2048, 400e12, 55e9).hidden, block_overlap(wide, 1, 2048, 800e12, 55e9).hidden
     (True, False)
     """
     above_0(flops_per_second=flops_per_second)
-    if inputs_only and phase == "backward":
-        phase = "backward, checkpointed"
-    flops = block_flops(model, batch, tokens, phase)
+    flops = block_flops(model, batch, tokens)
     nbytes = block_bytes(model, batch, tokens, inputs_only=inputs_only, dropout=dropout)
     return Overlap(flops / flops_per_second, transfer_seconds(nbytes, bytes_per_second))
 
