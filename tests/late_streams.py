@@ -48,7 +48,7 @@ class Late(TorchDispatchMode):
 class LateEvent:
     """A point in a stream, which the stream reaches when somebody waits for it."""
 
-    def __init__(self, stream=None, enable_timing=False):
+    def __init__(self, stream=None):
         self.last = None
         if stream is not None:
             self.record(stream)
@@ -60,12 +60,6 @@ class LateEvent:
         waiting = [id(pair) for pair in self.stream.waiting]
         if id(self.last) in waiting:
             self.stream.run(waiting.index(id(self.last)) + 1)
-
-    def query(self):
-        return not any(self.last is pair for pair in self.stream.waiting)
-
-    def elapsed_time(self, other):
-        return 1.0
 
 
 class Now:

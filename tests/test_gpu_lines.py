@@ -102,10 +102,10 @@ def test_a_source_that_is_written_to_before_its_copy_is_over_is_told(monkeypatch
     link, told = CudaLink(torch.device("cpu")), []
     source, target = torch.ones(4), torch.zeros(4)
     link.down(source, target, lambda: told.append("written to"))
-    assert target.sum() == 0 and link.seconds(link.began, link.last) is None
+    assert target.sum() == 0
     source.add_(1)
     link.settle()
-    assert told == ["written to"] and link.seconds(link.began, link.last) == 0.001
+    assert told == ["written to"]
     for wait in (link.wait, link.release):
         source, target = torch.ones(4), torch.zeros(4)
         wait(link.up(source, target))

@@ -2,34 +2,39 @@
 
 import random
 from collections import Counter
-from fractions import Fraction
 from functools import cache
 from itertools import combinations, pairwise
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memlab.book.workloads import lengths as committed_lengths
-from memlab.gradient_accumulation.packing import pad_rows
-from memlab.gradient_accumulation.token_batches import padded_tokens, padding_waste, token_batches
+from memlab.gradient_accumulation.token_batches import token_batches
 
 some_lengths = st.lists(st.integers(1, 60), min_size=1, max_size=80)
 few_lengths = st.lists(st.integers(1, 20), min_size=1, max_size=7)
 windows = st.none() | st.integers(1, 100)
-caps = st.none() | st.integers(1, 9)
 seeds = st.integers(0, 10)
 few = settings(max_examples=30, deadline=None, derandomize=True)
 
 
-def fewest_batches(lengths: list[int], max_tokens: int, max_examples: int | None) -> int:
+def padded_tokens(lengths, batch) -> int:
+    return len(batch) * max(lengths[i] for i in batch)
+
+
+def padding_waste(lengths, batches) -> float:
+    tokens = sum(lengths[i] for batch in batches for i in batch)
+    return 1 - tokens / sum(padded_tokens(lengths, batch) for batch in batches)
+
+
+def fewest_batches(lengths: list[int], max_tokens: int) -> int:
     """By trying every batch that the first example left can be in."""
     n = len(lengths)
 
     def allowed(members: int) -> bool:
         batch = [i for i in range(n) if members >> i & 1]
-        return len(batch) <= (max_examples or n) and len(batch) * max(lengths[i] for i in batch) <= max_tokens
+        return padded_tokens(lengths, batch) <= max_tokens
 
     @cache
     def fewest(left: int) -> int:
@@ -48,13 +53,12 @@ def fewest_batches(lengths: list[int], max_tokens: int, max_examples: int | None
 
 
 @few
-@given(some_lengths, st.integers(60, 400), windows, seeds, caps)
-def test_every_example_is_in_one_batch_and_every_batch_keeps_the_budget(lengths, max_tokens, window, seed, most):
-    batches = token_batches(lengths, max_tokens, window=window, seed=seed, max_examples=most)
+@given(some_lengths, st.integers(60, 400), windows, seeds)
+def test_every_example_is_in_one_batch_and_every_batch_keeps_the_budget(lengths, max_tokens, window, seed):
+    batches = token_batches(lengths, max_tokens, window=window, seed=seed)
     assert sorted(i for batch in batches for i in batch) == list(range(len(lengths)))
     for batch in batches:
-        assert 1 <= len(batch) <= (most or len(lengths))
-        assert len(batch) * max(lengths[i] for i in batch) <= max_tokens
+        assert padded_tokens(lengths, batch) <= max_tokens
 
 
 def test_the_same_seed_gives_the_same_batches_whatever_else_draws():
@@ -66,10 +70,9 @@ def test_the_same_seed_gives_the_same_batches_whatever_else_draws():
 
 
 @few
-@given(few_lengths, st.integers(20, 90), seeds, caps)
-def test_sorted_whole_there_are_as_few_batches_as_there_can_be(lengths, max_tokens, seed, most):
-    batches = token_batches(lengths, max_tokens, seed=seed, max_examples=most)
-    assert len(batches) == fewest_batches(lengths, max_tokens, most)
+@given(few_lengths, st.integers(20, 90), seeds)
+def test_sorted_whole_there_are_as_few_batches_as_there_can_be(lengths, max_tokens, seed):
+    assert len(token_batches(lengths, max_tokens, seed=seed)) == fewest_batches(lengths, max_tokens)
 
 
 def shared(first: list[list[int]], second: list[list[int]]) -> float:
@@ -135,28 +138,8 @@ def test_of_lengths_that_all_differ_the_seed_chooses_from_which_end_they_are_cut
     assert len(found) == 2
 
 
-@few
-@given(some_lengths, st.integers(60, 400), windows)
-def test_waste_is_the_share_of_padding_in_the_padded_batches(lengths, max_tokens, window):
-    batches = token_batches(lengths, max_tokens, window=window)
-    examples = [torch.ones(length, dtype=torch.int64) for length in lengths]
-    padded = [pad_rows([examples[i] for i in batch])[0] for batch in batches]
-    zeros, slots = sum(int((x == 0).sum()) for x in padded), sum(x.numel() for x in padded)
-    assert [x.numel() for x in padded] == [padded_tokens(lengths, batch) for batch in batches]
-    assert padding_waste(lengths, batches) == pytest.approx(float(Fraction(zeros, slots)), abs=1e-15)
-
-
 def test_lengths_may_be_numbers_of_torch_and_numpy():
     expected = token_batches([3, 5, 2], 10)
     assert token_batches(torch.tensor([3, 5, 2]), 10) == expected
     assert token_batches(torch.tensor([3, 5, 2]).numpy(), 10) == expected
     assert token_batches((n for n in (3, 5, 2)), 10) == expected
-
-
-@pytest.mark.parametrize("kind", [torch.uint8, torch.int64])
-def test_waste_is_a_float_that_no_small_integer_type_overflows(kind):
-    lengths, batches = [200, 100, 120], [[0, 1], [2]]
-    few_bits = torch.tensor(lengths).to(kind)
-    many = few_bits.repeat(200), [[i + 3 * j for i in batch] for batch in batches for j in range(200)]
-    for found in (padding_waste(few_bits, batches), padding_waste(*many), padding_waste(many[0].numpy(), many[1])):
-        assert type(found) is float and found == padding_waste(lengths, batches)

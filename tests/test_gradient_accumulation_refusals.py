@@ -10,8 +10,7 @@ from torch import nn
 from memlab.book.workloads import PackedGPT
 from memlab.gradient_accumulation import accumulate, deferred_batch_norm, examples, find_batch_size, groups, labels
 from memlab.gradient_accumulation.packing import pack, pack_rows, pad_rows
-from memlab.gradient_accumulation.token_batches import padding_waste, token_batches
-from memlab.memory_arithmetic import Transformer, training_step
+from memlab.gradient_accumulation.token_batches import token_batches
 from tests.harness import refusals, refused
 
 X, Y, IGNORED = torch.zeros(2, 2), torch.tensor([1, 2]), torch.full((2,), -100)
@@ -132,9 +131,6 @@ def run_packed(tokens, **options):
 
 BATCHES = {
     "window": (lambda: token_batches([3], 10, window=0), ValueError, "expected window of at least 1, found 0"),
-    "max_examples": (lambda: token_batches([3], 10, max_examples=0), ValueError, "expected max_examples of at least 1"),
-    "a spent sampler": (lambda: padding_waste([3, 4], iter([])), ValueError, "at least one batch, found none"),
-    "a batch of none": (lambda: padding_waste([3], [[0], []]), ValueError, "at least one example in every batch"),
     "a full row": (
         packed(rows=[[0], [0, 1, 2]]),
         ValueError,
@@ -165,20 +161,8 @@ def step(n):
     torch.empty(2048 * n, dtype=torch.uint8)
 
 
-def step_of_the_whole(n):
-    return training_step(Transformer(1, 8, 1, 5, 4), n, 4)
-
-
 SEARCHES = {
     "no function": (partial(find_batch_size, 3, 100), TypeError, "expected step as a function…found int"),
-    "no prediction": (partial(find_batch_size, step, 100, predict=7), TypeError, "expected predict as a function"),
-    "a step for its peak": (
-        partial(find_batch_size, step, 100, predict=step_of_the_whole),
-        TypeError,
-        "found TrainingStep; of a training_step, return its peak_bytes",
-    ),
-    "least": (partial(find_batch_size, step, 100, least=0), ValueError, "expected least of at least 1, found 0"),
-    "least above most": (partial(find_batch_size, step, 100, least=9, most=8), ValueError, "found least=9 and most=8"),
     "no model": (partial(find_batch_size, step, 100, model=step), TypeError, "expected a model"),
     "no optimizer": (partial(find_batch_size, step, 100, optimizer=step), TypeError, "expected an optimizer"),
     "too small a budget": (

@@ -11,8 +11,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memlab.gradient_checkpointing.attention import backward_live_bytes, checkpointed_attention
-from memlab.memory_hierarchy.attention import WIDE, tiled_attention
+from memlab.gradient_checkpointing.attention import checkpointed_attention
+from memlab.memory_hierarchy.attention import TILE_KEYS, TILE_QUERIES, WIDE, tiled_attention
 from memlab.memory_timeline import Meter, imagine
 
 aten = torch.ops.aten
@@ -229,6 +229,18 @@ def test_it_saves_q_k_v_out_and_one_number_a_query_and_the_meter_finds_nothing_e
     assert [x.dtype for x in saved] == [dtype] * 4 + [WIDE[dtype]]
     lse = 2 * 6 * 20 * WIDE[dtype].itemsize
     assert meter.timeline.totals[-1] - meter.timeline.totals[0] == out.nbytes + lse
+
+
+def backward_live_bytes(q, k, v, dtype, *, causal=False, tile_queries=TILE_QUERIES, tile_keys=TILE_KEYS) -> int:
+    """The closed form of the docstring."""
+    (batch, heads, queries, head_dim), (_, kv_heads, keys, value_dim) = q, v
+    w = WIDE[dtype].itemsize
+    results = (math.prod(q) + math.prod(k) + math.prod(v)) * dtype.itemsize
+    sums = (math.prod(k) + math.prod(v)) * w if dtype.itemsize < w else 0
+    t, u = min(tile_queries, queries), min(tile_keys, keys, queries if causal else keys)
+    of_queries = heads * t * (2 * head_dim + 2 * value_dim + 2 * u + 2)
+    of_keys = kv_heads * u * (head_dim + value_dim)
+    return results + sums + batch * w * (of_queries + of_keys)
 
 
 def backward_metered(q: Tensor, k: Tensor, v: Tensor, **options) -> int:

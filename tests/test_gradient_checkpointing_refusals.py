@@ -78,11 +78,16 @@ CHOICES = {
     "keep names": (keeping(["mm"]), TypeError, "expected keep to be a collection of ops"),
     "keep no op": (keeping([torch.mm]), TypeError, "expected keep to be a collection of ops"),
     "no model": (choosing(nn.Linear, [MODEL]), TypeError, "expected a model (torch.nn.Module), found list"),
-    "one module": (choosing(MODEL[0]), TypeError, "found Linear; a single module goes into a list"),
-    "a number": (choosing(3), TypeError, "expected modules, a class of modules or a function"),
+    "one module": (choosing(MODEL[0]), TypeError, "expected a list of modules to choose, found Linear"),
+    "a class": (choosing(nn.Linear), TypeError, "expected a list of modules to choose, found type"),
     "a name of a module": (choosing(["0"]), TypeError, "expected modules, found '0'"),
     "a stranger": (choosing([nn.Linear(2, 2)]), ValueError, "found a Linear that is no part of it"),
-    "a class of none": (choosing(nn.Conv2d), ValueError, "expected at least one module of the Sequential to be chosen"),
+    "none": (choosing([]), ValueError, "expected at least one module of the Sequential to be chosen"),
+    "one inside another": (
+        choosing([MODEL, MODEL[0]]),
+        ValueError,
+        "found a Linear inside another; choose",
+    ),
     "every 0th": (partial(every, [], 0), ValueError, "expected k >= 1"),
     "every half": (partial(every, [], 1.5), TypeError, "expected k to be an int, found 1.5"),
 }
@@ -133,8 +138,14 @@ class OfDetached(nn.Linear):
         return super().forward(x.detach())
 
 
+class Of(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.forward = function
+
+
 def stage(one):
-    return partial(measure_chain, [nn.Linear(4, 4), one, nn.Flatten()], torch.randn(2, 4))
+    return partial(measure_chain, [nn.Linear(4, 4), one, nn.Tanh()], torch.randn(2, 4))
 
 
 def budget(nbytes):
@@ -146,24 +157,35 @@ def steps(*numbers):
 
 
 CHAINS = {
-    "a stage of None": (stage(lambda x: None), ValueError, "expected stage 1 to return one tensor, found None"),
-    "a stage of two": (stage(lambda x: (x, x)), ValueError, "stage 1 to return one tensor, found 2 values in a tuple"),
+    "a stage of None": (stage(Of(lambda x: None)), ValueError, "expected stage 1 to return one tensor, found None"),
+    "a stage of two": (
+        stage(Of(lambda x: (x, x))),
+        ValueError,
+        "stage 1 to return one tensor, found 2 values in a tuple",
+    ),
     "in place": (
         stage(nn.ReLU(inplace=True)),
         ValueError,
         "found stage 1 writing into it…make it one stage with stage 0",
     ),
     "an attribute": (
-        stage(lambda x: KeepsAnAttribute.apply(x)),
+        stage(Of(KeepsAnAttribute.apply)),
         ValueError,
         "expected stage 1 to keep for backward only what autograd saves",
     ),
-    "nothing to learn": (stage(lambda x: x.detach()), ValueError, "found one with nothing to learn"),
+    "nothing to learn": (stage(Of(lambda x: x.detach() * 1)), ValueError, "found one with nothing to learn"),
     "a stage that detaches": (stage(OfDetached(4, 4)), ValueError, "stage 1 to send stage 0 a gradient, found none"),
     "no stages": (partial(measure_chain, [], X), ValueError, "at least one stage"),
-    "a number for a stage": (partial(measure_chain, [MODEL[0], 3], X), TypeError, "stage 1 as a function…found int"),
+    "a number for a stage": (partial(measure_chain, [MODEL[0], 3], X), TypeError, "stage 1 as an nn.Module, found int"),
+    "a function for a stage": (partial(measure_chain, [MODEL[0], torch.sin], X), TypeError, "nn.Module, found builtin"),
+    "a view": (stage(nn.Flatten(0)), ValueError, "found that stage 1 returns its input or a view of it…with stage 0"),
+    "nothing saved": (stage(Of(lambda x: x + 1)), ValueError, "found that stage 1 saves nothing"),
+    "a weight shared": (
+        partial(measure_chain, [MODEL[0]] * 2, X),
+        ValueError,
+        "found one of shape (4, 4) in stages 0 and 1",
+    ),
     "no tensor": (partial(measure_chain, [MODEL[0]], 3), TypeError, "expected x as a tensor, found int"),
-    "another cost": (partial(measure_chain, [MODEL[0]], X, cost="joules"), ValueError, "one of 'flops', 'seconds'"),
     "a budget without a unit": (budget("16 apples"), ValueError, "expected a size"),
     "a stage too few": (steps(0, 1), ValueError, "expected steps through stages 0 to 2 in order, found [0, 1]"),
 }

@@ -66,7 +66,6 @@ def calls_of(function, layers: int, **options) -> list[int]:
 def test_backward_runs_each_segment_again_the_last_one_first():
     again = [8, 9, 6, 7, 3, 4, 5, 0, 1, 2]
     assert calls_of(checkpoint_sequential, 10) == [*range(10), *again]
-    assert calls_of(checkpoint_sequential, 10, keep_last=True) == [*range(10), *again[2:]]
 
 
 CUTS = [1, 2, 5, 7, "sqrt", [3], [1, 2, 6]]
@@ -90,10 +89,10 @@ def bits(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return [t.detach().view(torch.int32) for t in tensors]
 
 
-@some("segments, keep_last, dropout", itertools.product(CUTS, [False, True], [0.0, 0.3]), keep=7)
-def test_values_and_gradients_are_bitwise_those_of_the_plain_chain(segments, keep_last, dropout):
+@some("segments, dropout", itertools.product(CUTS, [0.0, 0.3]), keep=7)
+def test_values_and_gradients_are_bitwise_those_of_the_plain_chain(segments, dropout):
     plain = learned(lambda layers, x: layers(x), chain(dropout))
-    found = learned(lambda layers, x: checkpoint_sequential(layers, segments, x, keep_last=keep_last), chain(dropout))
+    found = learned(lambda layers, x: checkpoint_sequential(layers, segments, x), chain(dropout))
     assert all(map(torch.equal, bits(plain), bits(found)))
 
 
@@ -105,15 +104,6 @@ def test_layers_may_be_a_sequential_a_module_list_or_functions(form):
     plain = learned(lambda layers, x: layers(x), chain())
     found = learned(lambda layers, x: checkpoint_sequential(form(layers), 3, x), chain())
     assert all(map(torch.equal, bits(plain), bits(found)))
-
-
-@pytest.mark.parametrize("keep_last", [False, True])
-def test_without_the_state_of_random_numbers_dropout_draws_another_mask(keep_last):
-    def run(layers, x):
-        return checkpoint_sequential(layers, 3 if keep_last else 1, x, preserve_rng_state=False, keep_last=keep_last)
-
-    plain, found = learned(lambda layers, x: layers(x), chain(0.3)), learned(run, chain(0.3))
-    assert torch.equal(plain[0], found[0]) and not torch.equal(plain[1], found[1])
 
 
 layer_bytes = st.integers(1, 40).flatmap(lambda saved: st.tuples(st.just(saved), st.integers(1, saved)))
@@ -171,7 +161,7 @@ OUTSIDE = TOKENS * 8 + 4
 
 
 @cache
-def metered(layers: int, segments, vocabulary: int = VOCABULARY, keep_last: bool = False) -> Timeline:
+def metered(layers: int, segments, vocabulary: int = VOCABULARY) -> Timeline:
     """The second micro-batch of a GPT, whose gradients are there already. segments None: nothing is checkpointed."""
     config = GPTConfig(layers=layers, width=WIDTH, heads=4, context=TOKENS, vocabulary=vocabulary)
     model = GPT(config)
@@ -183,7 +173,7 @@ def metered(layers: int, segments, vocabulary: int = VOCABULARY, keep_last: bool
             for block in model.blocks:
                 stream = block(stream)
         else:
-            stream = checkpoint_sequential(model.blocks, segments, stream, keep_last=keep_last)
+            stream = checkpoint_sequential(model.blocks, segments, stream)
         return F.cross_entropy(model.head(model.norm(stream)).flatten(0, 1), y.flatten())
 
     loss_of().backward()
@@ -215,14 +205,6 @@ def test_sixteen_blocks_hold_what_the_formula_says_to_the_byte(segments):
 def test_chains_of_any_depth_hold_what_the_formula_says_to_the_byte(layers):
     for segments in {layers, "sqrt", best_segments(layers, SAVED, INPUT)}:
         assert activations(layers, segments) == said(layers, segments)
-
-
-def test_to_keep_the_last_segment_costs_a_bias_where_the_head_is_narrow_and_much_where_it_is_wide():
-    """What was computed again dies inside the formula that reads it; a tape, after its bias's gradient is summed."""
-    for segments in (2, 4):
-        narrow, wide = ([metered(8, segments, v, keep).peak_bytes for keep in (False, True)] for v in (16, 256))
-        assert narrow[1] - narrow[0] == WIDTH * 4
-        assert wide[1] > 1.1 * wide[0]
 
 
 DEPTHS = (4, 9, 16, 25, 36, 49, 64)

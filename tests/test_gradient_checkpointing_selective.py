@@ -249,7 +249,7 @@ def test_without_rng_state_the_generator_is_not_touched_in_backward():
         return (x * torch.bernoulli(torch.full_like(x, 0.5))).sin()
 
     torch.manual_seed(0)
-    result = selective_checkpoint(function, x, keep=keep, preserve_rng_state=False)
+    result = selective_checkpoint(function, x, keep=keep)
     torch.manual_seed(7)
     expected = torch.get_rng_state()
     result.sum().backward()
@@ -456,21 +456,18 @@ def model_step(model, *batch):
 
 BATCH = torch.randint(0, 256, (2, 2, 16), generator=torch.Generator().manual_seed(0))
 CHOICES = {
-    "a class": lambda model: Block,
-    "classes": lambda model: (nn.Linear, nn.LayerNorm),
-    "modules": lambda model: model.blocks,
+    "of two classes": lambda model: [m for m in model.modules() if isinstance(m, (nn.Linear, nn.LayerNorm))],
+    "blocks": lambda model: model.blocks,
     "every other": lambda model: every(model.blocks, 2),
-    "a function": lambda model: lambda name, module: name.endswith("attention"),
-    "nested": lambda model: (Block, nn.Linear),
-    "all": lambda model: nn.Module,
+    "attention": lambda model: (block.attention for block in model.blocks),
     "one twice": lambda model: [model.blocks[1], model.blocks[1]],
 }
 
 
-@some("choice, keep", itertools.product(CHOICES, [None, LINEARS]), keep=9)
+@some("choice, keep", itertools.product(CHOICES, [None, LINEARS]), keep=5)
 def test_whichever_modules_are_checkpointed_the_step_is_the_same_and_nothing_is_left(choice, keep):
     model = lively_model()
-    which, plain = CHOICES[choice](model), model_step(model, *BATCH)
+    which, plain = list(CHOICES[choice](model)), model_step(model, *BATCH)
     names, before = list(model.state_dict()), [dict(vars(module)) for module in model.modules()]
     with pytest.raises(KeyError), checkpointed(model, which, keep=keep):
         assert list(model.state_dict()) == names
@@ -521,7 +518,7 @@ def test_hooks_on_a_chosen_module_run_once_and_its_own_forward_comes_back():
     model[0].register_forward_hook(lambda *_: calls.append("hook"))
     own = functools.partial(nn.Linear.forward, model[1])
     model[1].forward = own
-    with checkpointed(model, nn.Linear):
+    with checkpointed(model, list(model)):
         model(torch.randn(2, 4)).sum().backward()
     assert calls == ["hook"]
     assert model[1].forward is own
@@ -538,35 +535,6 @@ def test_a_module_is_not_checkpointed_twice_and_the_first_block_goes_on():
             pass
         assert [m for m in model.modules() if "forward" in vars(m)] == list(model.blocks)
     assert all("forward" not in vars(module) for module in model.modules())
-
-
-def test_after_the_block_chosen_modules_inside_one_another_are_run_as_often_as_in_it_and_nothing_holds_the_model(no_gc):
-    calls, gradients = [], []
-
-    class Counts(nn.Tanh):
-        def forward(self, x):
-            calls.append(1)
-            return super().forward(x).sin()
-
-    x = torch.randn(2, 4, requires_grad=True)
-    for after in (False, True):
-        model = nn.Sequential(nn.Sequential(Counts(), nn.Sequential(Counts(), Counts()), nn.Sigmoid()), nn.Tanh())
-        with checkpointed(model, nn.Module):
-            y = model(x).sum()
-            if not after:
-                gradients += torch.autograd.grad(y, x)
-        if after:
-            gradients += torch.autograd.grad(y, x)
-        gradients.append(len(calls))
-        calls.clear()
-    assert torch.equal(gradients[0], torch.autograd.grad(model(x).sum(), x)[0])
-    assert torch.equal(gradients[2], gradients[0]) and gradients[1] == gradients[3]
-    alive = weakref.ref(model)
-    with checkpointed(model, nn.Module):
-        y = model(x).sum()
-    y.backward()
-    del model, y
-    assert alive() is None
 
 
 class Witness:

@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memlab.memory_timeline import Meter
-from memlab.offloading.choice import Forward, Record, choose
 from memlab.offloading.files import SpillFile
 from memlab.offloading.footprint import footprint, needed, shape_in
 from memlab.offloading.layout import flat_bytes, laid_out, views_of
@@ -206,7 +205,7 @@ def test_what_is_read_from_a_file_is_what_was_written(file):
     regions = [file.write(source)[0] for source in sources]
     for source, region in zip(reversed(sources), reversed(regions), strict=True):
         target = torch.zeros_like(source)
-        assert file.read(region, target).result() > 0
+        file.read(region, target).result()
         assert torch.equal(source, target)
     assert file.taken_bytes == 64 + 1024 + 1024 + 12_352
 
@@ -234,14 +233,6 @@ def test_a_file_without_a_name_and_a_thread_are_there_only_while_needed(tmp_path
     _, writing = file.write(numbers(10))  # and it can be used again
     writing.result()
     file.close()
-
-
-def test_a_forked_child_is_told_that_what_was_swapped_is_not_its_own(file, monkeypatch):
-    region, writing = file.write(numbers(1000))
-    writing.result()
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "getpid", lambda: 0)
-        refused(lambda: file.read(region, numbers(1000)), RuntimeError, "found a fork of it")
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -317,41 +308,3 @@ def test_a_transpose_shares_the_copy_of_what_has_holes_and_other_dtypes_that_of_
     assert q.holes and q.covers(footprint(fused[:, 0].t())) and q.covers(footprint(fused[:, 0].unsqueeze(0)))
     assert not q.covers(footprint(fused[:, 1])) and not q.covers(footprint(fused[:, 0].view(torch.int16)))
     assert footprint(fused).covers(footprint(fused.view(torch.int16)[3:]))
-
-
-def test_idle_time_times_bytes_decides_and_no_choice_exceeds_the_budget():
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(50):
-        records = []
-        for i in range(8):
-            nbytes, wait = torch.randint(1, 50, (2,), generator=generator).tolist()
-            records.append(Record(nbytes, float(i), float(i + wait)))
-        budget = int(torch.randint(1, 200, (), generator=generator))
-        chosen = choose(records, budget)
-        assert sum(records[i].nbytes for i in chosen) <= budget
-        left = budget - sum(records[i].nbytes for i in chosen)
-        assert all(records[i].nbytes > left for i in range(8) if i not in chosen)
-    equal = [Record(10, float(i), float(20 - i)) for i in range(5)]  # the first saved is wanted last
-    assert choose(equal, 30) == {0, 1, 2}
-
-
-def test_a_tensor_that_backward_never_wanted_counts_as_away_to_the_end():
-    assert choose([Record(10, 0.0, 5.0), Record(10, 1.0, None), Record(10, 2.0, 9.0)], 10) == {1}
-
-
-def test_a_forward_follows_the_one_before_as_long_as_the_sizes_are_the_same():
-    before = [Record(10, 0.0, 9.0), Record(80, 1.0, 8.0), Record(20, 2.0, 7.0)]
-
-    def leaves(sizes):
-        forward, left, taken = Forward(before, 100), 100, []
-        for nbytes in sizes:
-            _, go = forward.next_tensor(nbytes, left)
-            left -= nbytes * go
-            taken.append(go)
-        return taken
-
-    assert leaves([10, 80, 20]) == [False, True, True]
-    assert leaves([10, 50, 20, 20]) == [False, True, True, True]  # from the second on, who comes first
-    assert leaves([10, 80, 20, 5]) == [False, True, True, False]
-    first = Forward([Record(10, 0.0), Record(80, 1.0)], 100)  # a forward without backward says nothing
-    assert [first.next_tensor(n, 100)[1] for n in (10, 80)] == [True, True]

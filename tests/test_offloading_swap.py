@@ -10,7 +10,6 @@ import os
 import tempfile
 import threading
 import weakref
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,7 +21,7 @@ from torch.nn import functional as F
 from torch.nn.modules.module import _global_forward_pre_hooks as module_hooks
 
 from memlab.book.workloads import GPT, ConvNet, Llama
-from memlab.gradient_checkpointing import checkpoint, checkpointed, every
+from memlab.gradient_checkpointing import checkpointed, every
 from memlab.memory_timeline import Meter, imagine
 from memlab.offloading import link, store, swap_activations
 from memlab.offloading.files import SpillFile
@@ -87,7 +86,6 @@ def clean():
 FIXED = {"ram_bytes": "600 KiB"}
 WAYS = {
     "a slab of one piece": FIXED | {"ram_bytes": "16 KiB"},
-    "a budget": FIXED | {"budget_bytes": "256 KiB"},
     "all sizes, 5 ahead": FIXED | {"min_bytes": 0, "prefetch": 5},
     "late copies, a small slab": {"ram_bytes": "300 KiB"},
     "late copies": {"prefetch": 2},
@@ -97,7 +95,7 @@ WAYS = {
 }
 
 
-@pytest.fixture(params=[*[*WAYS][:5], *(pytest.param(way, marks=pytest.mark.thorough) for way in [*WAYS][5:])])
+@pytest.fixture(params=[*[*WAYS][:4], *(pytest.param(way, marks=pytest.mark.thorough) for way in [*WAYS][4:])])
 def way(request):
     return request.param
 
@@ -182,7 +180,7 @@ def test_checkpointed_blocks_swap_their_inputs_only(swap):
     head = inputs // 3 * 2  # the last norm and the head save their inputs
     logits = 8 * 64 * 256 * 4
     masks = 8 * 64 * 64 * 4  # CPU dropout after the embedding
-    if swap.budget_bytes > MiB and swap.min_bytes:
+    if swap.min_bytes:
         assert inputs < swap.moved_bytes <= inputs + head + logits + masks + 2 * 8 * 64 * 8
 
 
@@ -259,7 +257,7 @@ OPS = [
 @settings(deadline=None, max_examples=20, derandomize=True)
 @given(
     st.lists(st.tuples(st.integers(0, 8), st.integers(0, 63), st.integers(0, 99)), min_size=1, max_size=12),
-    st.sampled_from([0, 1, "auto"]),
+    st.sampled_from([0, 1, 2]),
 )
 def test_any_views_of_any_storages_come_back_right(picks, prefetch):
     """A chain of ops that save views of each other's results: their gradients are those of plain autograd."""
@@ -281,8 +279,6 @@ def test_any_views_of_any_storages_come_back_right(picks, prefetch):
 
 
 def test_a_storage_that_eight_entries_save_leaves_once(swap):
-    if swap.budget_bytes < MiB:
-        pytest.skip("a budget lets some stay")
     a, w = values(64, 64), values(64, 64, seed=1)
 
     def loss(a, w):
@@ -324,7 +320,7 @@ def test_what_is_written_to_after_it_was_saved_gives_right_gradients_or_autograd
         (found,) = torch.autograd.grad(y.sum() + z.sum() * (when == "saved again between"), x)
     except RuntimeError as error:
         assert "modified by an inplace operation" in str(error)
-        assert type(swap.budget_bytes) is int or any(isinstance(s.link, LateLink) for s in swap._stores.values())
+        assert any(isinstance(s.link, LateLink) for s in swap._stores.values())
     else:
         expected = x.cos() + 2 * x + (18 * x if when == "saved again between" else 0)
         torch.testing.assert_close(found, expected)
@@ -400,7 +396,7 @@ def of_sparse_conjugated_and_negated():
 
 def of_nothing():
     zeros = torch._efficientzerotensor((64, 64))
-    return lambda x: (x.sin() * zeros + checkpoint(lambda x: x.sin() * x, x)).sum(), values(64, 64)
+    return lambda x: (x.sin() * zeros + x.sin() * x).sum(), values(64, 64)
 
 
 def of_nested():
@@ -420,7 +416,7 @@ def test_tensors_without_plain_memory_of_their_own_stay_and_are_right(swap, make
     with swap:
         y = loss(x)
     assert torch.equal(torch.autograd.grad(y, x)[0], torch.autograd.grad(loss(x), x)[0])
-    if make is of_nothing:  # torch.func wraps what the checkpoint saves
+    if make is of_nothing:  # torch.func wraps what is saved
         expected = torch.func.jvp(loss, (x,), (torch.ones_like(x),))[1]
         with swap:
             assert torch.equal(torch.func.jvp(loss, (x,), (torch.ones_like(x),))[1], expected)
@@ -552,23 +548,6 @@ def test_tensors_are_read_ahead_of_need_in_the_reverse_order_of_saving(tmp_path,
         assert log == order
 
 
-def test_a_budget_is_never_exceeded_and_the_second_step_sends_what_frees_most(tmp_path, monkeypatch):
-    ticks = itertools.count()  # in true seconds the small one may be away more than four times as long
-    monkeypatch.setattr("memlab.offloading.choice.time", SimpleNamespace(perf_counter=lambda: next(ticks)))
-    small, large = values(4, 1024), values(16, 1024, seed=1)
-    swap = swap_activations(tmp_path, budget_bytes="64 KiB")
-
-    def once():
-        with swap:
-            y = (small * 2).sin().sum() + (large * 2).sin().sum()
-        moved = swap.moved_bytes
-        assert swap.elsewhere_bytes == moved <= 64 * KiB
-        y.backward()
-        return moved // KiB
-
-    assert [once(), once(), once()] == [16, 64, 64]
-
-
 @pytest.mark.parametrize("to", ["cpu", "folder"])
 def test_on_an_imagined_card_activations_lie_in_main_memory(to, tmp_path):
     peaks, host = {}, {}
@@ -586,10 +565,7 @@ def test_on_an_imagined_card_activations_lie_in_main_memory(to, tmp_path):
     assert peaks[True] < 0.5 * peaks[False]
     taken = host[True] - host[False]  # beside CUDA's random state
     assert swap.freed_bytes == swap.moved_bytes - sum(x.nbytes for x in batch) > 0.5 * peaks[False]
-    if to == "cpu":
-        assert taken % Slab.CHUNK_BYTES == 0 and swap.moved_bytes <= taken < swap.moved_bytes + Slab.CHUNK_BYTES
-    else:
-        assert taken == 16 * MiB
+    assert taken % Slab.CHUNK_BYTES == 0 and swap.moved_bytes <= taken < swap.moved_bytes + Slab.CHUNK_BYTES
 
 
 def failing(monkeypatch, after: int):
@@ -604,7 +580,7 @@ def failing(monkeypatch, after: int):
     monkeypatch.setattr(UnnamedFile, "_move", fails)
 
 
-@pytest.mark.parametrize("prefetch", [0, "auto"])
+@pytest.mark.parametrize("prefetch", [0, 2])
 @pytest.mark.parametrize("after, ram", [(0, "0 B"), (5, "0 B"), (0, "150 KiB"), (1, "600 KiB"), (6, "300 KiB")])
 def test_a_disk_that_is_full_is_an_error_in_the_forward_that_names_the_folder(
     tmp_path, monkeypatch, prefetch, after, ram
@@ -674,7 +650,7 @@ def test_entering_twice_is_an_error_and_the_first_goes_on(swap):
     z.sum().backward()
 
 
-PREFETCH = "expected prefetch='auto' or a number of tensors"
+PREFETCH = "expected prefetch as a number of tensors"
 REFUSALS = {
     "a negative prefetch": (lambda: swap_activations(prefetch=-1), ValueError, PREFETCH),
     "a true prefetch": (lambda: swap_activations(prefetch=True), ValueError, PREFETCH),
@@ -691,7 +667,7 @@ def test_options_that_mean_nothing_are_errors(call, error, words):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("to", ["cpu", "folder"])
-@pytest.mark.parametrize("prefetch", [0, 1, "auto"])
+@pytest.mark.parametrize("prefetch", [0, 2])
 def test_on_a_gpu_gradients_are_the_same_bit_for_bit_and_memory_is_free(to, prefetch, tmp_path):
     model = gpt(layers=6, width=512, context=256).cuda()
     batch = tuple(x.cuda() for x in tokens(8, 256))

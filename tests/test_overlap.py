@@ -19,10 +19,9 @@ from memlab.book.overlap import (
     too_much_table,
 )
 from memlab.book.style import is_sentence
-from memlab.offloading.overlap import LINKS, hidden_width
+from memlab.offloading.links import LINKS, hidden_tokens, hidden_width
 from memlab.offloading.schedule import POLICIES
 from memlab.offloading.simulation import Held
-from memlab.offloading.traffic import hidden_tokens
 
 MiB = 2**20
 

@@ -28,8 +28,9 @@ from memlab.book.ring_pictures import (
 )
 from memlab.data_parallelism.arithmetic import STAGES
 from memlab.data_parallelism.budget import rank_step
-from memlab.data_parallelism.overlap import LINKS, tokens_to_hide
+from memlab.data_parallelism.overlap import tokens_to_hide
 from memlab.memory_timeline import Meter
+from memlab.offloading.links import RANK_LINKS
 from memlab.ranks.traffic import Message
 from memlab.units import format_bytes
 from tests.harness import refusals, refused
@@ -66,9 +67,9 @@ def test_what_a_rank_holds_can_be_moved_by_every_slider():
 
 def test_the_tokens_from_which_it_is_hidden_are_the_formulas_and_a_machine_of_ones_own_is_a_point():
     alt = draw_hidden(8192, "InfiniBand 400 Gb/s", 400, 64).alt
-    needed = tokens_to_hide(400e12, LINKS["InfiniBand 400 Gb/s"], 64)
+    needed = tokens_to_hide(400e12, RANK_LINKS["InfiniBand 400 Gb/s"], 64)
     assert f"16 bits, any stage from {needed:,.0f} tokens" in alt
-    backward, reduced, waited = backward_of(8192, 400e12, LINKS["InfiniBand 400 Gb/s"], 64)
+    backward, reduced, waited = backward_of(8192, 400e12, RANK_LINKS["InfiniBand 400 Gb/s"], 64)
     assert f"backward {1e3 * backward:.3g} ms, all-reduce {1e3 * reduced:.3g} ms" in alt
     assert reduced - backward < waited < reduced
     assert hidden_table(teraflops=(100, 400)).rows[1][3:] == [round(140625), round(1.5 * 140625), round(2 * 140625)]

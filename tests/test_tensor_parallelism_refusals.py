@@ -111,7 +111,6 @@ ALONE = {
     "expected at most 45 tokens": lambda: kept(other(context=45), ranks=1),
     "counted for 2 tokens or more, found 1": lambda: kept(tokens=1),
     "42 rows (batch · tokens) cannot be split over 4 ranks": lambda: kept(tokens=21, sequence_parallel=True),
-    "a share above 0 and below 1, found 1": lambda: tp.width_for_share(1, 1024, 2, 400e12, 1e9),
     "expected ranks or tensor_ranks, found both: 2 and 4": lambda: step(ranks=2, tensor_ranks=4),
     "expected sizes of family 'gpt'": lambda: step(other(family="llama"), tensor_ranks=2),
     "expected tensor_ranks above 1 for sequence_parallel": lambda: step(sequence_parallel=True),

@@ -22,7 +22,7 @@ from memlab.book.tensor_pictures import (
     kept_by_a_rank,
     of_width,
 )
-from memlab.data_parallelism.overlap import LINKS
+from memlab.offloading.links import RANK_LINKS
 from memlab.tensor_parallelism.activations import block_activations
 from memlab.tensor_parallelism.arithmetic import rank_states
 from tests.harness import refusals, refused
@@ -91,7 +91,7 @@ def test_what_a_rank_holds_is_its_states_and_all_blocks_activations():
 def test_every_slider_can_be_moved_and_a_picture_of_what_cannot_be_says_why():
     one = explore_tensor_ranks()
     assert one.start == {"width": 2048, "heads": 16, "ranks": 8, "link": "NVLink 4"}
-    for width, heads, ranks, link in itertools.product(WIDTHS[1::4], HEADS[::3], RANKS[::2], list(LINKS)[::2]):
+    for width, heads, ranks, link in itertools.product(WIDTHS[1::4], HEADS[::3], RANKS[::2], list(RANK_LINKS)[::2]):
         alt = one.at(width=width, heads=heads, ranks=ranks, link=link).alt
         assert is_sentence(alt)
         assert ("cannot be split" in alt or "256 at most" in alt) == (heads % ranks > 0 or width // heads > 256)

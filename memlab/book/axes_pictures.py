@@ -17,14 +17,14 @@ from memlab.book.interactive import Interactive
 from memlab.book.mesh_pictures import ORDERS
 from memlab.book.style import COLOURS, HATCHES, LABEL_SIZE, SMALL_SIZE, Picture, draw_budget
 from memlab.book.tables import Table
-from memlab.data_parallelism.overlap import LINKS
 from memlab.memory_arithmetic import Transformer
+from memlab.offloading.links import RANK_LINKS
 from memlab.pipeline_parallelism import StageShare, Way, axis_seconds, stage_shares, ways
 from memlab.pipeline_parallelism.axes import AXES
 from memlab.units import GiB, format_bytes, parse_bytes
 
 TOKENS, VOCABULARY, HEAD_WIDTH = 1024, 256, 128
-INSIDE, BETWEEN = LINKS["NVLink 4"], LINKS["InfiniBand 400 Gb/s"]
+INSIDE, BETWEEN = RANK_LINKS["NVLink 4"], RANK_LINKS["InfiniBand 400 Gb/s"]
 FLOPS_PER_SECOND = 400e12
 MOST_ROWS = 10
 WIDTHS = (1024, 2048, 4096, 8192)

@@ -23,10 +23,9 @@ from memlab.book.style import (
 from memlab.book.tables import Table
 from memlab.checking import one_of
 from memlab.memory_arithmetic import Transformer
-from memlab.offloading.overlap import LINKS, Overlap, block_overlap, hidden_width
+from memlab.offloading.links import LINKS, Overlap, block_overlap, hidden_tokens, hidden_width
 from memlab.offloading.schedule import POLICIES, chosen, ordered
 from memlab.offloading.simulation import Held, Run, simulate
-from memlab.offloading.traffic import hidden_tokens
 from memlab.units import format_bytes
 
 # ---- transfer against arithmetic
@@ -173,9 +172,9 @@ def may_leave_bytes(tensors: Sequence[Held]) -> int:
     return sum(tensors[i].nbytes for i in ordered(tensors, "first come"))
 
 
-def send_part(tensors: Sequence[Held], bytes_per_second: float, part: float, policy: str, **options) -> Run:
-    """A step that sends a part, from 0 to 1, of what may leave. options: as of `simulate`."""
-    return simulate(tensors, chosen(tensors, policy, part * may_leave_bytes(tensors)), bytes_per_second, **options)
+def send_part(tensors: Sequence[Held], bytes_per_second: float, part: float, policy: str) -> Run:
+    """A step that sends a part, from 0 to 1, of what may leave."""
+    return simulate(tensors, chosen(tensors, policy, part * may_leave_bytes(tensors)), bytes_per_second)
 
 
 def draw_schedule(
@@ -184,13 +183,12 @@ def draw_schedule(
     part: int = 50,
     policy: str = "first come",
     title: str = "",
-    **options,
 ) -> Picture:
     """Arithmetic, the link down and the link up as bars over time; below, the bytes on the device, and without sending.
 
-    part: percent of the bytes that may leave; policy: which first. options: as of `simulate`.
+    part: percent of the bytes that may leave; policy: which first.
     """
-    run, before = (send_part(tensors, bytes_per_second, share / 100, policy, **options) for share in (part, 0))
+    run, before = (send_part(tensors, bytes_per_second, share / 100, policy) for share in (part, 0))
     unit, scale = byte_unit(before.peak_bytes)
     figure = Figure(figsize=(8, 4.2), dpi=90)
     lanes, axes = figure.subplots(2, height_ratios=(2, 3))
@@ -233,12 +231,12 @@ def _draw_lanes(axes, run: Run) -> None:
 
 
 def explore_schedule(
-    tensors: Sequence[Held], links: Mapping[str, float], title: str = "", parts: Sequence[int] = PARTS, **options
+    tensors: Sequence[Held], links: Mapping[str, float], title: str = "", parts: Sequence[int] = PARTS
 ) -> Interactive:
     """A slider for the part that is sent, and buttons for the policy and the link (bytes a second by name)."""
 
     def draw(part: int = parts[len(parts) // 2], policy: str = "first come", link: str = next(iter(links))) -> Picture:
-        return draw_schedule(tensors, links[link], part, policy, title, **options)
+        return draw_schedule(tensors, links[link], part, policy, title)
 
     return Interactive(draw, part=parts, policy=list(POLICIES), link=list(links))
 
@@ -257,13 +255,9 @@ def part_runs(
     links: Mapping[str, float],
     policy: str = "first come",
     parts: Sequence[int] = PARTS,
-    **options,
 ) -> dict[str, list[Run]]:
-    """For each link, by name, a step for each part (percent) that is sent. options: as of `simulate`."""
-    return {
-        name: [send_part(tensors, speed, part / 100, policy, **options) for part in parts]
-        for name, speed in links.items()
-    }
+    """For each link, by name, a step for each part (percent) that is sent."""
+    return {name: [send_part(tensors, speed, part / 100, policy) for part in parts] for name, speed in links.items()}
 
 
 def draw_too_much(runs: Mapping[str, Sequence[Run]], title: str = "", parts: Sequence[int] = PARTS) -> Picture:

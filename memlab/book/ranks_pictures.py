@@ -23,8 +23,9 @@ from memlab.book.tables import Table
 from memlab.checking import one_of
 from memlab.data_parallelism.arithmetic import STAGES
 from memlab.data_parallelism.budget import rank_step
-from memlab.data_parallelism.overlap import LINKS, exposed_seconds, ring_seconds, tokens_to_hide
+from memlab.data_parallelism.overlap import exposed_seconds, ring_seconds, tokens_to_hide
 from memlab.memory_arithmetic import TrainingStep, Transformer, training_step
+from memlab.offloading.links import RANK_LINKS
 from memlab.units import GiB, format_bytes, parse_bytes
 
 # ---- what a rank holds
@@ -177,7 +178,7 @@ def draw_hidden(
     teraflops: float = 400,
     ranks: int = 64,
     *,
-    links: Mapping[str, float] = LINKS,
+    links: Mapping[str, float] = RANK_LINKS,
     measured: Mapping[str, tuple[float, float]] | None = None,
 ) -> Picture:
     """From how many tokens a rank what is sent is hidden, by the link's bandwidth; and one backward in milliseconds.
@@ -257,7 +258,7 @@ def _milliseconds(seconds: float) -> str:
 
 
 def explore_hidden(
-    measured: Mapping[str, tuple[float, float]] | None = None, links: Mapping[str, float] = LINKS
+    measured: Mapping[str, tuple[float, float]] | None = None, links: Mapping[str, float] = RANK_LINKS
 ) -> Interactive:
     """Sliders for tokens, FLOP rate and ranks, and buttons for the link. measured: as of `draw_hidden`."""
     first = "InfiniBand 400 Gb/s" if "InfiniBand 400 Gb/s" in links else next(iter(links))
@@ -269,7 +270,7 @@ def explore_hidden(
 
 
 def hidden_table(
-    links: Mapping[str, float] = LINKS, teraflops: Sequence[float] = (100, 400, 800), ranks: int = 64
+    links: Mapping[str, float] = RANK_LINKS, teraflops: Sequence[float] = (100, 400, 800), ranks: int = 64
 ) -> Table:
     """The same as text: the tokens a rank from which it is hidden, for every link and FLOP rate."""
     rows = []

@@ -22,8 +22,8 @@ from memlab.book.style import (
 )
 from memlab.book.tables import Table
 from memlab.checking import one_of
-from memlab.data_parallelism.overlap import LINKS
 from memlab.memory_arithmetic import Transformer
+from memlab.offloading.links import RANK_LINKS
 from memlab.tensor_parallelism.activations import block_activations
 from memlab.tensor_parallelism.arithmetic import rank_states, sent_bytes, step_traffic
 from memlab.tensor_parallelism.timing import block_seconds
@@ -124,14 +124,14 @@ def draw_tensor_ranks(
 ) -> Picture:
     """What a rank holds of a GPT of 24 layers, split or not; and the share of a block's time that it waits, by width.
 
-    8 texts of 1,024 tokens. link: one of LINKS, from rank to rank. teraflops: reached by each, 10¹² a second. Nothing
-    is hidden beside anything else. For sizes that cannot be split the picture says why.
+    8 texts of 1,024 tokens. link: one of RANK_LINKS. teraflops: reached by each rank, 10¹² a second. Nothing is hidden
+    beside anything else. For sizes that cannot be split the picture says why.
     """
-    one_of("link", link, tuple(LINKS))
+    one_of("link", link, tuple(RANK_LINKS))
     figure = Figure(figsize=(8, 5.4), dpi=90)
     bars, lines = figure.subplots(2, height_ratios=(3, 4))
     figure.subplots_adjust(0.17, 0.1, 0.97, 0.86, hspace=0.55)
-    over = f"{_ranks(ranks)} over {link}, {LINKS[link] / 1e9:g} GB/s"
+    over = f"{_ranks(ranks)} over {link}, {RANK_LINKS[link] / 1e9:g} GB/s"
     head = f"width {width:,}, {heads} heads; {over}; {teraflops:g} TFLOP/s"
     figure.suptitle(head, x=0.02, ha="left", fontsize=LABEL_SIZE)
     said = _draw_held(bars, width, heads, ranks)
@@ -181,12 +181,12 @@ def _draw_held(axes: Axes, width: int, heads: int, ranks: int) -> str:
 def _draw_waiting(axes: Axes, width: int, ranks: int, link: str, teraflops: float) -> str:
     """Lines by width for every link, with the chosen one marked."""
     took = lambda width, speed: block_seconds(TEXTS, TOKENS, width, ranks, teraflops * 1e12, speed)  # noqa: E731
-    for number, (name, speed) in enumerate(LINKS.items()):
+    for number, (name, speed) in enumerate(RANK_LINKS.items()):
         look = {"color": LINE_COLOURS[number], "linestyle": LINE_STYLES[number], "linewidth": 1.4}
         axes.plot(
             WIDTHS, [100 * took(each, speed).waiting_share for each in WIDTHS], label=name, marker="osD"[number], **look
         )
-    own = took(width, LINKS[link])
+    own = took(width, RANK_LINKS[link])
     axes.plot(
         width, 100 * own.waiting_share, "o", color="black", markersize=11, markerfacecolor="none", markeredgewidth=2
     )
@@ -197,7 +197,7 @@ def _draw_waiting(axes: Axes, width: int, ranks: int, link: str, teraflops: floa
     axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), frameon=False, fontsize=SMALL_SIZE, ncols=3)
     finish(axes, "width", "waiting (% of a block's time)")
     return (
-        f"A block computes {1e3 * own.computing:.3g} ms and waits {1e3 * own.waiting:.3g} ms, "
+        f"A block computes {1e3 * own.computing:.3g} ms and waits {1e3 * own.sending:.3g} ms, "
         f"{own.waiting_share:.0%} of its time"
     )
 
@@ -208,7 +208,7 @@ def _ranks(number: int) -> str:
 
 def explore_tensor_ranks() -> Interactive:
     """Sliders for width, heads and ranks, and buttons for the link."""
-    return Interactive(draw_tensor_ranks, width=WIDTHS, heads=HEADS, ranks=RANKS, link=list(LINKS))
+    return Interactive(draw_tensor_ranks, width=WIDTHS, heads=HEADS, ranks=RANKS, link=list(RANK_LINKS))
 
 
 def tensor_ranks_table(width: int = 2048, heads: int = 16, link: str = "NVLink 4", teraflops: float = 400) -> Table:
@@ -217,7 +217,7 @@ def tensor_ranks_table(width: int = 2048, heads: int = 16, link: str = "NVLink 4
     for ranks in (number for number in RANKS if heads % number == 0):
         states = rank_states(model, ranks).nbytes
         kept = [held_by_a_rank(width, heads, ranks, way)["activation"] for way in SPLITS]
-        seconds = block_seconds(TEXTS, TOKENS, width, ranks, teraflops * 1e12, LINKS[link])
+        seconds = block_seconds(TEXTS, TOKENS, width, ranks, teraflops * 1e12, RANK_LINKS[link])
         sent = sent_bytes(step_traffic(model, TEXTS, TOKENS, ranks))
         rows.append((ranks, *map(format_bytes, (states, *kept, sent)), f"{seconds.waiting_share:.0%}"))
     columns = ["ranks", "weights, gradients, states", "activations", "with sequence parallelism", "sent in a step"]

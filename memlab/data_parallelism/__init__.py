@@ -20,7 +20,7 @@ And what it costs: `arithmetic` (bytes a rank holds and sends, by stage), `overl
 
 from memlab.data_parallelism.agreement import mean_over_ranks
 from memlab.data_parallelism.arithmetic import rank_bytes, traffic_bytes
-from memlab.data_parallelism.budget import most_texts, rank_step
+from memlab.data_parallelism.budget import rank_step
 from memlab.data_parallelism.flat import FlatLayout
 from memlab.data_parallelism.overlap import ring_seconds, tokens_to_hide
 from memlab.data_parallelism.replicas import DataParallel
@@ -55,7 +55,6 @@ __all__ = [
     "load_full_optimizer_state",
     "load_full_state_dict",
     "mean_over_ranks",
-    "most_texts",
     "rank_bytes",
     "rank_step",
     "reduce_scatter_moves",

@@ -17,7 +17,6 @@ not counted here.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 from memlab.data_parallelism.arithmetic import RankBytes, Transient, rank_bytes, transient_bytes, unit_sizes
@@ -80,22 +79,6 @@ def rank_step(
         moments += [(_early_in_backward(moment, step, done), (early, whole)[done]) for done in (0, 1)]
     there = (_on_a_rank(moment, step, ranks, stage, held, most) for moment, most in moments)
     return max(there, key=lambda moment: moment.nbytes)
-
-
-def most_texts(step_of: Callable[[int], TrainingStep], card_bytes: int | str, ranks: int, stage: int, **options) -> int:
-    """How many texts one rank may have in a step until its card is full: 0 where not even one fits.
-
-    step_of: texts → the step of one device; card_bytes: an int, or text such as "16 GiB". options: as of `rank_step`.
-    """
-    limit = parse_bytes(card_bytes)
-    fits = lambda texts: rank_step(step_of(texts), ranks, stage, **options).nbytes <= limit  # noqa: E731
-    enough, too_many = 0, 1
-    while fits(too_many):
-        enough, too_many = too_many, 2 * too_many
-    while too_many - enough > 1:
-        middle = (enough + too_many) // 2
-        enough, too_many = (middle, too_many) if fits(middle) else (enough, middle)
-    return enough
 
 
 def _early_in_backward(moment: Breakdown, step: TrainingStep, done: int) -> Breakdown:

@@ -14,7 +14,8 @@ tokens that one rank has in a step:
 
     4·tokens / F >= 2·g·(N-1) / (N·B)         tokens >= (g / 2)·(N-1)/N · F / B
 
-As in `memlab.offloading.traffic`, F / B is the ridge, with the link between ranks in the place of the one to the host.
+As in `memlab.offloading.links`, F / B is the ridge, with a link between ranks (`RANK_LINKS`) in the place of the one to
+the host.
 The last bucket is never hidden: it is complete when backward is over.
 
 All rates are those that are reached, and links carry nothing else. A multiply and an add are two FLOPs; attention's
@@ -29,19 +30,13 @@ from collections.abc import Sequence
 
 from memlab.checking import above_0, one_of, positive
 from memlab.data_parallelism.arithmetic import STAGES
-from memlab.offloading.traffic import hidden_tokens
-
-LINKS = {"Ethernet 25 Gb/s": 2.8e9, "InfiniBand 400 Gb/s": 45e9, "NVLink 4": 380e9}
-"""Bytes a second, one way, from one rank to its neighbour: about 90 % of a network's 3.1 and 50 GB/s, and of NVLink 4's
-450 GB/s the 80 to 85 % that NCCL commonly reaches inside a machine (Bekman, Machine Learning Engineering)."""
+from memlab.offloading.links import hidden_tokens
 
 PHASES = ("forward", "backward")
 
 
-def ring_seconds(
-    nbytes: int, ranks: int, bytes_per_second: float, latency_seconds: float = 0.0, halves: int = 2
-) -> float:
-    """How long a ring needs for an all-reduce of so many bytes, or (halves=1) for one of its two halves.
+def ring_seconds(nbytes: int, ranks: int, bytes_per_second: float, latency_seconds: float = 0.0) -> float:
+    """How long a ring needs for an all-reduce of so many bytes; each of its two halves takes half of that.
 
     Raises ValueError for ranks below 1, rates that are not above 0 and a latency below 0.
 
@@ -56,7 +51,7 @@ def ring_seconds(
     above_0(bytes_per_second=bytes_per_second)
     if latency_seconds < 0:
         raise ValueError(f"expected latency_seconds of at least 0, found {latency_seconds}")
-    return halves * (ranks - 1) * (latency_seconds + nbytes / (ranks * bytes_per_second))
+    return 2 * (ranks - 1) * (latency_seconds + nbytes / (ranks * bytes_per_second))
 
 
 def sent_beside(stage: int, phase: str, weight_bytes: float = 2, gradient_bytes: float = 2) -> float:
@@ -86,12 +81,11 @@ def tokens_to_hide(
     *,
     weight_bytes: float = 2,
     gradient_bytes: float = 2,
-    forward_flops: float = 2,
 ) -> float:
     """From how many tokens a rank and step (stage 3: micro-batch) all that is sent is hidden, but for the last bucket.
 
-    The larger of what forward needs, `forward_flops` a parameter and token, and backward, with 4. A checkpointed
-    backward has 2 more, which are left out here: then it is hidden sooner.
+    The larger of what forward needs, with 2 FLOPs a parameter and token, and backward, with 4. A checkpointed backward
+    has 2 more, which are left out here: then it is hidden sooner.
 
     Raises ValueError for rates that are not above 0, and for a stage that there is not.
 
@@ -108,22 +102,15 @@ def tokens_to_hide(
     positive("ranks", ranks)
     above_0(flops_per_second=flops_per_second, bytes_per_second=bytes_per_second)
     needed = [0.0]
-    for phase, flops in zip(PHASES, (forward_flops, 2 * forward_flops), strict=True):
+    for phase, flops in zip(PHASES, (2, 4), strict=True):
         sent = sent_beside(stage, phase, weight_bytes, gradient_bytes) * (ranks - 1) / ranks
         if sent:
             needed.append(hidden_tokens(flops_per_second, bytes_per_second, sent, flops))
     return max(needed)
 
 
-def exposed_seconds(
-    buckets: Sequence[int],
-    backward_seconds: float,
-    ranks: int,
-    bytes_per_second: float,
-    latency_seconds: float = 0.0,
-    halves: int = 2,
-) -> float:
-    """What backward waits for its buckets' collectives in the end, one after another beside it.
+def exposed_seconds(buckets: Sequence[int], backward_seconds: float, ranks: int, bytes_per_second: float) -> float:
+    """What backward waits for its buckets' all-reduces in the end, one after another beside it.
 
     buckets: bytes of each, in the order in which backward completes them; backward's time goes by bytes.
 
@@ -139,5 +126,5 @@ def exposed_seconds(
     for nbytes in buckets:
         done += nbytes
         complete = backward_seconds * done / whole
-        through = max(through, complete) + ring_seconds(nbytes, ranks, bytes_per_second, latency_seconds, halves)
+        through = max(through, complete) + ring_seconds(nbytes, ranks, bytes_per_second)
     return max(0.0, through - backward_seconds)

@@ -10,7 +10,7 @@ from memlab.gradient_accumulation.accumulate import accumulate, examples, groups
 from memlab.gradient_accumulation.batch_norm import deferred_batch_norm
 from memlab.gradient_accumulation.batch_size import BatchSize, find_batch_size
 from memlab.gradient_accumulation.packing import Packed, document_mask, pack, pack_rows, pad_rows
-from memlab.gradient_accumulation.token_batches import padding_waste, token_batches
+from memlab.gradient_accumulation.token_batches import token_batches
 
 __all__ = [
     "BatchSize",
@@ -25,6 +25,5 @@ __all__ = [
     "pack",
     "pack_rows",
     "pad_rows",
-    "padding_waste",
     "token_batches",
 ]

@@ -47,11 +47,10 @@ def deferred_batch_norm(model: Module) -> Iterator[None]:
     `num_batches_tracked` grows by one. In the first such layer that is the full batch's update, up to rounding. Deeper
     layers see inputs that earlier ones normalised by micro-batch, and have the exact statistics of *those*.
 
-    A layer that one forward of `model` calls several times moves as often, call by call, as in the full batch. Each
-    forward of `model` counts, under `no_grad` too, as it does without the block; but not its recomputation in backward.
-    Forwards are taken for micro-batches, and so are calls of a part outside of one (`model.encode(x)`): where the loss
-    calls the model twice, for real and fake or two of a pair, it moves once, towards all values together, and not
-    twice. For the full batch's update enter a module whose forward makes both calls, and have the loss call that.
+    Each forward of a layer counts, under `no_grad` too, as it does without the block; but not its recomputation in
+    backward. Where one step calls a layer several times for the same micro-batch, for real and fake or two of a pair,
+    it still moves once, towards all values together, where the full batch would move it once for each call.
+
     Layers in evaluation mode, and those without running statistics, are left alone. Statistics are merged in the
     buffers' dtype, at least FP32. A layer with 16-bit buffers rounds a micro-batch's statistics to them first, and an
     FP16 one gives inf for a variance above 65,504; 16-bit inputs under FP32 buffers, as in autocast, lose nothing.
@@ -68,20 +67,9 @@ def deferred_batch_norm(model: Module) -> Iterator[None]:
     if not isinstance(model, Module):
         raise TypeError(f"expected a model (torch.nn.Module), found {type(model).__name__}")
     layers = [_Layer(name, m) for name, m in model.named_modules() if isinstance(m, _BatchNorm)]
-
-    def begin(*_) -> None:
-        for layer in layers:
-            layer.call = 0
-
-    def end(*_) -> None:
-        for layer in layers:
-            layer.call = None
-
     with ExitStack() as undo:
         for layer in layers:
             layer.watch(undo)
-        undo.callback(model.register_forward_pre_hook(begin).remove)
-        undo.callback(model.register_forward_hook(end, always_call=True).remove)
         yield
     for layer in layers:
         layer.refuse_unseen()
@@ -131,8 +119,7 @@ class _Layer:
 
     def __init__(self, name: str, module: _BatchNorm):
         self.name, self.module = name, module
-        self.call: int | None = None  # which of this layer's calls in one forward of the model is next; None outside
-        self.calls: list[_Moments] = []
+        self.moments: _Moments | None = None
         self.scratch: dict[str, Tensor | None] | None = None
         self.own: tuple[dict[str, Tensor | None], float | None] | None = None  # what is set aside during a forward
 
@@ -177,13 +164,10 @@ class _Layer:
         self.put_back()
         if output is None or output.numel() == 0 or backward_number() != -1:  # the last: recomputed, so counted before
             return
-        call = self.call or 0
-        if self.call is not None:
-            self.call += 1
-        if call == len(self.calls):
-            self.calls.append(_Moments(self.scratch["running_mean"]))
+        if self.moments is None:
+            self.moments = _Moments(self.scratch["running_mean"])
         count = output.numel() // output.shape[1]
-        self.calls[call].merge(count, self.scratch["running_mean"], self.scratch["running_var"])
+        self.moments.merge(count, self.scratch["running_mean"], self.scratch["running_var"])
 
     def put_back(self) -> None:
         """Give the layer its own buffers and momentum again."""
@@ -194,20 +178,21 @@ class _Layer:
 
     def refuse_unseen(self) -> None:
         """Raise if running statistics moved in the block though no forward was seen."""
-        if not self.calls and deferrable(self.module) and written(self.module) != self.version:
+        if self.moments is None and deferrable(self.module) and written(self.module) != self.version:
             raise RuntimeError(
                 f"expected the forward of {self.name or 'the model'!r} to run its hooks, found running statistics that "
                 "moved without; if it is compiled, compile it anew and call it first inside deferred_batch_norm"
             )
 
     def move(self) -> None:
-        """Move the running statistics towards the group's, by torch's own formula, once per call."""
-        module = self.module
-        for moments in self.calls:
-            factor = module.momentum or 0.0  # 0, as torch has it, where there is no counter either
-            if module.num_batches_tracked is not None:
-                module.num_batches_tracked.add_(1)
-                factor = 1 / float(module.num_batches_tracked) if module.momentum is None else factor
-            found = moments.mean, moments.squares / (moments.count - 1)
-            for running, statistic in zip((module.running_mean, module.running_var), found, strict=True):
-                running.copy_(running.to(statistic.dtype).lerp(statistic, factor))
+        """Move the running statistics towards the group's, once, by torch's own formula."""
+        module, moments = self.module, self.moments
+        if moments is None:
+            return
+        factor = module.momentum or 0.0  # 0, as torch has it, where there is no counter either
+        if module.num_batches_tracked is not None:
+            module.num_batches_tracked.add_(1)
+            factor = 1 / float(module.num_batches_tracked) if module.momentum is None else factor
+        found = moments.mean, moments.squares / (moments.count - 1)
+        for running, statistic in zip((module.running_mean, module.running_var), found, strict=True):
+            running.copy_(running.to(statistic.dtype).lerp(statistic, factor))

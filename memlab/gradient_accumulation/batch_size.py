@@ -17,7 +17,6 @@ import gc
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from numbers import Real
 
 import torch
 from torch import nn
@@ -66,48 +65,43 @@ def find_batch_size(
     *,
     model: nn.Module | list[nn.Module] | None = None,
     optimizer: Optimizer | None = None,
-    predict: Callable[[int], int] | None = None,
-    least: int = 1,
     most: int = 65536,
 ) -> BatchSize:
-    """The largest batch size from `least` to `most` whose training step stays within a budget, proved by running it.
+    """The largest batch size from 1 to `most` whose training step stays within a budget, proved by running it.
 
         found = find_batch_size(step, "16 GiB", model=model, optimizer=optimizer)
 
     step: runs one whole training step (forward, backward, optimizer, gradients cleared) of so many examples. To find a
       micro-batch, let it accumulate over two of that size: more of them take no more memory.
     model, optimizer: what `step` trains, where that outlives it. A `step` that builds its own needs neither.
-    predict: batch size → bytes, growing; asked before anything runs. For the sizes of a GPT or a Llama,
-      `lambda n: training_step(sizes, n, tokens).peak_bytes`. Without it, small steps predict.
-    least: for a step that cannot take one example, such as one with BatchNorm1d.
 
     Figures are of storages: what tensors hold, without what kernels take for themselves. With a `model` on CUDA they
     are bytes allocated on its device, whoever asked for them, and the lines are shifted by what those have beyond.
 
     Steps train: weights, running statistics and random numbers move. So search before training; or, at no cost of
     memory, in `with imagine("H100-80GB"):`. A step that runs out of memory does not fit. Nothing of it stays: no
-    exception, no tensor, none of the gradients it made for `model`. Where the small steps promise less than `predict`
-    does, they are believed, so that no size far over the budget is run.
+    exception, no tensor, none of the gradients it made for `model`.
 
-    Raises ValueError if not even `least` fits, if an optimizer outlives `step` that was not named, or for
-    least > most; TypeError or ValueError for arguments of another kind. All else that `step` raises passes through.
+    Raises ValueError if not even one example fits, or if an optimizer outlives `step` that was not named; TypeError or
+    ValueError for arguments of another kind. All else that `step` raises passes through.
     """
     budget_bytes = parse_bytes(budget_bytes)
-    refuse_arguments(step, predict, least, most)
-    predicted = None if predict is None else largest_predicted(predict, budget_bytes, least, most)
+    if not callable(step):
+        raise TypeError(f"expected step as a function of the batch size, found {type(step).__name__}")
+    positive("most", most)
 
     trials = Trials(step, model, optimizer, budget_bytes)
-    fits, fails = least - 1, most + 1
-    # `least` twice: the first step makes the optimizer's states, so it holds less than all later ones.
-    for size in [least, *range(least, min(least + 2, most) + 1)]:
+    fits, fails = 0, most + 1
+    # 1 twice: the first step makes the optimizer's states, so it holds less than all later ones.
+    for size in [1, *range(1, min(3, most) + 1)]:
         if not trials.fits(size):
             fails = size
             break
         fits = size
-    if fails == least:
-        peak = trials.tried[least]
+    if fails == 1:
+        peak = trials.tried[1]
         raise ValueError(
-            f"expected a step of batch size {least} to fit {format_bytes(budget_bytes)}, found that it "
+            f"expected a step of batch size 1 to fit {format_bytes(budget_bytes)}, found that it "
             f"{'runs out of memory' if peak is None else f'takes {format_bytes(peak)}'}; raise the budget, shorten the "
             "examples, or shrink the model and its optimizer's states"
         )
@@ -115,9 +109,8 @@ def find_batch_size(
     while not trials.straight and 2 * fits < min(trials.aim(most), fails):
         fits, fails = (2 * fits, fails) if trials.fits(2 * fits) else (fits, 2 * fits)
 
-    aim = min(trials.aim(most), fails - 1)
-    predicted = aim if predicted is None else predicted
-    guess, stride = min(predicted, aim), 1
+    guess = predicted = min(trials.aim(most), fails - 1)
+    stride = 1
     while fails - fits > 1:
         size = min(max(guess, fits + 1), fails - 1)
         fitted = trials.fits(size)
@@ -216,35 +209,6 @@ def peak_of(timeline: Timeline) -> int:
 def is_out_of_memory(error: Exception) -> bool:
     """Whether a step ended for want of memory: CUDA's, an imagined card's, Python's, or the CPU allocator's."""
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(words in str(error) for words in MESSAGES)
-
-
-def largest_predicted(predict: Callable[[int], int], budget_bytes: int, least: int, most: int) -> int:
-    """The largest size from `least` to `most` whose predicted bytes fit, by bisection; least - 1 if none does.
-
-    Raises TypeError for a prediction that is no number.
-    """
-    fits, fails = least - 1, most + 1
-    while fails - fits > 1:
-        size = (fits + fails) // 2
-        nbytes = predict(size)
-        if isinstance(nbytes, bool) or not isinstance(nbytes, Real):
-            raise TypeError(
-                f"expected predict({size}) to be a number of bytes, found {type(nbytes).__name__}; of a training_step, "
-                "return its peak_bytes"
-            )
-        fits, fails = (size, fails) if nbytes <= budget_bytes else (fits, size)
-    return fits
-
-
-def refuse_arguments(step, predict, least: int, most: int) -> None:
-    """Raise TypeError or ValueError for what cannot be searched with."""
-    for name, function in (("step", step), ("predict", predict)):
-        if not callable(function) and (function, name) != (None, "predict"):
-            raise TypeError(f"expected {name} as a function of the batch size, found {type(function).__name__}")
-    positive("least", least)
-    positive("most", most)
-    if least > most:
-        raise ValueError(f"expected least to be at most most, found least={least} and most={most}")
 
 
 def refuse_unnamed(stepped: Iterable[Optimizer], optimizer: Optimizer | None, parameters: list[nn.Parameter]) -> None:

@@ -16,18 +16,13 @@ from __future__ import annotations
 
 import operator
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from memlab.checking import positive
 
 
 def token_batches(
-    lengths: Iterable[int],
-    max_tokens: int,
-    *,
-    window: int | None = None,
-    seed: int = 0,
-    max_examples: int | None = None,
+    lengths: Iterable[int], max_tokens: int, *, window: int | None = None, seed: int = 0
 ) -> list[list[int]]:
     """Batches of indices into `lengths`, every index once, each batch of at most `max_tokens` padded tokens.
 
@@ -35,7 +30,6 @@ def token_batches(
       allows, and nearly the same ones every time; only ties, the batches' order and the end from which they are cut are
       left to chance. 1, none: no sorting. In between, several batches' worth: a window of one batch sorts nothing.
     seed: the same seed gives the same batches; give the epoch, and each has its own.
-    max_examples: also at most so many examples a batch.
 
     The result is a `batch_sampler` for torch's DataLoader.
 
@@ -46,9 +40,9 @@ def token_batches(
     [[0, 2], [1, 3, 4]]
     """
     refuse_seed(seed)
-    for name, value in {"max_tokens": max_tokens, "window": window, "max_examples": max_examples}.items():
-        if value is not None or name == "max_tokens":
-            positive(name, value)
+    positive("max_tokens", max_tokens)
+    if window is not None:
+        positive("window", window)
     lengths = within(lengths, "max_tokens", max_tokens)
     rng = random.Random(seed)
     shuffled = list(range(len(lengths)))
@@ -62,7 +56,7 @@ def token_batches(
     batches, longest = [[]], 0
     for i in order:
         longest = max(longest, lengths[i])
-        if (len(batches[-1]) + 1) * longest > max_tokens or len(batches[-1]) == max_examples:
+        if (len(batches[-1]) + 1) * longest > max_tokens:
             batches.append([])
             longest = lengths[i]
         batches[-1].append(i)
@@ -104,31 +98,3 @@ def within(lengths: Iterable[int], name: str, limit: int) -> list[int]:
             f"{longest}{others}; raise {name} to {lengths[longest]:,}, or truncate or drop what is longer"
         )
     return lengths
-
-
-def padded_tokens(lengths: Sequence[int], batch: Sequence[int]) -> int:
-    """Tokens of a batch as the model sees it: its examples, times the longest of them. Raises ValueError without any.
-
-    >>> padded_tokens([30, 5, 28], [0, 1])
-    60
-    """
-    if not len(batch):
-        raise ValueError("expected at least one example in every batch, found one without; leave it out")
-    return len(batch) * max(operator.index(lengths[i]) for i in batch)
-
-
-def padding_waste(lengths: Sequence[int], batches: Iterable[Sequence[int]]) -> float:
-    """The share of padding among all padded tokens: 1 − Σ lengths / Σ (examples × longest).
-
-    batches: lists of indices into `lengths`, of `token_batches` or of any batch sampler.
-
-    Raises ValueError when there is no batch, or one without examples.
-
-    >>> padding_waste([30, 15, 28], [[0, 1]])
-    0.25
-    """
-    batches = list(batches)
-    if not batches:
-        raise ValueError("expected at least one batch, found none; a sampler that is spent must be made again")
-    tokens = sum(operator.index(lengths[i]) for batch in batches for i in batch)  # numpy's small ints would overflow
-    return 1 - tokens / sum(padded_tokens(lengths, batch) for batch in batches)

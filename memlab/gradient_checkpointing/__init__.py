@@ -6,7 +6,7 @@ is worth) and `selective` (which ops); `attention` (tiles instead of T×T, backw
 `instruments`, `bench`, `plan` and `optimal` (the least recomputation under a budget of bytes).
 """
 
-from memlab.gradient_checkpointing.attention import backward_live_bytes, checkpointed_attention
+from memlab.gradient_checkpointing.attention import checkpointed_attention
 from memlab.gradient_checkpointing.bench import measure_chain
 from memlab.gradient_checkpointing.chain import Chain, Stage
 from memlab.gradient_checkpointing.costs import LINEARS, MATMULS, OpCost, op_costs
@@ -30,7 +30,6 @@ __all__ = [
     "OpCost",
     "Plan",
     "Stage",
-    "backward_live_bytes",
     "best_segments",
     "checkpoint",
     "checkpoint_sequential",

@@ -54,9 +54,15 @@ def checkpointed_attention(
 
         batch · (heads · queries · (head_dim + value_dim + 1) + kv_heads · keys · (head_dim + value_dim)) elements,
 
-    for plain self-attention 4·B·H·T·d + B·H·T. What backward holds beyond that: `backward_live_bytes`. Gradients are
-    contiguous, in their inputs' dtype, and the same bits on each run. A query that sees no key has a gradient of zeros
-    and adds nothing to those of keys and values.
+    for plain self-attention 4·B·H·T·d + B·H·T. Backward holds beyond that dout and, for gradients by all three, with H
+    heads, G key-value heads, tiles of t queries and u keys, and w bytes for a sum:
+
+        dq, dk, dv    the bytes of q, k and v
+        sums          batch · w · G · keys · (head_dim + value_dim), for 16-bit inputs; else dk and dv are their sums
+        fast memory   batch · w · (H·t·(2·head_dim + 2·value_dim + 2·u + 2) + G·u·(head_dim + value_dim))
+
+    Gradients are contiguous, in their inputs' dtype, and the same bits on each run. A query that sees no key has a
+    gradient of zeros and adds nothing to those of keys and values.
 
     Not for torch.func's transforms, forward-mode AD or is_grads_batched: tiles are overwritten, and torch raises.
 
@@ -75,38 +81,6 @@ def checkpointed_attention(
         narrow = torch.get_autocast_dtype(kind)
         q, k, v = (x.to(narrow) if x.dtype in WIDE and x.dtype != torch.float64 else x for x in (q, k, v))
     return _Attention.apply(q, k, v, causal, scale, tile_queries, tile_keys)
-
-
-def backward_live_bytes(
-    q: tuple[int, int, int, int],
-    k: tuple[int, int, int, int],
-    v: tuple[int, int, int, int],
-    dtype: torch.dtype = torch.float32,
-    *,
-    causal: bool = False,
-    tile_queries: int = TILE_QUERIES,
-    tile_keys: int = TILE_KEYS,
-) -> int:
-    """Bytes that the backward of `checkpointed_attention` holds at its fullest moment beyond what was saved and dout.
-
-    For gradients by all three. With H heads, G key-value heads, tiles of t queries and u keys, and w bytes for a sum:
-
-        dq, dk, dv    the bytes of q, k and v
-        sums          batch · w · G · keys · (head_dim + value_dim), for 16-bit inputs; else dk and dv are their sums
-        fast memory   batch · w · (H·t·(2·head_dim + 2·value_dim + 2·u + 2) + G·u·(head_dim + value_dim))
-
-    >>> shape = (1, 8, 2048, 64)
-    >>> backward_live_bytes(shape, shape, shape), 8 * 2048 * 2048 * 4  # the second: a single matrix of weights
-    (16785408, 134217728)
-    """
-    (batch, heads, queries, head_dim), (_, kv_heads, keys, value_dim) = q, v
-    w = WIDE[dtype].itemsize
-    results = (math.prod(q) + math.prod(k) + math.prod(v)) * dtype.itemsize
-    sums = (math.prod(k) + math.prod(v)) * w if dtype.itemsize < w else 0
-    t, u = min(tile_queries, queries), min(tile_keys, keys, queries if causal else keys)
-    of_queries = heads * t * (2 * head_dim + 2 * value_dim + 2 * u + 2)
-    of_keys = kv_heads * u * (head_dim + value_dim)
-    return results + sums + batch * w * (of_queries + of_keys)
 
 
 class _Attention(torch.autograd.Function):

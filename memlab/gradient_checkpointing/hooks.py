@@ -29,8 +29,6 @@ from memlab.memory_timeline.lines import RECOMPUTING
 Contexts = Callable[[], tuple[AbstractContextManager, AbstractContextManager]]
 """Makes two context managers for one call: one is entered around the forward, the other around each recomputation."""
 
-_functorch = torch._C._functorch
-_outside = torch.empty(0, device="cpu")  # made outside any vmap
 RECOMPUTING.add(__file__)  # for the meter: what this page has run in backward is forward, once more
 
 
@@ -72,12 +70,11 @@ def checkpoint(function: Callable, /, *args, preserve_rng_state: bool = True, **
     writes to a tensor after an op saved it. Other values under the same shape are not noticed, nor more tensors at the
     end. F.rrelu saves its noise before it draws it: in training its gradient is wrong if it is the last op that saves.
 
-    Not inside torch.func.grad and its kin, which forbid hooks. Inside torch.vmap or torch.func.jvp only if backward is
-    inside, too: outside, the second run would find whole batches, so it is a RuntimeError. Write
-    checkpoint(torch.vmap(f), x). Around a model that checkpoints inside, functional_call takes its parameters away at
-    its end: backward must be inside of it, or gradients are wrong. Inside torch.compile it is a graph break, and the
-    function runs uncompiled. A compiled function may be checkpointed, but its BatchNorms are counted twice; a
-    TorchScript function may not, as it does not let the exception pass by which the second run is stopped.
+    Not here: torch.vmap, torch.func.jvp and their kin around it, which are refused (checkpoint the mapped function:
+    checkpoint(torch.vmap(f), x)); forward-mode gradients. Around a model that checkpoints inside, functional_call takes
+    its parameters away at its end: backward must be inside of it, or gradients are wrong. Inside torch.compile it is a
+    graph break, and the function runs uncompiled. A compiled function may be checkpointed, but its BatchNorms are
+    counted twice; a TorchScript function may not: the exception by which the second run is stopped does not pass it.
     """
     return checkpoint_within(no_contexts, function, args, kwargs, preserve_rng_state=preserve_rng_state)
 
@@ -89,6 +86,12 @@ def checkpoint_within(
     if not torch.is_grad_enabled():
         with contexts()[0]:
             return function(*args, **kwargs)
+    if torch._C._functorch.maybe_current_level() is not None:
+        raise RuntimeError(
+            f"expected a checkpoint of {name_of(function)} outside torch.vmap, torch.func.jvp and their kin, found it "
+            "inside, where its second run would be given whole batches; checkpoint the mapped function instead: "
+            "checkpoint(torch.vmap(function), x)"
+        )
     return _run_with_hooks(contexts, function, args, kwargs, preserve_rng_state)
 
 
@@ -126,19 +129,10 @@ def remember(tensors: Iterable[Tensor]) -> Tensor:
 class _Remembered(torch.autograd.Function):
     """Saves its inputs, and is no part of any loss."""
 
-    generate_vmap_rule = True
-
     @staticmethod
-    def forward(anchor: Tensor, *tensors: Tensor) -> Tensor:
+    def forward(ctx, anchor: Tensor, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(*tensors)
         return anchor.new_empty(0)
-
-    @staticmethod
-    def setup_context(ctx, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs[1:])
-
-    @staticmethod
-    def jvp(ctx, *tangents) -> Tensor:
-        return torch.zeros(0, device="cpu")
 
     @staticmethod
     def backward(ctx, grad):
@@ -151,9 +145,9 @@ class _Region:
     def __init__(
         self, function: Callable, args: tuple, kwargs: dict, again: AbstractContextManager, preserve_rng_state: bool
     ):
-        self.function, self.again, self.transform = function, again, transform_around()
+        self.function, self.again = function, again
         leaves, self.structure = tree_flatten((args, kwargs))
-        kept = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference()}
+        kept = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
         numbers = {key: number for number, key in enumerate(kept)}  # once each, as `q is k` must be true again
         self.places = {i: numbers[id(leaf)] for i, leaf in enumerate(leaves) if id(leaf) in numbers}
         self.others = [None if i in self.places else leaf for i, leaf in enumerate(leaves)]
@@ -183,12 +177,6 @@ class _Region:
 
     def recompute(self, wanted: _Handle) -> tuple[Tensor, int]:
         """Run the function again, until all that is waited for is saved; return one handle's part, fill the others."""
-        if self.transform is not None and _functorch.is_dead_tensor_wrapper(self.transform):
-            raise RuntimeError(
-                f"expected backward inside the torch.vmap (or torch.func.jvp) in which {name_of(self.function)} was "
-                "checkpointed, found it when that was over, and the function would be given whole batches; checkpoint "
-                "the mapped function instead: checkpoint(torch.vmap(function), x)"
-            )
         handles = [handle() for handle in self.handles]  # None: backward has passed there
         if backward_number() == -1:  # outside backward nobody would empty the others again
             handles = [handle if handle is wanted else None for handle in handles]
@@ -218,7 +206,6 @@ class _Region:
         args, kwargs = tree_unflatten(leaves, self.structure)
         with ExitStack() as stack:
             self.state.restore(stack)
-            stack.enter_context(torch.inference_mode(False))  # backward may be inside one
             stack.enter_context(torch.enable_grad())
             stack.enter_context(self.again)
             own_buffer = stack.enter_context(statistics_stand_still(innermost(self.function)))
@@ -239,12 +226,6 @@ class _Region:
             f"of {len(self.saved)}: {describe(self.saved[number])} in the forward, {instead} in the recomputation; "
             "let what it depends on be the same in backward (its arguments, flags, weights), or don't checkpoint it"
         )
-
-
-def transform_around() -> Tensor | None:
-    """A tensor that dies when the innermost vmap or jvp around ends: its level alone may be another's by then."""
-    level = _functorch.maybe_current_level()
-    return None if level is None else _functorch._wrap_for_grad(_outside, level)
 
 
 def description(tensor: Tensor) -> tuple:

@@ -1,10 +1,10 @@
-"""The instruments of the bench: a source and a sink around a stage, hooks that watch it, and the notes on one stage.
+"""The instruments of the bench: a source and a sink around a stage, and hooks that watch it.
 
     source → stage → sink      the source keeps the gradient that the stage sends; the sink sends the stage one, of
                                which, as in a whole chain, the engine is then the only owner
 
-A note is a mark in the Meter's record: how many events there were by then. When all is measured, the record says how
-many bytes were there at each mark, and at the most between two, and `Notes.stage` makes of them what a planner needs.
+A mark is a place in the Meter's record: how many events there were by then. The record says how many bytes were there
+at each mark, and at the most between two.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from memlab.gradient_checkpointing.batch_norm import statistics_stand_still
-from memlab.gradient_checkpointing.chain import Stage
 from memlab.gradient_checkpointing.hooks import StopRecomputation
 from memlab.memory_hierarchy.counting import OpCounter
 from memlab.memory_timeline.ownership import storages_of
@@ -46,13 +45,6 @@ class Source(torch.autograd.Function):
 def source(x: Tensor, sent: list[Tensor]) -> Tensor:
     """x as a stage finds it: a result of the stage before, if that wants a gradient."""
     return Source.apply(torch.empty(0, requires_grad=True), x.detach(), sent) if x.requires_grad else x
-
-
-def stage_input(x: Tensor, sent: list[Tensor], place: list[int], own: bool) -> Tensor:
-    """x for a stage, or, as its own, a copy that nobody else holds. place: set to where that is."""
-    given = source(replica(x).requires_grad_(x.requires_grad), sent) if own else source(x, sent)
-    place[0] = storage_id(given)
-    return given
 
 
 def replica(tensor: Tensor) -> Tensor:
@@ -128,63 +120,14 @@ class Step(NamedTuple):
     begin: int
     forward: int
     backward: int
-    look: int | None
+    look: int
     done: int
     gradient_bytes: int
     grads: int
-    summed: int
-    view: bool
     saves_input: bool
     saves_output: bool
     saves: int
     flops: int
-
-
-class Notes(NamedTuple):
-    """Of one stage. held, own: with its input held by somebody else, and by nobody else."""
-
-    begin: int
-    ran: int
-    dropped: int
-    held: Step
-    own: Step
-    again: int
-    stopped: int
-    again_flops: int
-    last: bool
-
-    def stage(self, levels: list[int]) -> Stage:
-        """levels: bytes after each event, less those that are always there."""
-
-        def peak(start: int, end: int) -> int:
-            return max(levels[start : end + 1])
-
-        step, output = self.held, levels[self.ran] - levels[self.dropped]
-        # The caller holds the last output and its gradient from beginning to end; the others die on the way.
-        base, own_base = (levels[s.begin] + (output if self.last else -s.gradient_bytes) for s in (self.held, self.own))
-        kept = levels[step.backward] - levels[step.begin] - (output if self.last else 0)
-        summed = self.own.summed  # alone on the bench it adds its gradients to none
-        look, own_look = (s.look if s.saves else s.done for s in (self.held, self.own))
-        return Stage(
-            output_bytes=output,
-            view=step.view,
-            tape_bytes=kept - (output if step.saves_output and not self.last else 0),
-            saves_input=step.saves_input,
-            saves_output=step.saves_output and not step.view,
-            gradient_bytes=self.own.grads,  # it ran first, and met its parameters
-            forward_bytes=peak(self.begin, self.ran) - levels[self.begin],
-            taped_bytes=peak(step.begin, step.forward) - levels[step.begin],
-            again_bytes=peak(self.again, self.stopped) - levels[self.again],
-            backward_bytes=peak(step.backward, step.done) - base + summed,
-            waiting_bytes=peak(step.backward, look) - base - kept + summed,
-            arriving_bytes=levels[look] - base - kept if step.saves else 0,
-            working_bytes=peak(look, step.done) - base + summed,
-            own_backward_bytes=peak(self.own.backward, self.own.done) - own_base + summed,
-            own_working_bytes=peak(own_look, self.own.done) - own_base + summed,
-            cost=step.flops,
-            again_cost=self.again_flops if step.saves else 0,
-            saves=step.saves,
-        )
 
 
 def levels_of(timeline: Timeline) -> tuple[list[int], int]:

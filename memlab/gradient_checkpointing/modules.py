@@ -1,4 +1,4 @@
-"""Checkpointing by module: every k-th block, all modules of a kind, or those that a function picks.
+"""Checkpointing by module: every block, every k-th, or whichever you choose.
 
 A model need not be rewritten to be checkpointed. In a `with` block, a chosen module's `forward` is replaced by one that
 runs the old one under `checkpoint`; parameters, names and hooks stay where they are, and at its end nothing is left.
@@ -15,14 +15,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 
 from torch.nn import Module
 
 from memlab.gradient_checkpointing.hooks import checkpoint
 from memlab.gradient_checkpointing.selective import selective_checkpoint
-
-Which = Iterable[Module] | type[Module] | tuple[type[Module], ...] | Callable[[str, Module], bool]
 
 
 def every(blocks: Iterable[Module], k: int) -> list[Module]:
@@ -41,25 +39,23 @@ def every(blocks: Iterable[Module], k: int) -> list[Module]:
 
 
 @contextmanager
-def checkpointed(model: Module, which: Which, *, preserve_rng_state: bool = True, keep=None) -> Iterator[list[Module]]:
-    """In the block, calls of the chosen modules of `model` are checkpointed: `with checkpointed(model, Block): …`.
+def checkpointed(model: Module, which: Iterable[Module], *, keep=None) -> Iterator[list[Module]]:
+    """In the block, calls of the chosen modules of `model` are checkpointed: `with checkpointed(model, blocks): …`.
 
         with checkpointed(model, every(model.blocks, 2)):
             model(x, y).backward()
 
-    which: modules of the model, such as `every(model.blocks, 2)`; a class of modules, or a tuple of classes; or a
-      function (name, module) → bool, which is given `model.named_modules()`.
-    preserve_rng_state, keep: as of `checkpoint` and, where `keep` is not None, of `selective_checkpoint`.
+    which: modules of the model, such as `every(model.blocks, 2)`.
+    keep: None, or as of `selective_checkpoint`, which is then used.
 
     Backward may run after the block, though not inside another one; and it must run inside where a `checkpoint` of your
-    own is around. A chosen module inside another is checkpointed twice: recomputed once more, when the outer one has
-    been. Hooks on a chosen module run once, around the checkpoint; those on modules inside it run
-    again in the recomputation. Outside grad mode (evaluation under `no_grad`) a module runs as it always does.
+    own is around. Hooks on a chosen module run once, around the checkpoint; those on modules inside it run again in the
+    recomputation. Outside grad mode (evaluation under `no_grad`) a module runs as it always does.
 
     Gives the list of the chosen. Don't copy or pickle the model in the block.
 
-    Raises TypeError for what is no model or no choice; ValueError if nothing is chosen, or a module that is no part of
-    the model; RuntimeError for one that is checkpointed already.
+    Raises TypeError for what is no model or no choice; ValueError if nothing is chosen, a module that is no part of the
+    model, or one inside another; RuntimeError for one that is checkpointed already.
     """
     if not isinstance(model, Module):
         raise TypeError(f"expected a model (torch.nn.Module), found {type(model).__name__}")
@@ -71,39 +67,15 @@ def checkpointed(model: Module, which: Which, *, preserve_rng_state: bool = True
                 f"expected modules that are not checkpointed, found a {type(module).__name__} that is; leave the block "
                 "that it is in first"
             )
-    stand_in = functools.partial(_Checkpointed, run, preserve_rng_state=preserve_rng_state)
-    with _standing_in(stand_in, {module: module.forward for module in chosen}):
+    with ExitStack() as undo:
+        for module in chosen:
+            undo.callback(_put_back, module, vars(module).get("forward"))
+            module.forward = _Checkpointed(run, module.forward)
         yield chosen
 
 
 class _Checkpointed(functools.partial):
     """Stands in for a module's forward."""
-
-
-class _Around(functools.partial):
-    """The forward of a module with chosen ones inside. Run again after the block, it finds them checkpointed, too."""
-
-    inside: Callable[[], AbstractContextManager]
-
-    def __call__(self, *args, **kwargs):
-        with self.inside():
-            return super().__call__(*args, **kwargs)
-
-
-@contextmanager
-def _standing_in(stand_in: Callable, forwards: dict[Module, Callable]) -> Iterator[None]:
-    """In the block, the modules with these forwards are checkpointed, where they are not so already."""
-    with ExitStack() as undo:
-        for module, forward in forwards.items():
-            own = vars(module).get("forward")
-            if isinstance(own, _Checkpointed):
-                continue
-            if inside := {m: forwards[m] for m in module.modules() if m is not module and m in forwards}:
-                forward = _Around(forward)
-                forward.inside = functools.partial(_standing_in, stand_in, inside)
-            undo.callback(_put_back, module, own)
-            module.forward = stand_in(forward)
-        yield
 
 
 def _put_back(module: Module, own: Callable | None) -> None:
@@ -113,27 +85,22 @@ def _put_back(module: Module, own: Callable | None) -> None:
         module.forward = own
 
 
-def _choose(model: Module, which: Which) -> list[Module]:
-    """Each module once, in the order of `model.named_modules()`."""
-    named = list(model.named_modules())
-    if isinstance(which, type) or (isinstance(which, tuple) and all(isinstance(one, type) for one in which)):
-        chosen = [module for _, module in named if isinstance(module, which)]
-    elif isinstance(which, Iterable):  # a ModuleList can be called as well
-        given = list(which)
-        if strange := [one for one in given if not isinstance(one, Module)]:
-            raise TypeError(f"expected modules, found {strange[0]!r}")
-        if strange := [one for one in given if all(one is not module for _, module in named)]:
-            raise ValueError(
-                f"expected modules of the model, found a {type(strange[0]).__name__} that is no part of it"
-            )
-        chosen = [module for _, module in named if any(module is one for one in given)]
-    elif callable(which) and not isinstance(which, Module):
-        chosen = [module for name, module in named if which(name, module)]
-    else:
-        raise TypeError(
-            "expected modules, a class of modules or a function (name, module) -> bool to choose by, found "
-            f"{type(which).__name__}; a single module goes into a list"
-        )
+def _choose(model: Module, which: Iterable[Module]) -> list[Module]:
+    """Each module once, in the order of `model.modules()`."""
+    if not isinstance(which, Iterable):
+        raise TypeError(f"expected a list of modules to choose, found {type(which).__name__}")
+    given = list(which)
+    if strange := [one for one in given if not isinstance(one, Module)]:
+        raise TypeError(f"expected modules, found {strange[0]!r}")
+    if strange := set(given) - set(model.modules()):
+        raise ValueError(f"expected modules of the model, found a {type(strange.pop()).__name__} that is no part of it")
+    chosen = [module for module in model.modules() if module in set(given)]
     if not chosen:
         raise ValueError(f"expected at least one module of the {type(model).__name__} to be chosen, found none")
+    inside = {module for outer in chosen for module in outer.modules() if module is not outer}
+    if nested := [module for module in chosen if module in inside]:
+        raise ValueError(
+            f"expected modules apart from each other to be chosen, found a {type(nested[0]).__name__} inside another; "
+            "choose the outer ones or the inner ones"
+        )
     return chosen

@@ -96,19 +96,16 @@ class _Fronts:
 
     def merged(self, i: int, j: int, held: bool) -> _Front:
         model, again = self.model, j < self.model.n
-        last = model.last(j, again)
         own, remembered, next_held = model.keep(i, j, held, again)
-        if i == last:
+        if i == j - 1:
             return _Front(_int64([own]), torch.zeros(1, dtype=torch.float64, device="cpu"), _int64([[0, 0, 0]]))
         after = self.front(i + 1, j, next_held)
         zeros = torch.zeros_like(after.peak)
         keeping = (after.peak + remembered).clamp(min=own), after.work, torch.stack((zeros, zeros, _numbers(zeros)), 1)
-        ends = [s for s in range(i + 1, last + 1) if model.taped[s] >= i]
-        if not ends:
-            return _best(*keeping)
-        owns, sizes, helds = zip(*(model.forget(i, s, j, held, again) for s in ends), strict=True)
+        ends = range(i + 1, j)
+        owns, sizes = zip(*(model.forget(i, s, j, held, again) for s in ends), strict=True)
         inner = _row([self.front(i, s, True) for s in ends], owns, sizes[0])
-        after = _row([self.front(s, j, next_held) for s, next_held in zip(ends, helds, strict=True)], owns, sizes[0])
+        after = _row([self.front(s, j, False) for s in ends], owns, sizes[0])
         # For each peak that the inside or what follows may have, the best of both; each in the room of its end.
         peak = torch.cat((inner.peak, after.peak))
         a, b = (torch.searchsorted(row.peak, peak, right=True) - 1 for row in (inner, after))
@@ -123,12 +120,11 @@ class _Fronts:
     def steps(self, i: int, j: int, held: bool, number: int) -> Steps:
         """Plan number `number` of a front."""
         again, steps = j < self.model.n, ()
-        last = self.model.last(j, again)
-        while i < last:
+        while i < j - 1:
             s, inner, number = self.front(i, j, held).choice[number].tolist()
             if s:
                 steps += (self.steps(i, s, True, inner),)
-                i, held = s, self.model.forget(i, s, j, held, again)[2]
+                i, held = s, False
             else:
                 steps += (i,)
                 i, held = i + 1, self.model.keep(i, j, held, again)[2]

@@ -51,7 +51,6 @@ class Plan:
         stages = list(flat(self.steps))
         if stages != list(range(len(self.chain))):
             raise ValueError(f"expected steps through stages 0 to {len(self.chain) - 1} in order, found {stages}")
-        object.__setattr__(self, "steps", _useful(self.chain, self.steps))
 
     def run(self, layers: Sequence[Callable], x: Tensor) -> Tensor:
         """The result of the last layer; its backward gives the same gradients, bit for bit, as without a plan.
@@ -68,16 +67,15 @@ class Plan:
 
         Never too little where backward runs after autocast, as it should: inside, the copies of weights that autocast
         caches stay on top. A checkpoint inside another, around a stage that does not save its input, lets go of that
-        input earlier than is counted here; so does a saved input before the gradient of the bias next to it; and where
-        stages share a parameter, each but the last has room for two gradients and their sum through all its backward.
+        input earlier than is counted here; so does a saved input before the gradient of the bias next to it.
         """
         return self.chain.resident_bytes + Model(self.chain).peak(
             self.steps, 0, len(self.chain), held=True, again=False
         )
 
     @cached_property
-    def recomputed(self) -> float:
-        """Work done again in backward: FLOPs, or seconds if the chain was measured in them."""
+    def recomputed(self) -> int:
+        """Work done again in backward, in FLOPs."""
         return Model(self.chain).recomputed(self.steps)
 
     @property
@@ -98,12 +96,7 @@ class Model:
 
     def __init__(self, chain: Chain):
         self.stages, self.n = chain.stages, len(chain)
-        self.inputs, self.origin = [0], [0]  # of each stage: bytes of its input's storage, and after which it was made
-        self.taped = [-1]  # the last stage before each that has a tape
-        for i, stage in enumerate(self.stages):
-            self.inputs.append(self.inputs[-1] if stage.view else stage.output_bytes)
-            self.origin.append(self.origin[-1] if stage.view else i + 1)
-            self.taped.append(i if stage.saves else self.taped[-1])
+        self.inputs = [0, *(stage.output_bytes for stage in self.stages)]
         # What is there when backward is done with stages from each on: the loss, and the parameters' gradients.
         later = itertools.accumulate((s.gradient_bytes for s in reversed(self.stages)), initial=chain.result_bytes)
         self.later = list(later)[::-1]
@@ -115,44 +108,35 @@ class Model:
 
     def above(self, i: int, k: int) -> int:
         """Stage k's forward without a tape, and its input if that is not i's too."""
-        return self.stages[k].forward_bytes + (0 if self.origin[k] == self.origin[i] else self.inputs[k])
-
-    def last(self, j: int, again: bool) -> int:
-        """Where a run of stages before j ends: run again, it ends with the last that has a tape."""
-        return self.taped[j] if again else j - 1
+        return self.stages[k].forward_bytes + (0 if k == i else self.inputs[k])
 
     def in_flight(self, j: int, again: bool) -> int:
         """What else is there while stages before j are run: the gradients, when backward looks at the last tape."""
-        last = self.taped[j]
-        return self.later[last + 1] + self.stages[last].arriving_bytes if again else 0
+        return self.later[j] + self.stages[j - 1].arriving_bytes if again else 0
 
     def keep(self, i: int, j: int, held: bool, again: bool) -> tuple[int, int, bool]:
         """Stage i's own peak; bytes remembered through what follows; and whether stage i + 1 finds its input held."""
         stage, size = self.stages[i], 0 if held else self.inputs[i]
         forward, backward = stage.taped_bytes, stage.backward_bytes if held else stage.own_backward_bytes
-        if again and i == self.last(j, again):
+        if again and i == j - 1:
             forward, backward = stage.again_bytes, stage.working_bytes if held else stage.own_working_bytes
             if i == self.n - 1 and stage.saves_output:  # a second one: the caller holds the first
                 backward += stage.output_bytes
         mine = size if stage.saves_input else 0
         peak = max(self.in_flight(j, again) + size + forward, self.later[i + 1] + backward)
         remembered = mine + stage.tape_bytes + (stage.output_bytes if stage.saves_output else 0)
-        return peak, remembered, stage.saves_output or (stage.view and (held or stage.saves_input))
+        return peak, remembered, stage.saves_output
 
-    def forget(self, i: int, s: int, j: int, held: bool, again: bool) -> tuple[int, int, bool]:
-        """As `keep`, for a checkpoint around i … s − 1, up to the moment when it is run again."""
-        size, last = 0 if held else self.inputs[i], self.taped[s]
-        own = self.in_flight(j, again)
-        if not (again and last == self.last(j, again)):  # else its input was the last tensor to be saved
+    def forget(self, i: int, s: int, j: int, held: bool, again: bool) -> tuple[int, int]:
+        """As `keep`, for a checkpoint around i … s − 1, until it is run again. Nobody holds its output."""
+        size, own = 0 if held else self.inputs[i], self.in_flight(j, again)
+        if not (again and s == j):  # else its input was the last tensor to be saved
             own += self.dropping[i][s - 1 - i]
-        backward = [self.later[k + 1] + self.stages[k].backward_bytes for k in range(last + 1, s)]
-        backward.append(self.later[last + 1] + self.stages[last].waiting_bytes)
-        return size + max(own, *backward), size, self.origin[s] == self.origin[i]
+        return size + max(own, self.later[s] + self.stages[s - 1].waiting_bytes), size
 
-    def rerun(self, i: int, s: int) -> float:
+    def rerun(self, i: int, s: int) -> int:
         """The work of stages i … s − 1, up to the last tensor that is saved."""
-        last = self.taped[s]
-        return self.costs[last] - self.costs[i] + self.stages[last].again_cost
+        return self.costs[s - 1] - self.costs[i] + self.stages[s - 1].again_cost
 
     def spans(self, steps: Steps, i: int) -> list[tuple[int, int, Steps | None]]:
         """Each step as (first stage, the one after its last, inner steps), from stage i on."""
@@ -167,32 +151,29 @@ class Model:
         """Of any steps for stages i … j − 1."""
         peak = outside = 0
         for first, s, inner in self.spans(steps, i):
-            if first > self.last(j, again):
-                break
             if inner is None:
                 own, remembered, held = self.keep(first, j, held, again)
             else:
-                own, remembered, held = self.forget(first, s, j, held, again)
-                own = max(own, remembered + self.peak(inner, first, s, True, True))
+                own, remembered = self.forget(first, s, j, held, again)
+                held, own = False, max(own, remembered + self.peak(inner, first, s, True, True))
             peak, outside = max(peak, outside + own), outside + remembered
         return peak
 
-    def recomputed(self, steps: Steps, i: int = 0) -> float:
+    def recomputed(self, steps: Steps, i: int = 0) -> int:
         """The work of running again, of checkpoints inside of these steps."""
         return sum(self.rerun_by(inner, i) + self.recomputed(inner, i) for i, s, inner in self.spans(steps, i) if inner)
 
-    def rerun_by(self, steps: Steps, i: int) -> float:
+    def rerun_by(self, steps: Steps, i: int) -> int:
         """As `rerun`, for steps that may also end with a checkpoint: then its input is the last tensor to be saved."""
-        spans = self.spans(steps, i)
-        first, s, inner = [span for span in spans if self.taped[span[1]] >= span[0]][-1]
+        first, s, inner = self.spans(steps, i)[-1]
         return self.costs[first] - self.costs[i] if inner else self.rerun(i, s)
 
     def runs(self, steps: Steps, i: int = 0, again: bool = False) -> list[int]:
         """How often each stage is run."""
         runs, spans = [], self.spans(steps, i)
-        last = self.taped[spans[-1][1]] if again else self.n
-        for i, s, inner in spans:
-            once = [int(i <= last and not (again and inner and last < s))] * (s - i)
+        for span in spans:
+            i, s, inner = span
+            once = [0 if again and inner and span is spans[-1] else 1] * (s - i)
             runs += [a + b for a, b in zip(once, self.runs(inner, i, True), strict=True)] if inner else once
         return runs
 
@@ -204,18 +185,6 @@ def flat(steps: Steps) -> Iterator[int]:
             yield step
         else:
             yield from flat(step)
-
-
-def _useful(chain: Chain, steps: Steps) -> Steps:
-    """Without checkpoints around stages that save nothing: there is nothing to forget."""
-    useful = ()
-    for step in steps:
-        if isinstance(step, int):
-            useful += (step,)
-        else:
-            inner = _useful(chain, step)
-            useful += (inner,) if any(chain.stages[k].saves for k in flat(step)) else inner
-    return useful
 
 
 def _drawn(steps: Steps) -> str:

@@ -73,27 +73,20 @@ def segment_bounds(layers: int, segments: Segments) -> list[tuple[int, int]]:
     return list(zip([0, *cuts], [*cuts, layers], strict=True))
 
 
-def checkpoint_sequential(
-    layers: Iterable[Callable], segments: Segments, x: Any, *, preserve_rng_state: bool = True, keep_last: bool = False
-) -> Any:
+def checkpoint_sequential(layers: Iterable[Callable], segments: Segments, x: Any) -> Any:
     """layers[-1](… layers[0](x)), each segment in a `checkpoint` of its own. Values and gradients are bitwise the same.
 
     layers: an nn.Sequential, an nn.ModuleList, or any callables. One value goes from each to the next, as in torch's:
       what takes or gives several passes them as one tuple. x: what the first takes, usually (batch, …).
-    segments: see Segments. preserve_rng_state: dropout draws the same mask again.
-    keep_last: leave the last segment as it is, as torch.utils.checkpoint's function of this name always does. Backward
-      begins there, so its tape is needed at once; to checkpoint it costs a forward of that segment, and buys that its
-      tape is not there yet while what comes *after* the layers runs back. Where that holds less than a layer's own
-      backward, as does a GPT's head no wider than its blocks, it buys nothing but a bias's bytes; where the loss is
-      the last of the layers, nothing comes after. A vocabulary is usually wider, hence the default.
+    segments: see Segments. The last is checkpointed, too, so that its tape is not there yet while what comes after the
+      layers runs back. (torch.utils.checkpoint's function of this name never checkpoints it.)
 
     Raises TypeError for layers that cannot be called; TypeError or ValueError for segments, as `segment_bounds` does.
     """
     layers = listed(layers)
-    *others, last = [layers[start:stop] for start, stop in segment_bounds(len(layers), segments)]
-    for part in others:
-        x = checkpoint(partial(run, part), x, preserve_rng_state=preserve_rng_state)
-    return run(last, x) if keep_last else checkpoint(partial(run, last), x, preserve_rng_state=preserve_rng_state)
+    for start, stop in segment_bounds(len(layers), segments):
+        x = checkpoint(partial(run, layers[start:stop]), x)
+    return x
 
 
 def run(layers: Sequence[Callable], x: Any) -> Any:

@@ -43,7 +43,6 @@ def selective_checkpoint(
     /,
     *args,
     keep: Policy | Collection | float,
-    preserve_rng_state: bool = True,
     **kwargs,
 ) -> Any:
     """function(*args, **kwargs), checkpointed but for the results of some ops, which are kept until backward.
@@ -54,7 +53,7 @@ def selective_checkpoint(
     keep: which results. A collection of ops (`torch.ops.aten.mm`, or one overload: `torch.ops.aten.mm.default`); a
       number, the FLOPs per byte from which on a result is kept (0: every one, infinity: none); or a function
       keep(op, *args, **kwargs) → bool, which is asked once for every op of the forward, and never in backward.
-    preserve_rng_state, and what function may be, take and return: as of `checkpoint`.
+    What function may be, take and return: as of `checkpoint`.
 
     Gradients are bitwise those of `checkpoint`, whatever is kept, but for ops that go another way where a dispatch mode
     is active, as it is here: nn.Bilinear under autocast and linalg.pinv of complex numbers round differently, and
@@ -71,12 +70,10 @@ def selective_checkpoint(
     """
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
-    forward = _Keep(_policy(keep), preserve_rng_state)
+    forward = _Keep(_policy(keep))
     noting = _Noting(function)
     noting.keep = forward
-    return checkpoint_within(
-        lambda: (forward, _HandBack(forward)), noting, args, kwargs, preserve_rng_state=preserve_rng_state
-    )
+    return checkpoint_within(lambda: (forward, _HandBack(forward)), noting, args, kwargs)
 
 
 def _policy(keep) -> Callable[[Any, tuple, dict, Any], bool]:
@@ -124,9 +121,9 @@ class _Kept:
 class _Keep(TorchDispatchMode):
     """Around the forward: runs every op, and remembers the results that are to be kept."""
 
-    def __init__(self, policy: Callable, preserve_rng_state: bool):
+    def __init__(self, policy: Callable):
         super().__init__()
-        self.policy, self.preserve_rng_state = policy, preserve_rng_state
+        self.policy = policy
         self.calls: Counter = Counter()
         self.kept: dict[tuple, _Kept] = {}  # by op, and which of its calls
         self.at: dict[int, list[tuple]] = {}  # by address of a storage: what is kept there
@@ -153,7 +150,7 @@ class _Keep(TorchDispatchMode):
         key = op, self.calls[op]
         self.calls[op] += 1
         before = None
-        if self.preserve_rng_state and torch.Tag.nondeterministic_seeded in op.tags:
+        if torch.Tag.nondeterministic_seeded in op.tags:
             device = next((t.device for t in tensors_in((args, kwargs))), torch.device(kwargs.get("device") or "cpu"))
             before = random_state(device)
         result = op(*args, **kwargs)

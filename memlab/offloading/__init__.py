@@ -5,46 +5,39 @@ Read the pages in this order.
 For all three: `slab` (host memory, allocated once), `layout` (tensors side by side in it) and `unnamed` (a file that
 cannot be left behind).
 
-Activations: `files` (where they spill to), `link` (copies beside the computation), `footprint` and `pieces` (which
-bytes of a storage a tensor is made of, and what stands in the graph for it), `owned` (what stays), `choice` (who leaves
-under a budget), `pace` (how long copies take), `store` (where a piece is at present) and `swap` (the hooks:
-`swap_activations`).
+Activations: `files` (where they spill to), `link` (copies beside the computation), `store` (where bytes that left are),
+`footprint` and `pieces` (which bytes of a storage a tensor is made of, and what stands in the graph for it) and `swap`
+(the hooks: `swap_activations`).
 
 Optimizer states: `state_file` (states in a file), `host_link` (buffers that take turns), `host_gradients` (gradients
 that leave in backward) and `host_optimizer` (the step on the host: `OffloadedOptimizer`).
 
-Weights, layer by layer: `homes` (where they lie), `twins` (what an optimizer steps there), `courier` (who brings them),
-`residency` (which are on the device), `streamed_model` (how the model still saves and loads) and `streaming` (the
+Weights, layer by layer: `homes` (where they lie), `courier` (who brings them), `twins` (what an optimizer steps there),
+`residency` (which are on the device), `streamed_model` (what the model still does, and refuses) and `streaming` (the
 moments: `stream_weights`).
 
-And when it is free: `overlap` and `traffic` (as formulas), `simulation` (as a step on paper) and `schedule` (what to
-send first).
+And when it is free: `links` (as formulas), `simulation` (as a step on paper) and `schedule` (what to send first).
 """
 
 from memlab.offloading.host_optimizer import OffloadedOptimizer
-from memlab.offloading.overlap import (
+from memlab.offloading.links import (
+    HOST_BYTES,
     LINKS,
+    HostStep,
     Overlap,
     block_bytes,
     block_flops,
     block_overlap,
+    hidden_tokens,
     hidden_width,
+    host_step,
     transfer_seconds,
 )
 from memlab.offloading.residency import resident_bytes
-from memlab.offloading.schedule import (
-    POLICIES,
-    best_sends,
-    chosen,
-    held_in,
-    least_depth,
-    ordered,
-    plan_sends,
-)
+from memlab.offloading.schedule import POLICIES, chosen, held_in, ordered, plan_sends
 from memlab.offloading.simulation import Held, Run, Transfer, simulate
 from memlab.offloading.streaming import stream_weights
 from memlab.offloading.swap import swap_activations
-from memlab.offloading.traffic import HOST_BYTES, HostStep, hidden_tokens, host_step
 
 __all__ = [
     "HOST_BYTES",
@@ -56,7 +49,6 @@ __all__ = [
     "Overlap",
     "Run",
     "Transfer",
-    "best_sends",
     "block_bytes",
     "block_flops",
     "block_overlap",
@@ -65,7 +57,6 @@ __all__ = [
     "hidden_tokens",
     "hidden_width",
     "host_step",
-    "least_depth",
     "ordered",
     "plan_sends",
     "resident_bytes",

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
@@ -30,8 +29,7 @@ class Region(NamedTuple):
 class SpillFile:
     """An unnamed file in `folder`, and a thread for it. Both begin with the first write, and end with `close`.
 
-    `write` and `read` return at once, with a Future of the seconds they took. All methods but those are for one thread
-    at a time.
+    `write` and `read` return at once, with a Future. All methods but those are for one thread at a time.
 
     Raises (from `write`, or the Future's result) OSError which names the folder, the bytes and what to do.
     """
@@ -72,54 +70,14 @@ class SpillFile:
         file.close()
 
     def _submit(self, move: Callable[[int, Tensor], None], start: int, memory: Tensor, ready) -> Future:
-        if self._process != os.getpid():
-            raise RuntimeError(
-                "expected the process that swapped these tensors, found a fork of it, which has no thread to bring "
-                "them; run forward and backward in one process"
-            )
-        return self._worker.submit(timed, move, start, memory, ready)
+        def when_ready() -> None:
+            if ready is not None:
+                ready()
+            move(start, memory)
+
+        return self._worker.submit(when_ready)
 
     def _open(self) -> None:
-        self._process = os.getpid()
         self._file = UnnamedFile(self.folder)
         self._gaps = Gaps(1024 * TiB)
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="memlab-swap")
-
-
-def timed(move: Callable[[int, Tensor], None], start: int, memory: Tensor, ready: Callable[[], None] | None) -> float:
-    """In the worker: when it is ready, write or read. Returns the seconds it took."""
-    if ready is not None:
-        ready()
-    begin = time.perf_counter()
-    move(start, memory)
-    return time.perf_counter() - begin
-
-
-class NoFile:
-    """The file of imagined hardware: bytes that are not there need no place. It has the methods of SpillFile."""
-
-    def __init__(self):
-        self.taken_bytes = 0
-
-    def write(self, source: Tensor, ready: Callable[[], None] | None = None) -> tuple[Region, Future]:
-        """Nothing is written, and that at once."""
-        self.taken_bytes += source.numel()
-        return Region(0, source.numel()), at_once()
-
-    def read(self, region: Region, target: Tensor, ready: Callable[[], None] | None = None) -> Future:
-        """Nothing is read."""
-        return at_once()
-
-    def give(self, region: Region) -> None:
-        """The bytes are wanted no longer."""
-        self.taken_bytes -= region.nbytes
-
-    def close(self) -> None:
-        """There is nothing to close."""
-
-
-def at_once() -> Future:
-    """A Future that is done, and took no time."""
-    future: Future = Future()
-    future.set_result(0.0)
-    return future

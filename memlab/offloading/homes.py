@@ -32,9 +32,6 @@ class Home:
         """Copy what is here into a range of the same size. into: (nbytes,) of uint8, on the host or a GPU."""
         into.copy_(self.flat, non_blocking=True)
 
-    def rest(self) -> None:
-        """Nothing is wanted from here for a while."""
-
 
 class FileHome(Home):
     """A layer's place in an open file, `window` on the whole of which is shared: each map would take a descriptor.
@@ -44,23 +41,16 @@ class FileHome(Home):
     """
 
     def __init__(self, file: UnnamedFile, window: mmap.mmap, start: int, nbytes: int):
-        self.file, self.window, self.start = file, window, start
+        self.file, self.start = file, start
         self.flat = torch.frombuffer(window, dtype=torch.uint8, count=max(nbytes, 1), offset=start)[:nbytes]
 
     def read(self, into: Tensor) -> None:
         """Copy what is here into a range of the same size. into: (nbytes,) of uint8, on the host."""
         self.file.read(self.start, into)
 
-    def rest(self) -> None:
-        """Give the pages that were touched back to the system, which writes them to the file when it likes."""
-        if hasattr(mmap, "MADV_DONTNEED"):
-            self.window.madvise(mmap.MADV_DONTNEED, self.start, max(len(self.flat), 1))
-
 
 class HomesInMemory:
     """Makes homes in the host's memory."""
-
-    limited = False
 
     def __init__(self, *, pinned: bool = False):
         self.pinned = pinned
@@ -79,8 +69,6 @@ class HomesInFiles:
     Room is taken on the disk at once, since the files are mapped.
     Raises OSError that names the folder if it is missing, not writable or full.
     """
-
-    limited = True
 
     def __init__(self, folder: str | os.PathLike):
         self.folder = folder

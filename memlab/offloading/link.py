@@ -12,7 +12,6 @@ On a CPU a copy is done when the call returns: then its source may be freed or w
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -24,11 +23,10 @@ IN_FLIGHT = 2
 
 
 class Link:
-    """Copies between the host's memory and itself, and a clock: the interface, and the way of CPU tensors."""
+    """Copies between the host's memory and itself: the interface, and the way of CPU tensors."""
 
     pinned = False
-    last: Any = None  # the mark of the latest copy, and the moment when it began
-    began: Any = None
+    last: Any = None  # the mark of the latest copy
 
     def down(self, source: Tensor, target: Tensor, written_to: Callable[[], None]) -> None:
         """Copy source to target, on the host.
@@ -57,14 +55,6 @@ class Link:
     def settle(self, keep: int = 0) -> None:
         """Let the computation wait for all copies down but the last `keep`, and let go of their sources."""
 
-    def now(self) -> Any:
-        """A moment in the computation's time."""
-        return time.perf_counter()
-
-    def seconds(self, begin: Any, end: Any) -> float | None:
-        """Seconds between two moments; None if the computation has not come so far."""
-        return end - begin
-
 
 class ImaginedLink(Link):
     """The way of an imagined GPU's tensors: nothing is copied, but what a GPU would hold meanwhile is held."""
@@ -87,7 +77,7 @@ class ImaginedLink(Link):
 
 
 class CudaLink(Link):
-    """The way of one GPU's tensors. A mark or moment is an event on a stream."""
+    """The way of one GPU's tensors. A mark is an event on a stream."""
 
     pinned = True
 
@@ -110,9 +100,8 @@ class CudaLink(Link):
         main = torch.cuda.current_stream(self.device)  # asked for here: inside the block below it is our own stream
         self.stream.wait_stream(main)
         with torch.cuda.stream(self.stream):
-            self.began = self.now()
             target.copy_(source, non_blocking=True)
-            self.last = self.now()
+            self.last = self.stream.record_event()
         return self.last
 
     def wait(self, mark: tuple[torch.cuda.Event, torch.cuda.Stream]) -> None:
@@ -140,13 +129,3 @@ class CudaLink(Link):
             main.wait_event(mark)
             if source._version != version:
                 written_to()
-
-    def now(self) -> torch.cuda.Event:
-        """An event on the current stream."""
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self.device))
-        return event
-
-    def seconds(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float | None:
-        """By the events; None if the second has not come."""
-        return begin.elapsed_time(end) / 1000 if begin.query() and end.query() else None

@@ -1,21 +1,37 @@
-"""What stands in the graph for a saved tensor, and what of its storage it stands for.
+"""Which saved tensors leave, what stands in the graph for one, and what of its storage it stands for.
 
-A *source* is a storage that tensors were saved from, a *piece* a part of it as it was at one version, a *handle* one
-saved tensor, of which several may share a piece. Autograd owns the handles: the piece ends with its last one.
+Parameters and buffers stay, which are there anyway, and so do tensors that are more than bytes. Of the others:
+
+    source    a storage that tensors were saved from
+    piece     a part of it as it was at one version: it leaves, once
+    handle    one saved tensor; several may share a piece
+
+Autograd owns the handles, and a piece ends with its last one.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import Module, Parameter
+from torch.nn.modules.module import _global_forward_pre_hooks
 
-from memlab.offloading.choice import Forward, Record
-from memlab.offloading.footprint import Footprint
+from memlab.offloading.footprint import Footprint, needed
 from memlab.offloading.layout import Shape
 from memlab.offloading.store import Parcel, Store
+
+
+class Forward:
+    """What left in one forward, in order (None once it is wanted no longer), and the storages that died for it."""
+
+    def __init__(self):
+        self.order: list[Piece | None] = []
+        self.moved_bytes, self.freed = 0, []
 
 
 class Source:
@@ -39,7 +55,7 @@ class Source:
 
 
 class Piece:
-    """A part of a storage at one version: in a parcel, or, without one, where it was."""
+    """A part of a storage at one version, that left in a parcel."""
 
     __slots__ = (
         "footprint",
@@ -47,7 +63,6 @@ class Piece:
         "number",
         "order",
         "parcel",
-        "record",
         "source",
         "store",
         "version",
@@ -55,13 +70,12 @@ class Piece:
         "witness",
     )
 
-    def __init__(self, source: Source, tensor: Tensor, footprint: Footprint, record: Record):
-        self.source, self.version, self.footprint, self.record = source, tensor._version, footprint, record
+    def __init__(self, source: Source, tensor: Tensor, footprint: Footprint, store: Store, forward: Forward):
+        self.source, self.version, self.footprint, self.store = source, tensor._version, footprint, store
         self.witness = witness_of(tensor)
-        self.parcel: Parcel | None = None
-        self.store: Store | None = None
-        self.order: list[Piece | None] = []  # that left in the same forward; this one is at place `number`
-        self.number = self.handles = 0
+        self.parcel: Parcel = store.put(needed(tensor, footprint), footprint.nbytes)
+        self.order, self.number = forward.order, len(forward.order)  # that left in the same forward, and the place
+        self.handles = 0
         self.waiting = 0  # while it is on the device again: the handles that backward has not come to
 
     def serves(self, version: int, wanted: Footprint) -> bool:
@@ -97,10 +111,10 @@ class Kept:
     Detached: an op's own result, saved by it, would hold the graph that holds it, and neither could ever be freed.
     """
 
-    __slots__ = ("record", "tensor", "version")
+    __slots__ = ("tensor", "version")
 
-    def __init__(self, tensor: Tensor, record: Record | None = None):
-        self.tensor, self.version, self.record = tensor.detach(), tensor._version, record
+    def __init__(self, tensor: Tensor):
+        self.tensor, self.version = tensor.detach(), tensor._version
 
     def unchanged(self) -> Tensor:
         """The tensor. Raises RuntimeError if it was written to since it was saved."""
@@ -115,4 +129,56 @@ def written_to(tensor: Tensor, found: str) -> RuntimeError:
         "one of the variables needed for gradient computation has been modified by an inplace operation: a "
         f"{tuple(tensor.shape)} of {tensor.dtype} was saved for backward and written to afterwards ({found}); use an "
         "op that is not in place, or save a clone"
+    )
+
+
+class Owned:
+    """A context that notes the storages of parameters and buffers, of each module whose forward begins, before it does.
+
+    Known by their storages, also their views stay: a transposed weight, or one that needs no gradient.
+    """
+
+    def __enter__(self) -> Owned:
+        self._storages: dict[int, weakref.ref] = {}
+        self._walked: weakref.WeakSet[Module] = weakref.WeakSet()
+        _global_forward_pre_hooks[f"memlab-owned-{id(self)}"] = self._note  # one name: torch.compile looks at it
+        return self
+
+    def __exit__(self, *_) -> None:
+        del _global_forward_pre_hooks[f"memlab-owned-{id(self)}"]
+
+    def _note(self, module: Module, _inputs: Any) -> None:
+        if torch.compiler.is_compiling() or module in self._walked:
+            return
+        for each in module.modules():
+            self._walked.add(each)
+            for tensor in (*each._parameters.values(), *each._buffers.values()):
+                if type(tensor) in (Tensor, Parameter, FakeTensor) and tensor.layout is torch.strided:
+                    storage = tensor.untyped_storage()
+                    self._storages[storage._cdata] = weakref.ref(storage)
+
+    def __contains__(self, tensor: Tensor) -> bool:
+        """Whether a module owns the tensor's bytes, or it is (a view of) a leaf that wants a gradient."""
+        leaf = tensor if tensor._base is None else tensor._base
+        storage = tensor.untyped_storage()
+        reference = self._storages.get(storage._cdata)
+        return (leaf.is_leaf and leaf.requires_grad) or (reference is not None and reference() is storage)
+
+
+def is_bytes(tensor: Tensor) -> bool:
+    """Whether a tensor is strided memory of a CPU or GPU and nothing more.
+
+    So no sparse tensor, no subclass, none with a lazy sign or lazy zeros, none that torch.func wraps. A Parameter is
+    more, too: somebody owns it. So is all of a function that is traced (torch.func.linearize) to be run again.
+    """
+    return (
+        type(tensor) in (Tensor, FakeTensor)
+        and tensor.layout is torch.strided
+        and tensor.numel() > 0
+        and tensor.device.type in ("cpu", "cuda")
+        and not (
+            tensor.is_conj() or tensor.is_neg() or tensor.is_quantized or tensor.is_nested or tensor._is_zerotensor()
+        )
+        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+        and torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is None
     )

@@ -10,7 +10,7 @@ differs is how long a tensor could be away, its *idle time*: from its last use i
 In a plain chain tensors that are born first are needed last: first come *is* the longest idle time, and the factor of
 bytes makes it prefer what is large to what is early. Of layers that are alike both send the same; of others the factor
 costs time more often than it saves any. It pays where lifetimes do not nest, as in a step with several losses, whose
-first come first and are needed at once, and now and then where a transfer has a price of its own, latency.
+first come first and are needed at once.
 
 Peng et al. 2020 (Capuchin) take what the transfers leave of the idle time; Huang et al. 2020 (SwapAdvisor) search for a
 schedule; vDNN (Rhu et al. 2016) is first come.
@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 
 from memlab.checking import one_of
 from memlab.memory_timeline import Timeline
@@ -43,43 +43,24 @@ def ordered(tensors: Sequence[Held], policy: str) -> list[int]:
 
 
 def chosen(tensors: Sequence[Held], policy: str, send_bytes: float) -> list[int]:
-    """The first of a policy's order, as many as `send_bytes` allow: the order ends at the first that does not fit.
-
-    (`choice.choose`, which a swap asks while it runs, skips that one and goes on with those that still fit.)
-    """
+    """The first of a policy's order, as many as `send_bytes` allow: the order ends at the first that does not fit."""
     order = ordered(tensors, policy)
     sums = itertools.accumulate(tensors[i].nbytes for i in order)
     return [i for i, nbytes in zip(order, sums, strict=True) if nbytes <= send_bytes]
 
 
 def plan_sends(
-    tensors: Sequence[Held], limit_bytes: int, policy: str, bytes_per_second: float, **options
+    tensors: Sequence[Held], limit_bytes: int, policy: str, bytes_per_second: float
 ) -> tuple[list[int], Run] | None:
     """The fastest step within a limit that a policy's order allows: what it sends, and its run; None if none fits.
 
-    The first 0, 1, 2 … of the order are tried. options: as of `simulate`.
+    The first 0, 1, 2 … of the order are tried; of steps that last equally long, the one that sends least is taken.
     """
-    order = ordered(tensors, policy)
-    return _fastest(tensors, limit_bytes, (order[:k] for k in range(len(order) + 1)), bytes_per_second, options)
-
-
-def best_sends(
-    tensors: Sequence[Held], limit_bytes: int, bytes_per_second: float, **options
-) -> tuple[list[int], Run] | None:
-    """The same over every set of the tensors that may leave. Raises ValueError for more than 14 (16,384 sets)."""
-    may = ordered(tensors, "first come")
-    if len(may) > 14:
-        raise ValueError(f"expected at most 14 tensors that may leave, found {len(may)}; plan_sends() takes any number")
-    sets = itertools.chain.from_iterable(itertools.combinations(may, k) for k in range(len(may) + 1))
-    return _fastest(tensors, limit_bytes, map(list, sets), bytes_per_second, options)
-
-
-def _fastest(tensors, limit_bytes: int, sets, bytes_per_second: float, options) -> tuple[list[int], Run] | None:
-    best = None
-    for sent in sets:
-        run = simulate(tensors, sent, bytes_per_second, limit_bytes=limit_bytes, **options)
+    order, best = ordered(tensors, policy), None
+    for k in range(len(order) + 1):
+        run = simulate(tensors, order[:k], bytes_per_second, limit_bytes=limit_bytes)
         if run.peak_bytes <= limit_bytes and (best is None or _cost(run) < _cost(best[1])):
-            best = sent, run
+            best = order[:k], run
     return best
 
 
@@ -87,26 +68,11 @@ def _cost(run: Run) -> tuple[float, int]:
     return round(run.step_seconds, 12), run.sent_bytes
 
 
-def least_depth(tensors: Sequence[Held], sent: Collection[int], bytes_per_second: float, **options) -> int:
-    """How many tensors ahead to ask: the least depth at which a step waits no longer than at any other.
-
-    Where the link cannot keep up, deeper may be slower: what is asked for early holds up what is needed at once.
-    options: as of `simulate`.
-    """
-    stalls = [simulate(tensors, sent, bytes_per_second, depth=d, **options).stall_seconds for d in range(len(sent) + 1)]
-    return next(d for d, stall in enumerate(stalls) if stall <= min(stalls) + 1e-12)
-
-
 # ---- a metered step as such a list
 
 
 def held_in(
-    timeline: Timeline,
-    forward_seconds: float = 1.0,
-    backward_seconds: float = 2.0,
-    *,
-    min_bytes: int = 0,
-    clock: Sequence[float] | None = None,
+    timeline: Timeline, forward_seconds: float = 1.0, backward_seconds: float = 2.0, *, min_bytes: int = 0
 ) -> list[Held]:
     """Everything that a metered step held on the timeline's device until its backward ended, as simulate() takes it.
 
@@ -114,21 +80,17 @@ def held_in(
     frees, not reads. So a tensor is taken to be read last in forward when the next one is born, and first in backward
     just before it is freed: for one that several ops saved, or that a variable holds, that is a few ops off.
 
-    min_bytes: what is smaller stays.
-    clock: the second of each event from 0 to len(timeline), never falling. None: the events of forward are spread
-    evenly over forward_seconds, those of backward over backward_seconds. The optimizer's step is left out.
+    The events of forward are spread evenly over forward_seconds, those of backward over backward_seconds. The
+    optimizer's step is left out. min_bytes: what is smaller stays.
 
-    Raises ValueError for a timeline without a backward, and for a clock of another length.
+    Raises ValueError for a timeline without a backward.
     """
     turn = next((span.start for span in timeline.phases if span.phase in ("backward", "recompute")), None)
     if turn is None:
         raise ValueError("expected the timeline of a step with a backward, found none; meter loss.backward() too")
     end = max(span.stop for span in timeline.phases if span.phase in ("backward", "recompute"))
-    if clock is None:
-        clock = [forward_seconds * i / turn for i in range(turn)]
-        clock += [forward_seconds + backward_seconds * i / (end - turn + 1) for i in range(1, len(timeline) + 2 - turn)]
-    if len(clock) != len(timeline) + 1:
-        raise ValueError(f"expected a clock of {len(timeline) + 1} seconds, one an event, found {len(clock)}")
+    clock = [forward_seconds * i / turn for i in range(turn)]
+    clock += [forward_seconds + backward_seconds * i / (end - turn + 1) for i in range(1, len(timeline) + 2 - turn)]
     births = [i for i in range(1, turn) if timeline.events[i - 1].delta > 0]
     following = dict(zip(births, [*births[1:], turn], strict=True))
     held = []

@@ -13,6 +13,8 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
+from memlab.checking import above_0
+
 
 class Held(NamedTuple):
     """One tensor of a step. Times are seconds of arithmetic since its beginning.
@@ -63,30 +65,25 @@ def simulate(
     sent: Collection[int],
     bytes_per_second: float,
     *,
-    depth: int | None = None,
     limit_bytes: int | None = None,
-    latency_seconds: float = 0.0,
 ) -> Run:
     """Run a step in which `sent` (places in the list) leave the device and come back; a link for each way.
 
-    What was let go leaves, even if by then it is needed again: that is what too much offloading costs.
+    What was let go leaves, even if by then it is needed again: that is what too much offloading costs. Each is asked
+    for just in time: after backward has begun, and as late as all can still be there when needed.
 
-    depth: a tensor is asked for when the one so many places before it is needed, the first ones when backward begins;
-      0 is on demand, when it is needed itself. None: just in time, as late as all can still be there when needed.
     limit_bytes: what is born waits while it would not fit and something is still leaving, and what comes back ahead of
       its need waits for room. It is a brake and no wall: if nothing is leaving, the peak rises above it.
-    latency_seconds: what every transfer takes besides its bytes.
 
-    Raises ValueError for a bandwidth that is not above 0, a negative depth, and for tensors that may not leave.
+    Raises ValueError for a bandwidth that is not above 0, and for tensors that may not leave.
     """
-    if not bytes_per_second > 0 or (depth is not None and depth < 0):
-        raise ValueError(f"expected a bandwidth above 0 and a depth from 0 on; found {bytes_per_second} and {depth}")
+    above_0(bytes_per_second=bytes_per_second)
     sent = sorted(set(sent))
     for i in sent:
         if tensors[i].needed is None:
             raise ValueError(f"expected tensors that may leave, found {tensors[i]} at place {i}, which always stays")
-    seconds = [tensor.nbytes / bytes_per_second + latency_seconds for tensor in tensors]
-    requests = _requests(tensors, sent, seconds, depth)
+    seconds = [tensor.nbytes / bytes_per_second for tensor in tensors]
+    requests = _requests(tensors, sent, seconds)
     calendar = [(t.born, BORN, i) for i, t in enumerate(tensors)] + [(t.freed, FREED, i) for i, t in enumerate(tensors)]
     calendar += [(tensors[i].leaves, LEAVES, i) for i in sent] + [(tensors[i].needed, NEEDED, i) for i in sent]
     calendar += [(clock, REQUEST, i) for i, clock in requests.items()]
@@ -105,13 +102,10 @@ def simulate(
     )
 
 
-def _requests(tensors, sent, seconds, depth: int | None) -> dict[int, float]:
+def _requests(tensors, sent, seconds) -> dict[int, float]:
     """When each is asked for, on the clock of the arithmetic: not before backward begins, nor before it was let go."""
     order = sorted(sent, key=lambda i: (tensors[i].needed, i))
     turn = min((t.needed for t in tensors if t.needed is not None), default=0.0)
-    if depth is not None:
-        before = [turn] * depth + [tensors[i].needed for i in order]
-        return {i: max(clock, tensors[i].leaves) for i, clock in zip(order, before, strict=False)}
     found, latest = {}, math.inf
     for i in reversed(order):
         latest = min(latest, tensors[i].needed) - seconds[i]

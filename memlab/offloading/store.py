@@ -11,7 +11,6 @@ need by writing, so that what leaves seldom waits for the disk.
 from __future__ import annotations
 
 import functools
-import math
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import wait
@@ -24,12 +23,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.forward_ad import _set_fwd_grad_enabled
 
 from memlab.memory_timeline import on_imagined_card
-from memlab.offloading.files import NoFile, SpillFile
+from memlab.offloading.files import SpillFile
 from memlab.offloading.link import CudaLink, ImaginedLink, Link
-from memlab.offloading.pace import Pace
 from memlab.offloading.slab import Room, Slab, rounded
-
-MOST_AHEAD = 8  # parcels on their way back at once, however slow the link
 
 
 class Parcel:
@@ -51,8 +47,8 @@ class Parcel:
 def store_for(tensor: Tensor, folder: Path | None, ram_bytes: int, *, synchronous: bool) -> Store:
     """A store for what is on the tensor's device. folder: None for the host's memory alone, as much as it takes."""
     link = CudaLink(tensor.device) if tensor.is_cuda else ImaginedLink() if on_imagined_card(tensor) else Link()
-    slab = Slab(None if folder is None else ram_bytes, pinned=tensor.is_cuda)
-    file = None if folder is None else NoFile() if isinstance(tensor, FakeTensor) else SpillFile(folder)
+    file = None if folder is None or isinstance(tensor, FakeTensor) else SpillFile(folder)
+    slab = Slab(None if file is None else ram_bytes, pinned=tensor.is_cuda)
     return Store(tensor.device, link, slab, file, synchronous)
 
 
@@ -62,11 +58,8 @@ class Store:
     file: None, then a slab that grows takes all. synchronous: wait for each write and read, as a baseline.
     """
 
-    def __init__(
-        self, device: torch.device, link: Link, slab: Slab, file: SpillFile | NoFile | None, synchronous: bool
-    ):
+    def __init__(self, device: torch.device, link: Link, slab: Slab, file: SpillFile | None, synchronous: bool):
         self.device, self.link, self.slab, self.file, self.synchronous = device, link, slab, file, synchronous
-        self.transfers, self.gaps = Pace(link), Pace(link)  # gaps: of computation, between two tensors that are taken
         self._in_slab: dict[Parcel, None] = {}  # a set in order, the oldest first
         self._writing: deque[Parcel] = deque()
 
@@ -85,7 +78,6 @@ class Store:
         target = parcel.room.bytes.view(source.dtype).view(source.shape)
         with _set_fwd_grad_enabled(False):  # autograd keeps a tangent itself; copied, it would be the whole slab's
             self.link.down(source, target, lambda: setattr(parcel, "spoilt", True))
-        self.transfers.between(self.link.began, self.link.last)
         if self.synchronous:
             self.link.settle()
         if self.file is not None:
@@ -108,7 +100,7 @@ class Store:
         on_host = source.contiguous().cpu().view(-1).view(torch.uint8)
         parcel.region, writing = self.file.write(on_host)
         try:
-            self.transfers.add(writing.result())
+            writing.result()
         except OSError:
             self.file.give(parcel.region)
             raise
@@ -142,7 +134,7 @@ class Store:
         parcel = self._writing.popleft()
         writing, parcel.writing = parcel.writing, None
         try:
-            self.transfers.add(writing.result())
+            writing.result()
         except OSError:
             self.file.give(parcel.region)
             parcel.region, self._in_slab = None, {parcel: None, **self._in_slab}
@@ -181,7 +173,7 @@ class Store:
             self._finish_reading(parcel)
         if parcel.memory is None and parcel.room is None:  # no piece of the slab was free
             on_host = torch.empty(parcel.nbytes, dtype=torch.uint8, device="cpu")
-            self.transfers.add(self.file.read(parcel.region, on_host).result())
+            self.file.read(parcel.region, on_host).result()
             parcel.memory = self._memory(parcel)
             parcel.memory[: parcel.nbytes].copy_(on_host)
         if parcel.memory is None:
@@ -196,7 +188,7 @@ class Store:
     def _finish_reading(self, parcel: Parcel) -> None:
         reading, parcel.reading = parcel.reading, None
         try:
-            self.transfers.add(reading.result())
+            reading.result()
         except BaseException:
             self.forget(parcel)
             if parcel.room is not None:
@@ -207,17 +199,9 @@ class Store:
     def _up(self, parcel: Parcel) -> None:
         parcel.memory = self._memory(parcel)
         parcel.returned = self.link.up(parcel.room.bytes, parcel.memory[: parcel.nbytes])
-        self.transfers.between(self.link.began, self.link.last)
 
     def _memory(self, parcel: Parcel) -> Tensor:
         return torch.empty(-(-parcel.nbytes // 16) * 16, dtype=torch.uint8, device=self.device)
-
-    def depth(self) -> int:
-        """How many parcels to bring ahead of need: 1 + as many as are taken while one is transferred."""
-        transfer, gap = self.transfers.mean(), self.gaps.mean()
-        if transfer is None or gap is None:
-            return 2
-        return min(1 + math.ceil(transfer / max(gap, 1e-9)), MOST_AHEAD)
 
     def forget(self, parcel: Parcel) -> None:
         """Let go of the parcel's memory on the device; it can be brought again."""

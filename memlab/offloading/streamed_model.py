@@ -1,7 +1,7 @@
-"""What a model whose weights are streamed must still do: save, load, clear gradients; and what it must refuse.
+"""What a model must be to have its weights streamed, and what of the usual it does and refuses while they are.
 
-A streamed parameter has no bytes between its turns, and whoever reads it then reads nothing, or crashes. So the ways by
-which a model's weights are usually reached are led to the twins, where the weights are at home.
+A streamed parameter has no bytes between its turns, and whoever reads it then reads nothing, or crashes. So a state
+dict is made of the twins, where the weights are at home, and other ways to a model's weights are refused.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from memlab.memory_timeline import main_memory
-from memlab.offloading.courier import Courier
-from memlab.offloading.residency import Residency, StreamedLayer
+from memlab.offloading.twins import StreamedLayer
 
 
 def parts_of(model: nn.Module, layers: Iterable[nn.Module]) -> list[tuple[nn.Module, list[nn.Parameter]]]:
@@ -103,96 +102,50 @@ def replaced_method(module: nn.Module, name: str, instead: Callable) -> Iterator
 
 
 @contextmanager
-def manners(model: nn.Module, residency: Residency, courier: Courier) -> Iterator[None]:
-    """Lead what is asked of the model to the twins."""
+def manners(model: nn.Module, layers: Iterable[StreamedLayer]) -> Iterator[None]:
+    """Save the twins in the place of what is empty, and refuse what would read or write there."""
     with ExitStack() as stack:
-        inside = {module for layer in residency.layers for module in layer.module.modules()}
+        inside = {module for layer in layers for module in layer.module.modules()}
         for module in model.modules():
-            if not inside.isdisjoint(module.modules()):  # what is around layers too, before any of it is converted
-                stack.enter_context(replaced_method(module, "_apply", refuse_conversion))
-                clear = functools.partial(zero_grad, module, module.zero_grad, residency, courier)
-                stack.enter_context(replaced_method(module, "zero_grad", clear))
-            if module in inside:
-                stack.enter_context(replaced_method(module, "__deepcopy__", refuse_conversion))
-        for layer in residency.layers:
-            for module in layer.module.modules():  # each may be saved and loaded by itself
-                if twins_of(module, layer):
-                    for hook in (
-                        module.register_state_dict_post_hook(functools.partial(as_at_home, layer)),
-                        module.register_load_state_dict_pre_hook(functools.partial(before_loading, layer, residency)),
-                        module.register_load_state_dict_post_hook(functools.partial(after_loading, layer, courier)),
-                    ):
-                        stack.callback(hook.remove)
+            names = ["_apply", "_load_from_state_dict", "zero_grad"] if not inside.isdisjoint(module.modules()) else []
+            for name in [*names, "__deepcopy__"] if module in inside else names:  # around layers, before any is changed
+                stack.enter_context(replaced_method(module, name, refuse_change))
+        for layer in layers:
+            for module in layer.module.modules():  # each may be saved by itself
+                hook = module.register_state_dict_post_hook(functools.partial(as_at_home, layer))
+                stack.callback(hook.remove)
         yield
-
-
-def twins_of(module: nn.Module, layer: StreamedLayer) -> dict[str, tuple[nn.Parameter, nn.Parameter]]:
-    """The module's own parameters that are streamed with the layer, each with its twin, by their names in it."""
-    twins = dict(zip(layer.parameters, layer.twins, strict=True))
-    return {name: (p, twins[p]) for name, p in module._parameters.items() if p in twins}
-
-
-def zero_grad(
-    module: nn.Module, original: Callable, residency: Residency, courier: Courier, set_to_none: bool = True
-) -> None:
-    """`module.zero_grad()`, also for the twins of its parameters."""
-    original(set_to_none)
-    its = set(module.parameters())
-    for layer in residency.layers:
-        for twin in (twin for p, twin in zip(layer.parameters, layer.twins, strict=True) if p in its):
-            if set_to_none:
-                twin.grad = None
-            elif twin.grad is not None:
-                courier.run(twin.grad.detach().zero_)
 
 
 def as_at_home(layer: StreamedLayer, module: nn.Module, state_dict: dict, prefix: str, _metadata: dict) -> None:
     """A state dict's weights: the twins, in place of what is empty."""
-    for name, (_, twin) in twins_of(module, layer).items():
-        if (key := prefix + name) in state_dict:
-            state_dict[key] = twin if isinstance(state_dict[key], nn.Parameter) else twin.detach()
+    twins = dict(zip(layer.parameters, layer.twins, strict=True))
+    for name, p in module._parameters.items():
+        if p in twins and prefix + name in state_dict:
+            state_dict[prefix + name] = twins[p].detach()
 
 
-def before_loading(layer: StreamedLayer, residency: Residency, _module, _state_dict, _prefix, metadata, *_) -> None:
-    """Weights are loaded into the layer on the device … Raises RuntimeError for `assign=True`."""
-    if metadata.get("assign_to_params_buffers"):
-        raise RuntimeError(
-            "expected load_state_dict without assign=True, which would end the streaming of these weights; "
-            "leave it out, or load before the block"
-        )
-    residency.need(layer, "loading")
+def refuse_change(*_, **__) -> None:
+    """Raise RuntimeError: in place of `load_state_dict`, `to` and the like, a copy, and `zero_grad`."""
+    raise RuntimeError(
+        "expected a model that stays as it is while its weights are streamed; load, convert or copy it before the "
+        "block, and clear gradients by zero_grad of an optimizer over streamed.parameters()"
+    )
 
 
-def after_loading(layer: StreamedLayer, courier: Courier, module: nn.Module, *_) -> None:
-    """… and go home from there."""
-    for p, twin in twins_of(module, layer).values():
-        courier.run(twin.detach().copy_, p.detach())
-    layer.version = layer.written
-
-
-def refuse_step(residency: Residency, optimizer: torch.optim.Optimizer, *_) -> None:
+def refuse_step(layers: Iterable[StreamedLayer], optimizer: torch.optim.Optimizer, *_) -> None:
     """Before any optimizer's step. Raises RuntimeError where the gradients are not those that it would step on."""
-    twins = {p: twin for layer in residency.layers for p, twin in zip(layer.parameters, layer.twins, strict=True)}
+    twins = {p: twin for layer in layers for p, twin in zip(layer.parameters, layer.twins, strict=True)}
     own = {id(twin): p for p, twin in twins.items()}
     for p in (p for group in optimizer.param_groups for p in group["params"]):
-        if id(p) not in own:
-            former = getattr(p, "own", None)
-            if p in twins or (former is not None and former() in twins):
-                raise RuntimeError(
-                    "expected an optimizer over streamed.parameters(), whose gradients are on the host; found one that "
-                    "has streamed parameters of the model itself, or of another block, which have none: make it inside "
-                    "the block"
-                )
-        elif own[id(p)].grad is not None:
+        if p in twins:
             raise RuntimeError(
-                f"expected all gradients at home, found one of shape {tuple(p.shape)} on the device that was put there "
-                "after this rank's had left, as DistributedDataParallel does with averages: call the model without the "
-                "wrapper, and average the gradients of streamed.parameters() before the step"
+                "expected an optimizer over streamed.parameters(), whose gradients are on the host; found one that has "
+                "streamed parameters of the model itself, which have none: make it inside the block"
             )
-
-
-def refuse_conversion(*_, **__) -> None:
-    """Raise RuntimeError: in place of `to`, `half` and the like, and of a copy, whose weights would be empty."""
-    raise RuntimeError(
-        "expected a model that stays as it is while its weights are streamed; convert or copy it before the block"
-    )
+        if id(p) in own and own[id(p)].grad is not None:
+            raise RuntimeError(
+                f"expected all gradients at home, found one of shape {tuple(p.shape)} on the device: unfreeze weights "
+                "before the block; and call the model without a wrapper such as DistributedDataParallel, and average "
+                "the gradients of streamed.parameters() before the step"
+            )

@@ -32,9 +32,9 @@ from memlab.backward import at_end_of_backward, backward_number
 from memlab.memory_timeline import main_memory
 from memlab.offloading.courier import Courier
 from memlab.offloading.homes import Home, HomesInFiles, HomesInMemory
-from memlab.offloading.residency import Residency, StreamedLayer
+from memlab.offloading.residency import Residency
 from memlab.offloading.streamed_model import manners, parts_of, refuse_step, replaced_method, rest_on
-from memlab.offloading.twins import Twin
+from memlab.offloading.twins import StreamedLayer
 
 _outer_hooks = functools.partial(torch._C._autograd._top_saved_tensors_default_hooks, True)
 
@@ -56,8 +56,8 @@ def stream_weights(
                 optimizer.step()
                 optimizer.zero_grad()
 
-    layers: modules of the model, in the order in which they run (another order is learned in the first step, and is
-      right before). What is streamed are their parameters, but for those that share memory with others, such as a tied
+    layers: modules of the model, in the order in which they run (another order is right, too, and waits for each
+      layer). What is streamed are their parameters, but for those that share memory with others, such as a tied
       head: these, buffers and all other modules stay on the device.
     to: "cpu" for the host's memory, pinned where the device is a GPU; or a folder, for an unnamed file of weights in it
       and one of gradients. For a model on the CPU, "cpu" moves bytes within the same memory: it saves nothing, and
@@ -68,21 +68,19 @@ def stream_weights(
 
     The outputs and gradients are the same, bit for bit. Each gradient leaves as soon as it is complete: it is added to
     the `.grad` of the parameter's twin on the host, and `.grad` on the device is None. So an optimizer is given
-    `streamed.parameters()`, the same at each entry, as are clipping and all else that reads weights between steps. A
-    streamed layer's own parameters may be read only inside its call: elsewhere their storage is empty, and to read it
-    may crash. `state_dict`, `load_state_dict` and `zero_grad` of the model and of modules in it know of that and work;
-    `zero_grad` of a module around the model does not reach the twins; `model.to(...)` is refused. A twin's gradient is
-    put there, not computed, so a hook on a twin never runs, such as one that steps in backward.
-
-    A twin may be written to between steps, also through `twin.data`, taken anew each time: writes to a `.data` or a
-    NumPy array kept from earlier are not seen, and a layer that is on the device then goes on with the old weights.
-    Gradients leave before a wrapper such as DistributedDataParallel averages them over ranks: backward or the step is
-    then refused; wrap nothing, and average those of `streamed.parameters()` before the step.
+    `streamed.parameters()`, as are clipping and all else that reads weights between steps. A streamed layer's own
+    parameters may be read only inside its call: elsewhere their storage is empty, and to read it may crash. A twin's
+    gradient is put there, not computed, so a hook on a twin never runs, such as one that steps in backward.
 
     Inference, frozen layers, several backwards before a step, retain_graph, double backward, dropout, autocast, and
-    chapter 08's `checkpoint` around layers or within them work. Under autocast the 16-bit copies of the weights are
-    saved for backward like activations, so a model that is to be trained this way is better kept in 16 bits, or
-    checkpointed. Not inside torch.func's transforms or torch.compile, and not for several threads at once.
+    chapter 08's `checkpoint` around layers or within them work; and so does `state_dict`. Under autocast the 16-bit
+    copies of the weights are saved for backward like activations, so a model that is to be trained this way is better
+    kept in 16 bits, or checkpointed.
+
+    Not here: the model's `load_state_dict`, `zero_grad`, `to(...)` and copies, `.data` of a twin, a forward that writes
+    to its weights, sparse gradients, wrappers that average gradients over ranks (all these are refused); torch.func's
+    transforms, torch.compile, and several threads at once; `zero_grad` of a module around the model, which does not
+    reach the twins.
 
     Raises ValueError for layers that are not the model's, contain one another or have nothing to stream; OSError, which
     names the folder, if it has no room; RuntimeError in backward if a weight was written to after the forward, and in a
@@ -101,7 +99,7 @@ class _Forward(functools.partial):
 
 
 class StreamedWeights:
-    """What `stream_weights` returns. Inside its block `layers` are those that are streamed."""
+    """What `stream_weights` returns, for one block. Inside it `layers` are those that are streamed."""
 
     def __init__(self, model: nn.Module, layers: Iterable[nn.Module], to: str | os.PathLike, *, device, prefetch: int):
         if not isinstance(prefetch, int) or prefetch < 0:
@@ -115,7 +113,7 @@ class StreamedWeights:
         pinned = self.device.type == "cuda" and not self.imagined
         self.homes = HomesInMemory(pinned=pinned) if to == "cpu" or self.imagined else HomesInFiles(to)
         self._undo: ExitStack | None = None
-        self._twins: dict[nn.Parameter, Twin] = {}  # the same at every entry, as an optimizer holds them
+        self._entered = False
 
     @property
     def layers(self) -> list[StreamedLayer]:
@@ -129,16 +127,12 @@ class StreamedWeights:
         twins = {p: twin for layer in self.layers for p, twin in zip(layer.parameters, layer.twins, strict=True)}
         return [twins.get(p, p) for p in self.model.parameters()]
 
-    def host_parameters(self) -> list[nn.Parameter]:
-        """The twins on the host: weights, and gradients after backward."""
-        return [twin for layer in self.layers for twin in layer.twins]
-
     # ---- entering and leaving
 
     def __enter__(self) -> StreamedWeights:
-        if self._undo is not None:
-            raise RuntimeError("expected to enter once at a time, found these weights streamed already")
-        self._task, self._running = -1, []
+        if self._entered:
+            raise RuntimeError("expected to be entered once, found a second time; call stream_weights again")
+        self._entered, self._task, self._running = True, -1, []
         self._ends: weakref.WeakValueDictionary[int, Callable] = weakref.WeakValueDictionary()
         self._owners: dict[int, StreamedLayer] = {}  # a storage on the device → the layer
         training = torch.is_grad_enabled()
@@ -148,8 +142,6 @@ class StreamedWeights:
             stack.callback(self.homes.close)
             layers = [StreamedLayer(i, module, parameters) for i, (module, parameters) in enumerate(self.parts)]
             homes = self.homes.make([layer.nbytes for layer in layers])
-            if self.homes.limited and training:  # take all the room before it can run out
-                self._make_gradient_homes(layer for layer in layers if layer.trained)
             if not self.returns:
                 stack.enter_context(rest_on(self.device, self.model, layers))
             for layer, home in zip(layers, homes, strict=True):
@@ -157,8 +149,10 @@ class StreamedWeights:
                 stack.callback(self._bring_back, layer)
                 self._send_home(layer, home)
                 self._install(layer, stack)
-            stack.enter_context(manners(self.model, residency, self._courier))
-            refuse = functools.partial(refuse_step, residency)
+            if training:  # take all the room before it can run out
+                self._make_gradient_homes()
+            stack.enter_context(manners(self.model, layers))
+            refuse = functools.partial(refuse_step, layers)
             stack.callback(register_optimizer_step_pre_hook(refuse).remove)
             stack.enter_context(self._catching())  # outside layers too: what backward saves for its own backward
             stack.callback(residency.empty)
@@ -175,7 +169,7 @@ class StreamedWeights:
         gradients = [p.grad for p in layer.parameters]
         for p in layer.parameters:
             p.grad = None
-        layer.move_in(home, self._twins, self.device, self._courier)
+        layer.move_in(home, self.device, self._courier)
         self._owners[layer.flat.untyped_storage()._cdata] = layer
         for number, gradient in enumerate(gradients):
             if gradient is not None:
@@ -189,18 +183,12 @@ class StreamedWeights:
         stack.enter_context(replaced_method(layer.module, "forward", forward))
         for module in layer.module.modules():  # those inside, too: a checkpoint in the layer's forward calls only them
             if module is layer.module or next(module.parameters(recurse=False), None) is not None:
-                needed = module.register_forward_pre_hook(lambda *_: self._begin(layer), prepend=True)
+                needed = module.register_forward_pre_hook(lambda *_: self._need(layer), prepend=True)
                 stack.callback(needed.remove)  # before the hooks of others, which may look at weights
-        self._watch(layer, stack)
-
-    def _watch(self, layer: StreamedLayer, stack: ExitStack) -> None:
-        """Catch the gradients of those parameters that are trained, also of one that is unfrozen later."""
         for number, p in enumerate(layer.parameters):
-            if p.requires_grad and number not in layer.watched:
+            if p.requires_grad:
                 complete = p.register_post_accumulate_grad_hook(functools.partial(self._complete, layer, number))
                 stack.callback(complete.remove)
-                layer.watched.add(number)
-                layer.twins[number].requires_grad_()
 
     def _bring_back(self, layer: StreamedLayer) -> None:
         """A layer's weights and gradients are its parameters' own again, where they were."""
@@ -218,33 +206,31 @@ class StreamedWeights:
 
     # ---- a layer is needed
 
-    def _begin(self, layer: StreamedLayer) -> None:
-        """The layer, or a module inside it, is called."""
-        self._need(layer)
-        if len(layer.watched) < len(layer.parameters):
-            self._watch(layer, self._undo)
-
-    def _need(self, layer: StreamedLayer, why: str | None = None) -> None:
+    def _need(self, layer: StreamedLayer) -> None:
+        """The layer, or a module inside it, is called; or backward has come to it."""
         in_backward = backward_number() != -1
         if in_backward:
             self._when_backward_ends()
-        forward = "recompute" if in_backward else "forward" if torch.is_grad_enabled() else "inference"
-        self._residency.need(layer, why or forward)
+        why = "backward" if in_backward else "forward" if torch.is_grad_enabled() else "inference"
+        self._residency.need(layer, why)
 
     def _forward(self, layer: StreamedLayer, forward: Callable, *args, **kwargs) -> Any:
         """The layer's own forward, while its weights are there."""
-        self._begin(layer)
+        self._need(layer)
         layer.calls += 1
         self._running.append(layer)
         try:
             with self._catching():
                 output = forward(*args, **kwargs)
+            layer.refuse_writes()
             if any(isinstance(each, Tensor) and self._owner(each) for each in tree_leaves(output)):
                 # weights themselves, such as learned queries, whose memory will be given back
                 output = tree_map_only(Tensor, lambda each: each.clone() if self._owner(each) else each, output)
             return output
+        except BaseException:
+            layer.version = -1  # to be brought again: whatever was written to it is not kept
+            raise
         finally:
-            layer.send_writes(self._courier)
             layer.calls -= 1
             self._running.pop()
 
@@ -283,7 +269,7 @@ class StreamedWeights:
                 "forward, found it written to; step the optimizer after backward, and save a clone of what is changed"
             )
         if layer is not None and layer.home is not None:
-            self._need(layer, "backward")
+            self._need(layer)
         return tensor
 
     # ---- a gradient is complete
@@ -305,12 +291,11 @@ class StreamedWeights:
 
     def _send_gradient(self, layer: StreamedLayer, number: int, gradient: Tensor) -> None:
         if layer.gradient_home is None:
-            others = [each for each in self._residency.layers if each.watched and each.gradient_home is None]
-            self._make_gradient_homes(dict.fromkeys([layer, *others] if self.homes.limited else [layer]))
+            self._make_gradient_homes()
         self._residency.take(layer, number, gradient)
 
-    def _make_gradient_homes(self, layers: Iterable[StreamedLayer]) -> None:
-        layers = list(layers)
+    def _make_gradient_homes(self) -> None:
+        layers = [layer for layer in self._residency.layers if layer.trained and layer.gradient_home is None]
         for layer, home in zip(layers, self.homes.make([each.nbytes for each in layers]), strict=True):
             layer.gradient_home = home
 
@@ -328,6 +313,3 @@ class StreamedWeights:
         if not self._ends:  # else it was inside another backward, which may hold weights it has unpacked
             self._residency.empty()
         self._residency.settle(0)
-        for layer in self._residency.layers:
-            if layer.gradient_home is not None:
-                layer.gradient_home.rest()

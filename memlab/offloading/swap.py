@@ -1,7 +1,7 @@
 """Swapping activations: what the forward saves leaves for the host or a file, and comes back before backward needs it.
 
 Saved-tensor hooks are the place. Autograd hands `pack` each tensor that an op saves, and gets a handle in its stead; so
-nothing keeps the tensor on the device. Backward hands the handle to `unpack`. Between the two stand three questions.
+nothing keeps the tensor on the device. Backward hands the handle to `unpack`. Between the two stand two questions.
 
 What leaves? The same bytes only once: of a (storage, version) one copy serves all views that lie in it (`footprint`),
 so a storage that eight ops save is sent once. Parameters and buffers stay. What is written to after it was saved has
@@ -9,17 +9,14 @@ left already, as it was: gradients are right where autograd alone would refuse. 
 tensor that stays it is made here; and for one whose copy a GPU makes beside the computation, until that is awaited.)
 
 When does it come back? Backward asks in the reverse order of saving, so with each tensor that it takes the next ones
-are on their way: as many as it would use while one is transferred.
+are on their way.
 
-Which, if not all may leave? Those that are away longest, times their bytes: measured in the step before.
-
-Sources: Rhu et al. 2016 (vDNN: offload and prefetch in reverse order); Zhang et al. 2019 (AutoSwap: area of absence).
+Source: Rhu et al. 2016 (vDNN: offload and prefetch in reverse order).
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import threading
 from collections import deque
@@ -33,10 +30,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from memlab.backward import at_end_of_backward, backward_number
 from memlab.memory_timeline import in_main_memory
-from memlab.offloading.choice import Forward
-from memlab.offloading.footprint import footprint, needed, shape_in
-from memlab.offloading.owned import Owned, is_bytes
-from memlab.offloading.pieces import Handle, Kept, Piece, Source, written_to
+from memlab.offloading.footprint import footprint, shape_in
+from memlab.offloading.pieces import Forward, Handle, Kept, Owned, Piece, Source, is_bytes, written_to
 from memlab.offloading.store import Store, store_for
 from memlab.offloading.unnamed import UnnamedFile
 from memlab.units import parse_bytes
@@ -45,9 +40,8 @@ from memlab.units import parse_bytes
 def swap_activations(
     to: str | os.PathLike = "cpu",
     *,
-    prefetch: int | str = "auto",
+    prefetch: int = 2,
     min_bytes: int | str = "4 KiB",
-    budget_bytes: int | str | None = None,
     ram_bytes: int | str = "64 MiB",
 ) -> Swap:
     """A context for the forward: what it saves for backward leaves the device, and comes back ahead of need.
@@ -66,26 +60,24 @@ def swap_activations(
 
     to: "cpu", the host's memory; tensors that are there already stay. Or a folder: bytes go through the host's memory,
       and those that backward wants last spill to an unnamed file there, which is gone when nothing is swapped any more.
-    prefetch: how many tensors come back ahead of need. "auto": as many as backward uses while one is transferred, as
-      measured. 0: each write and each read is waited for.
+    prefetch: how many tensors come back ahead of need. 0: each write and each read is waited for.
     min_bytes: storages below it stay. (A small view of a large storage leaves, alone: so the storage can be freed.)
-    budget_bytes: the most that may be elsewhere at once; the rest stays. From the second forward on those leave whose
-      idle time × bytes is largest, as long as a forward saves the same sizes as the one before; else who comes first.
     ram_bytes: with a folder, the host memory for each device that all goes through, and that is filled first. It is
       made at the first need and kept as long as the swap; with "cpu" it grows by chunks, and is pinned for CUDA.
 
     Where the file cannot grow, OSError is raised in the forward that saves, at the latest as the context ends. In
-    imagined hardware the same tensors leave, the host's memory is imagined too, and there is no file.
+    imagined hardware the same tensors leave, to the host's memory, which is imagined too; there is no file.
+
+    Not here: a backward in a fork of the process that ran the forward; it would wait for a thread that is not there.
 
     Raises ValueError for a prefetch below 0 or no int, OSError if the folder is missing or cannot be written to.
     """
-    if prefetch != "auto" and (not isinstance(prefetch, int) or isinstance(prefetch, bool) or prefetch < 0):
-        raise ValueError(f"expected prefetch='auto' or a number of tensors, 0 or more; found {prefetch!r}")
+    if not isinstance(prefetch, int) or isinstance(prefetch, bool) or prefetch < 0:
+        raise ValueError(f"expected prefetch as a number of tensors, 0 or more; found {prefetch!r}")
     folder = None if to == "cpu" else Path(to)
     if folder is not None:
         UnnamedFile(folder).close()
-    budget = math.inf if budget_bytes is None else parse_bytes(budget_bytes)
-    return Swap(folder, prefetch, parse_bytes(min_bytes), budget, parse_bytes(ram_bytes))
+    return Swap(folder, prefetch, parse_bytes(min_bytes), parse_bytes(ram_bytes))
 
 
 class Swap:
@@ -94,9 +86,8 @@ class Swap:
     Raises RuntimeError where it is entered within itself.
     """
 
-    def __init__(self, folder: Path | None, prefetch: int | str, min_bytes: int, budget_bytes: float, ram_bytes: int):
-        self.folder, self.prefetch, self.min_bytes = folder, prefetch, min_bytes
-        self.budget_bytes, self.ram_bytes = budget_bytes, ram_bytes
+    def __init__(self, folder: Path | None, prefetch: int, min_bytes: int, ram_bytes: int):
+        self.folder, self.prefetch, self.min_bytes, self.ram_bytes = folder, prefetch, min_bytes, ram_bytes
         self.elsewhere_bytes = 0  # what is away at present
         self._stores: dict[tuple, Store] = {}  # by device, and by the mode of imagined tensors
         self._known: dict[int, Source] = {}  # by the storage's address, which another may have once it died
@@ -125,7 +116,7 @@ class Swap:
             if self._stack is not None:
                 raise RuntimeError("expected one forward at a time in a swap, found it entered twice; make another")
             self._forget_present()
-            self._forward = Forward(self._forward.records, self.budget_bytes)
+            self._forward = Forward()
         with ExitStack() as stack:
             stack.enter_context(self._owned)
             stack.enter_context(saved_tensors_hooks(self._pack, self._unpack))
@@ -157,13 +148,11 @@ class Swap:
             return Kept(tensor)
         with self._locked():
             piece = self._piece(tensor)
-            if piece.parcel is None:
-                return Kept(tensor, piece.record)
             piece.handles += 1
             return Handle(piece, shape_in(tensor, piece.footprint), self._lose)
 
     def _piece(self, tensor: Tensor) -> Piece:
-        """The piece that covers the tensor: one that left before, or else one of its own, which leaves if it may."""
+        """The piece that covers the tensor: one that left before, or else one of its own, which leaves."""
         storage, wanted = tensor.untyped_storage(), footprint(tensor)
         source = self._known.get(storage._cdata)
         if source is None or source.storage() is not storage:
@@ -171,16 +160,10 @@ class Swap:
         for piece in source.pieces:
             if piece.serves(tensor._version, wanted):
                 return piece
-        forward, nbytes = self._forward, wanted.nbytes
-        record, leaves = forward.next_tensor(nbytes, self.budget_bytes - self.elsewhere_bytes)
-        piece = Piece(source, tensor, wanted, record)
-        if leaves:
-            piece.store = self._store(tensor)
-            piece.parcel = piece.store.put(needed(tensor, wanted), nbytes)
-            piece.order, piece.number = forward.order, len(forward.order)
-            forward.order.append(piece)
-            forward.moved_bytes += nbytes
-            self.elsewhere_bytes += nbytes
+        piece = Piece(source, tensor, wanted, self._store(tensor), self._forward)
+        self._forward.order.append(piece)
+        self._forward.moved_bytes += wanted.nbytes
+        self.elsewhere_bytes += wanted.nbytes
         source.pieces.append(piece)
         return piece
 
@@ -188,18 +171,14 @@ class Swap:
     @torch.inference_mode(False)  # backward may be inside one, and versions must count
     def _unpack(self, handle: Kept | Handle) -> Tensor:
         """Backward wants the tensor."""
-        inside = backward_number() != -1
-        record = handle.record if isinstance(handle, Kept) else handle.piece.record
-        if inside and record is not None:
-            record.wanted()
         if isinstance(handle, Kept):
             return handle.unchanged()
+        inside = backward_number() != -1
         with self._locked():
-            piece, store = handle.piece, handle.piece.store
+            piece = handle.piece
             if inside:
                 self._enter_backward()
-                store.gaps.end()
-            tensor = handle.shape.of(store.take(piece.parcel))
+            tensor = handle.shape.of(piece.store.take(piece.parcel))
             if piece.parcel.spoilt:
                 raise written_to(tensor, "it was while its copy to the host ran")
             if tensor._version != piece.parcel.taken_at:
@@ -211,12 +190,11 @@ class Swap:
                 self._forget(piece)
             if inside:
                 self._bring_ahead(piece)
-                store.gaps.begin()
             return tensor
 
     def _bring_ahead(self, piece: Piece) -> None:
         """Begin to bring what was saved just before this piece: backward wants it next."""
-        ahead = piece.store.depth() if self.prefetch == "auto" else self.prefetch
+        ahead = self.prefetch
         for i in range(piece.number - 1, -1, -1):
             if not ahead:
                 break
@@ -239,8 +217,6 @@ class Swap:
     def _forget_present(self) -> None:
         for piece in list(self._present):
             self._forget(piece)
-        for store in self._stores.values():
-            store.gaps.pause()
 
     def _forget(self, piece: Piece) -> None:
         self._present.pop(piece, None)

@@ -1,94 +1,128 @@
 """The twins: a streamed layer's parameters at home, which an optimizer steps.
 
-Writes to them are counted, so that what is on the device is brought again. PyTorch counts those to a tensor, but not
-those to its `.data`. So a twin notes that somebody asked for its `.data`, who may write there at once.
+A layer's parameters are views of one range of bytes on the device, which is empty between its turns, and their twins
+are views of one at home. PyTorch counts the writes to a tensor, so a layer knows whether what is on the device is old.
 """
 
 from __future__ import annotations
 
-import math
-import weakref
-from typing import Any
+from collections.abc import Callable
+from concurrent.futures import Future, wait
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
+from memlab.offloading.courier import Courier
 from memlab.offloading.homes import Home
-from memlab.offloading.layout import Shape, laid_out
+from memlab.offloading.layout import flat_bytes, views_of
 
 
 class Twin(nn.Parameter):
-    """A parameter at home. Inside the block it has a `layer`, after it none; `own` leads to the model's parameter."""
+    """A parameter at home. `ended` is set with the block."""
 
-    layer: Any = None
-    own: weakref.ref[nn.Parameter] | None = None
+    ended = False
 
     def _get_data(self) -> Tensor:
-        if self.layer is not None:
-            self.layer.stale = True
+        if not self.ended:
+            raise RuntimeError(
+                "expected nobody to take a streamed parameter's .data, to which PyTorch counts no writes (deepcopy and "
+                "pickle take it, too); found somebody who did: use .detach(), under torch.no_grad()"
+            )
         return super().data
 
-    def _set_data(self, value: Tensor) -> None:
-        """Inside the block the values are copied: the memory is the layer's home, and stays."""
-        if self.layer is None:
-            nn.Parameter.data.__set__(self, value)
-            return
-        if (value.shape, value.dtype) != (self.shape, self.dtype):
-            raise ValueError(
-                f"expected data of {tuple(self.shape)} in {self.dtype} for a streamed parameter, found "
-                f"{tuple(value.shape)} in {value.dtype}; change it before the block"
-            )
-        self.data.copy_(value)
-
     def _get_grad(self) -> Tensor | None:
-        """Raises RuntimeError after the block, if the gradient is the model's own: a step would do nothing."""
-        gradient, own = super().grad, self.own and self.own()
-        if gradient is None and self.layer is None and own is not None and own.grad is not None:
+        if self.ended:
             raise RuntimeError(
-                "expected an optimizer over streamed.parameters() to be used inside the block, where their gradients "
+                "expected an optimizer over streamed.parameters() to be used inside its block, where their gradients "
                 "are; found one after it, when the model's own parameters have them: make one over model.parameters()"
             )
-        return gradient
+        return super().grad
+
+    def _set_data(self, value: Tensor) -> None:
+        self._get_data()
+        nn.Parameter.data.__set__(self, value)
 
     data = property(_get_data, _set_data)
     grad = property(_get_grad, nn.Parameter.grad.__set__, nn.Parameter.grad.__delete__)
 
-    def __reduce_ex__(self, protocol):
-        """Saved as a plain Parameter, without the layer."""
-        return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
+
+class StreamedLayer:
+    """One layer: its parameters, one range of bytes for them on the device, and their twins at home."""
+
+    def __init__(self, number: int, module: nn.Module, parameters: list[nn.Parameter]):
+        self.number, self.module, self.parameters = number, module, parameters
+        self.nbytes = flat_bytes(parameters)
+        self.trained = sum(p.requires_grad or p.grad is not None for p in parameters)
+        self.calls = 0  # that are running
+        self.home: Home | None = None
+        self.gradient_home: Home | None = None
+        self.arriving: Future | None = None  # None: not on the device
+        self.version = -1  # of what is on the device, as `written` counts
+
+    def move_in(self, home: Home, device: torch.device, courier: Courier) -> None:
+        """Send the weights home, to twins there, and give the parameters a storage on the device that is empty."""
+        self.home, self.twins = home, courier.run(twins_of, home, self.parameters)
+        for p in self.parameters:
+            p.data = p.data.new_empty(0)  # lets go of the bytes that are at home before others are asked for
+        self.flat = torch.empty(self.nbytes, dtype=torch.uint8, device=device)
+        for p, view in zip(self.parameters, views_of(self.flat, self.twins), strict=True):
+            p.data = view
+        self.flat.untyped_storage().resize_(0)
+
+    def move_out(self, own: Callable[[Tensor], Tensor]) -> None:
+        """Give the parameters memory of their own again, with the weights and gradients that are at home.
+
+        own: makes it, a copy of its argument. What it finds no room for stays at home.
+        """
+        for p, twin in zip(self.parameters, self.twins, strict=True):
+            gradient, twin.grad = twin.grad, None
+            p.data = twin.detach()
+            p.grad = gradient
+            twin.ended = True
+            twin.data = twin.new_empty(0)  # whoever holds the twin does not hold its home
+        self.home = self.gradient_home = None
+        for p in self.parameters:
+            gradient, p.grad = p.grad, None
+            p.data = own(p.data)
+            p.grad = None if gradient is None else own(gradient)
+
+    @property
+    def written(self) -> int:
+        """A count that grows with every write to the twins."""
+        return sum([twin._version for twin in self.twins])
+
+    @property
+    def current(self) -> bool:
+        """Whether its weights are on the device or on their way there, and nobody has written to the twins since."""
+        return self.arriving is not None and self.version == self.written
+
+    def begin_arriving(self, courier: Courier) -> None:
+        """Take the device's bytes again, and have them filled."""
+        self.empty()
+        self.flat.untyped_storage().resize_(self.nbytes)
+        self.version, self.as_brought = self.written, [p._version for p in self.parameters]
+        self.arriving = courier.bring(self.home, self.flat)
+
+    def refuse_writes(self) -> None:
+        """Raise RuntimeError if somebody wrote to the weights on the device, which would be lost."""
+        if self.as_brought != [p._version for p in self.parameters]:
+            raise RuntimeError(
+                f"expected a forward that only reads its weights, found a {type(self.module).__name__} whose forward "
+                "or hook writes to them, as an Embedding with max_norm does; leave it out of the streamed layers"
+            )
+
+    def empty(self) -> None:
+        """Give the device's bytes back."""
+        if self.arriving is not None:
+            wait([self.arriving])
+            self.arriving = None
+            self.flat.untyped_storage().resize_(0)
 
 
-def sent_to(
-    home: Home, parameters: list[nn.Parameter], twins: dict[nn.Parameter, Twin]
-) -> tuple[list[Twin], list[Twin]]:
-    """Twins at home with the values of these parameters, and those of them that together count all writes.
-
-    twins: those there are already, each of which goes on with its own count; others are added.
-    """
-    shapes, _ = laid_out(parameters)
-    several = len({p.dtype for p in parameters}) > 1
-    shared = not several and twins.keys().isdisjoint(parameters)  # views of one tensor have one count
-    for p, shape in zip(parameters, shapes, strict=True):
-        place = apart(shape, home.flat) if several else shape.of(home.flat)
-        place.copy_(p.data)
-        if p in twins:
-            twins[p].data = place
-            twins[p].requires_grad_(p.requires_grad)
-        else:
-            twins[p] = Twin(place, p.requires_grad)
-            twins[p].own = weakref.ref(p)
-    home.rest()
-    its = [twins[p] for p in parameters]
-    return its, its[:1] if shared else its
-
-
-def apart(shape: Shape, memory: Tensor) -> Tensor:
-    """As `shape.of(memory)`, with a storage of its own: torch.save takes none for tensors of two dtypes."""
-    count = math.prod(shape.size)
-    if isinstance(memory, FakeTensor):
-        return shape.of(memory)
-    if count == 0:
-        return torch.empty(shape.size, dtype=shape.dtype, device="cpu")
-    own = torch.frombuffer(memory.numpy(), dtype=shape.dtype, count=count, offset=shape.offset_bytes)
-    return own.as_strided(shape.size, shape.stride)
+def twins_of(home: Home, parameters: list[nn.Parameter]) -> list[Twin]:
+    """Twins at home with the values of these parameters."""
+    twins = []
+    for p, place in zip(parameters, views_of(home.flat, parameters), strict=True):
+        place.copy_(p.detach())
+        twins.append(Twin(place, p.requires_grad))
+    return twins

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from memlab.checking import positive
-from memlab.data_parallelism.overlap import LINKS
 from memlab.memory_arithmetic import Transformer
+from memlab.offloading.links import RANK_LINKS
 from memlab.pipeline_parallelism.arithmetic import bubble_share
 from memlab.pipeline_parallelism.axes import AXES, stage_shares
 from memlab.ranks import mesh_groups
@@ -72,8 +72,8 @@ def axis_seconds(
     way: Way,
     order: Sequence[str],
     node: int = 8,
-    inside: float = LINKS["NVLink 4"],
-    between: float = LINKS["InfiniBand 400 Gb/s"],
+    inside: float = RANK_LINKS["NVLink 4"],
+    between: float = RANK_LINKS["InfiniBand 400 Gb/s"],
 ) -> dict[str, float]:
     """Seconds that a rank sends along each axis, if the mesh has its axes in this order, outermost first.
 

@@ -49,7 +49,7 @@ from memlab.tensor_parallelism.state import (
     load_full_optimizer_state,
     load_full_state_dict,
 )
-from memlab.tensor_parallelism.timing import block_seconds, width_for_share
+from memlab.tensor_parallelism.timing import block_seconds
 
 __all__ = [
     "ColumnParallelLinear",
@@ -92,5 +92,4 @@ __all__ = [
     "step_activations",
     "step_traffic",
     "vocabulary_parallel_cross_entropy",
-    "width_for_share",
 ]
