@@ -34,11 +34,6 @@ def counted_labels(*ys, mean=False):
 ACCUMULATE = {
     "no micro-batch": (accumulated([]), ValueError, "at least one micro-batch, found none"),
     "a tensor in place of a list": (accumulated(X), TypeError, "expected micro-batches, in a list; found one Tensor"),
-    "another device": (
-        accumulated([(X, X), (X, X), (X.to("meta"), X.to("meta"))]),
-        ValueError,
-        "the first on cpu, number 3 of 3 on meta",
-    ),
     "a group without a label": (
         counted_labels(IGNORED, IGNORED),
         ValueError,

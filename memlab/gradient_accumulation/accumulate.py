@@ -123,9 +123,9 @@ def accumulate(
     mean * n and in sum / n; so not in kl_div(reduction="batchmean"), in mse_loss and l1_loss with a weight, and in a
     Transformers loss that was given num_items_in_batch. Leave that last one out, and ask for means.
 
-    Raises ValueError for no micro-batch, micro-batches on different devices, counts that make no sense, nothing to
-    learn from, and the other reduction; TypeError for a loss that is no scalar with a gradient and a model without
-    no_sync. What was added to .grad before an error stays there, as after any backward: zero_grad before you retry.
+    Raises ValueError for no micro-batch, counts that make no sense, nothing to learn from, and the other reduction;
+    TypeError for a loss that is no scalar with a gradient and a model without no_sync. What was added to .grad before
+    an error stays there, as after any backward: zero_grad before you retry.
     """
     one_of("reduction", reduction, REDUCTIONS)
     group = listed(micro_batches)
@@ -193,24 +193,13 @@ def no_sync_of(model) -> Callable:
 
 
 def listed(micro_batches: Iterable) -> list:
-    """The micro-batches as a list.
-
-    Raises TypeError for a single one, ValueError if there are none, or if they lie on different devices.
-    """
+    """The micro-batches as a list. Raises TypeError for a single one, ValueError if there are none."""
     if isinstance(micro_batches, (Tensor, Mapping, str)):
         kind = type(micro_batches).__name__
         raise TypeError(f"expected micro-batches, in a list; found one {kind}; x.split(rows) makes micro-batches of x")
     group = list(micro_batches)
     if not group:
         raise ValueError("expected at least one micro-batch, found none: there is no gradient to step with")
-    places = [{tensor.device for tensor in tensors_in(micro_batch)} for micro_batch in group]
-    for number, place in enumerate(places, 1):
-        if place != places[0]:
-            first, found = (" and ".join(sorted(map(str, devices))) or "none" for devices in (places[0], place))
-            raise ValueError(
-                f"expected all micro-batches on one device; found the first on {first}, number {number} of "
-                f"{len(group)} on {found}; move each in `loss`"
-            )
     return group
 
 

@@ -18,12 +18,9 @@ Sources: Griewank and Walther 2000 (equal steps, "Revolve"), Beaumont et al. 201
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
-
-import torch
-from torch import Tensor
 
 from memlab.gradient_checkpointing.chain import Chain
 from memlab.gradient_checkpointing.plan import Model, Plan, Steps
@@ -63,98 +60,66 @@ def tradeoff(chain: Chain) -> list[Plan]:
 
 @lru_cache(maxsize=8)
 def _curve(chain: Chain) -> tuple[Plan, ...]:
-    fronts = _Fronts(chain)
-    n = len(chain)
-    return tuple(Plan(chain, fronts.steps(0, n, True, k)) for k in range(len(fronts.front(0, n, True).peak)))
+    return tuple(Plan(chain, best.steps) for best in _Fronts(chain).front(0, len(chain), True))
 
 
-ROOM = 2**50  # more bytes than there are
+class Best(NamedTuple):
+    """A plan for some stages, to which no other is better in peak or work and as good in the other."""
 
-
-class _Front(NamedTuple):
-    """The best plans of a run of stages, that of least peak first, each with less work than the one before.
-
-    peak: (plans,) of int64, bytes. work: (plans,) of float64. choice: (plans, 3) of int64: where the checkpoint with
-    which the plan begins ends (0: it keeps its first stage), and which plans of their fronts go inside and after it.
-    """
-
-    peak: Tensor
-    work: Tensor
-    choice: Tensor
+    peak: int
+    work: int
+    steps: Steps
 
 
 class _Fronts:
-    """Fronts of runs of stages, each worked out once. held, again: see `Model`."""
+    """Fronts of runs of stages, each worked out once: the plan of least peak first, each with less work than the one
+    before. held: as of `Model`.
+    """
 
     def __init__(self, chain: Chain):
-        self.model, self.known = Model(chain), {}
+        self.model = Model(chain)
+        self.known: dict[tuple[int, int, bool], list[Best]] = {}
 
-    def front(self, i: int, j: int, held: bool) -> _Front:
+    def front(self, i: int, j: int, held: bool) -> list[Best]:
+        """The front of stages i … j − 1."""
         if (i, j, held) not in self.known:
             self.known[i, j, held] = self.merged(i, j, held)
         return self.known[i, j, held]
 
-    def merged(self, i: int, j: int, held: bool) -> _Front:
+    def merged(self, i: int, j: int, held: bool) -> list[Best]:
         model, again = self.model, j < self.model.n
         own, remembered, next_held = model.keep(i, j, held, again)
         if i == j - 1:
-            return _Front(_int64([own]), torch.zeros(1, dtype=torch.float64, device="cpu"), _int64([[0, 0, 0]]))
-        after = self.front(i + 1, j, next_held)
-        zeros = torch.zeros_like(after.peak)
-        keeping = (after.peak + remembered).clamp(min=own), after.work, torch.stack((zeros, zeros, _numbers(zeros)), 1)
-        ends = range(i + 1, j)
-        owns, sizes = zip(*(model.forget(i, s, j, held, again) for s in ends), strict=True)
-        inner = _row([self.front(i, s, True) for s in ends], owns, sizes[0])
-        after = _row([self.front(s, j, False) for s in ends], owns, sizes[0])
-        # For each peak that the inside or what follows may have, the best of both; each in the room of its end.
-        peak = torch.cat((inner.peak, after.peak))
-        a, b = (torch.searchsorted(row.peak, peak, right=True) - 1 for row in (inner, after))
-        room = peak // ROOM
-        both = (inner.peak[a] // ROOM == room) & (after.peak[b] // ROOM == room) & (a >= 0) & (b >= 0)
-        peak, room, a, b = peak[both], room[both], a[both], b[both]
-        reruns = torch.tensor([model.rerun(i, s) for s in ends], dtype=torch.float64, device="cpu")
-        choice = torch.stack((_int64(ends)[room], inner.choice[a], after.choice[b]), 1)
-        forgetting = peak % ROOM, inner.work[a] + after.work[b] + reruns[room], choice
-        return _best(*map(torch.cat, zip(keeping, forgetting, strict=True)))
-
-    def steps(self, i: int, j: int, held: bool, number: int) -> Steps:
-        """Plan number `number` of a front."""
-        again, steps = j < self.model.n, ()
-        while i < j - 1:
-            s, inner, number = self.front(i, j, held).choice[number].tolist()
-            if s:
-                steps += (self.steps(i, s, True, inner),)
-                i, held = s, False
-            else:
-                steps += (i,)
-                i, held = i + 1, self.model.keep(i, j, held, again)[2]
-        return (*steps, *range(i, j))
+            return [Best(own, 0, (i,))]
+        found = [  # peak, work, the plan of a checkpoint that comes first (None: stage i is kept), the plan after
+            (max(own, remembered + after.peak), after.work, None, after) for after in self.front(i + 1, j, next_held)
+        ]
+        for s in range(i + 1, j):
+            own, remembered = model.forget(i, s, j, held, again)
+            rerun = model.rerun(i, s)
+            for inner, after in pairs(self.front(i, s, True), self.front(s, j, False)):
+                peak = max(own, remembered + max(inner.peak, after.peak))
+                found.append((peak, inner.work + after.work + rerun, inner, after))
+        front: list[Best] = []
+        for peak, work, inner, after in sorted(found, key=lambda plan: plan[:2]):
+            if not front or work < front[-1].work:
+                front.append(Best(peak, work, (i if inner is None else inner.steps, *after.steps)))
+        if len(front) > FRONT:
+            front = [front[round(k * (len(front) - 1) / (FRONT - 1))] for k in range(FRONT)]
+        return front
 
 
-def _row(fronts: list[_Front], owns: tuple[int, ...], remembered: int) -> _Front:
-    """Fronts in a row, each in a room of its own: no peak is below the checkpoint's own. choice: numbers of plans."""
-    room = torch.repeat_interleave(_int64([len(front.peak) for front in fronts]))
-    peak = torch.maximum(torch.cat([front.peak for front in fronts]) + remembered, _int64(owns)[room])
-    first = torch.searchsorted(room, room)
-    return _Front(room * ROOM + peak, torch.cat([front.work for front in fronts]), _numbers(room) - first)
-
-
-def _best(peak: Tensor, work: Tensor, choice: Tensor) -> _Front:
-    """Without plans to which another is better in one thing and as good in the other; at most `FRONT`."""
-    order = torch.argsort(work, stable=True)
-    order = order[torch.argsort(peak[order], stable=True)]
-    least = torch.cummin(work[order], 0).values
-    better = torch.ones_like(order, dtype=torch.bool)
-    better[1:] = least[1:] < least[:-1]
-    order = order[better]
-    if len(order) > FRONT:
-        order = order[torch.linspace(0, len(order) - 1, FRONT, dtype=torch.float64, device="cpu").long()]
-    return _Front(peak[order], work[order], choice[order])
-
-
-def _int64(values: Sequence) -> Tensor:
-    return torch.tensor(values, dtype=torch.int64, device="cpu")
-
-
-def _numbers(column: Tensor) -> Tensor:
-    return torch.arange(len(column), device="cpu")
+def pairs(one: list[Best], other: list[Best]) -> Iterator[tuple[Best, Best]]:
+    """For each peak that a plan of either front has, the best of both within it."""
+    a = b = 0
+    peak = max(one[0].peak, other[0].peak)
+    while True:
+        while a + 1 < len(one) and one[a + 1].peak <= peak:
+            a += 1
+        while b + 1 < len(other) and other[b + 1].peak <= peak:
+            b += 1
+        yield one[a], other[b]
+        following = [front[k + 1].peak for front, k in ((one, a), (other, b)) if k + 1 < len(front)]
+        if not following:
+            return
+        peak = min(following)
