@@ -16,8 +16,8 @@ together, for some steps of a run) with `slipped` (a mode that is entered in one
 
 from memlab.memory_monitoring.alarms import Alarm, MemoryWarning
 from memlab.memory_monitoring.cuda import CUDAMemory
+from memlab.memory_monitoring.driver import GPUMemory, list_gpus
 from memlab.memory_monitoring.forecasts import Forecast, Forecaster, forecast
-from memlab.memory_monitoring.gpu import GPUMemory, list_gpus
 from memlab.memory_monitoring.holding import holders
 from memlab.memory_monitoring.leaks import Growth, growth
 from memlab.memory_monitoring.line_watch import LineWatch

@@ -1,7 +1,7 @@
 """A table in the terminal: one line a look, for each thing that is watched.
 
-    seconds                    resident         swap      highest     a minute   of the budget, 16.0 GiB
-          0  process 7          1.2 GiB          0 B      1.3 GiB                [##                  ]   7.5%
+    seconds                    resident      highest     a minute   of the budget, 16.0 GiB
+          0  process 7          1.2 GiB      1.3 GiB                [##                  ]   7.5%
 
 *a minute* is what the figure grew by in the last minute, or since the start, each minute. With a budget the history of
 looks is judged as a Monitor judges steps, a look being a step, and the line ends with the seconds until it is full.
@@ -23,7 +23,7 @@ from memlab.units import format_bytes
 
 BAR_WIDTH = 20
 HEADER_EVERY = 20
-NAMES = {"proportional": "PSS", "driver": "used", "driver_process": "its share"}
+NAMES = {"driver": "used", "driver_process": "its share"}
 
 
 class Watched(Protocol):
@@ -65,7 +65,7 @@ class Watch:
         if self.level not in figures:
             return None
         now = figures[self.level]
-        self.peak_bytes = max(self.peak_bytes, now, figures.pop("peak", 0))
+        self.peak_bytes = max(self.peak_bytes, now)
         self._history.append(now, now)
         self._late.append((seconds, now))
         while len(self._late) > 2 and seconds - self._late[1][0] >= 60:
@@ -134,7 +134,7 @@ def _header(row: Row, watch: Watch) -> str:
 
 def _line(row: Row, watch: Watch, bar: bool, digits: int) -> str:
     cells = [f"{row.seconds:9.{digits}f}  {row.source:14}"]
-    cells += [f"{value if name == 'processes' else format_bytes(value):>13}" for name, value in row.figures.items()]
+    cells += [f"{format_bytes(value):>13}" for value in row.figures.values()]
     cells.append(f"{format_bytes(row.peak_bytes):>13}")
     rate = "" if row.bytes_per_minute is None else format_bytes(round(row.bytes_per_minute))
     cells.append(f"{rate if rate.startswith('-') or not rate else '+' + rate:>13}")
