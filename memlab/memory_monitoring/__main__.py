@@ -10,14 +10,12 @@ It prints a line a look until what it watches has ended, or Ctrl-C. It changes n
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from memlab.memory_monitoring.driver import GPUMemory, list_gpus
-from memlab.memory_monitoring.log import Log
 from memlab.memory_monitoring.sources import Gone, ProcessMemory
 from memlab.memory_monitoring.summary import summary
 from memlab.memory_monitoring.terminal import Watch, table
@@ -38,7 +36,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--every", type=float, default=1.0, metavar="SECONDS", help="from look to look; 1")
     parser.add_argument("--count", type=int, metavar="N", help="end after so many looks")
     parser.add_argument("--budget", metavar="SIZE", help='what must not be reached, "16 GiB": when will it be?')
-    parser.add_argument("--log", metavar="FILE", help="append every look to this file, a JSON document a line")
     given = parser.parse_args(arguments)
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a terminal that cannot write a letter of some line gets its number
@@ -78,10 +75,7 @@ def _lines(given: argparse.Namespace):
         return
     else:
         raise ValueError(f"expected a process's id (a number), gpu, or the file of a log; found {given.what!r}")
-    with contextlib.closing(Log(given.log)) if given.log else contextlib.nullcontext() as log:
-        yield from table(watches, given.every, given.count, log, live=sys.stdout is not None and sys.stdout.isatty())
-    if log is not None and log.lost:
-        yield f"{log.lost:,} looks are missing from {given.log}: {log.error}"
+    yield from table(watches, given.every, given.count)
 
 
 def _process(pid: int, budget: int | None) -> Watch:
