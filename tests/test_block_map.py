@@ -34,7 +34,9 @@ def test_boxes_are_as_wide_as_what_they_stand_for(make):
         used, wasted, outlined = boxes(draw_blocks(found, event))
         assert sum(width for _, width in outlined) == pytest.approx(found.replay.reserved[event])
         assert sum(width for _, width in used) == pytest.approx(found.replay.requested[event])
-        assert sum(width for _, width in wasted) == pytest.approx(found.replay.internal_bytes(event))
+        assert sum(width for _, width in wasted) == pytest.approx(
+            found.replay.allocated[event] - found.replay.requested[event]
+        )
         assert len(outlined) == len(segments)
 
 

@@ -8,10 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memlab.caching_allocator.managers import ALIGNMENT, BestFit, FirstFit, aligned
-from memlab.caching_allocator.size_classes import Buddy, Slab
-from memlab.caching_allocator.static_plan import ORDERS, PlannedArena, lifetimes, most_alive, plan
-from memlab.caching_allocator.trace import FREE, Trace, replay
+from memlab.caching_allocator import FREE, BestFit, Buddy, FirstFit, PlannedArena, Slab, Trace, plan, replay
+from memlab.caching_allocator.managers import ALIGNMENT, aligned
+from memlab.caching_allocator.static_plan import ORDERS, lifetimes, most_alive
 from memlab.units import GiB, KiB, MiB
 from tests.harness import refused
 

@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from memlab.caching_allocator.oom import explain_oom, read_oom
+from memlab.caching_allocator import explain_oom, read_oom
 from memlab.units import GiB, KiB, MiB
 from tests.harness import refusals, refused
 

@@ -106,7 +106,7 @@ NOT_COMPARED = {
     },
     "04_caching_allocator": {
         "times(TRACES, managers)": "microseconds an event",
-        "display(recorded_decisions())": "a table of all GPUs that are recorded",
+        "from memlab.caching_allocator import compare": "a table of all GPUs that are recorded",
     },
     "05_memory_monitoring": {
         "display(what_they_cost(looks))": "seconds, and versions of tools",

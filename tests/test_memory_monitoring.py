@@ -12,10 +12,22 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from memlab.memory_monitoring import Gone, MemoryWarning, MeteredMemory, Monitor, ProcessMemory, read_log, sources
+from memlab.memory_monitoring import (
+    Forecast,
+    Forecaster,
+    Gone,
+    Growth,
+    MemoryWarning,
+    MeteredMemory,
+    Monitor,
+    ProcessMemory,
+    read_log,
+    sources,
+)
+from memlab.memory_monitoring.alarms import Thresholds
+from memlab.memory_monitoring.forecasts import Outlook
 from memlab.memory_monitoring.high_water import HighWater, _tables, join_mark
 from memlab.memory_monitoring.readings import Readings
-from memlab.memory_monitoring.thresholds import Calls, Thresholds
 from memlab.memory_timeline import Meter, imagine
 from memlab.units import KiB, MiB
 
@@ -198,14 +210,14 @@ def test_a_metered_history_is_the_closed_form_of_a_toy_leak(imagined):
     assert max(monitor.history.peaks) == meter.timeline.peak_bytes
 
 
-def test_later_sources_of_a_level_have_their_names_behind_it_and_those_of_one_name_numbers():
-    readings = Readings([Figures("cuda:0", allocated=1, reserved=2), Figures("cuda:1", allocated=3)], print)
-    assert readings.read() == {"allocated": 1, "reserved": 2, "allocated of cuda:1": 3}
-    assert readings.end_of("allocated of cuda:1")() == 3
-    readings = Readings([Figures("gpu", driver=n) for n in (5, 6, 7, 8)], print)
+def test_a_second_source_of_a_level_is_told_and_left_out():
+    told = []
+    first, second = Figures("cuda:0", allocated=1, reserved=2), Figures("cuda:1", allocated=3)
+    readings = Readings([first, second], lambda kind, message: told.append((kind, message)))
     for _ in range(2):
-        assert readings.read() == {"driver": 5, "driver of gpu": 6, "driver of gpu 2": 7, "driver of gpu 3": 8}
-    assert readings.end_of("driver of gpu 2")() == 7
+        assert readings.read() == {"allocated": 1, "reserved": 2}
+    ((kind, message),) = told
+    assert kind == "source" and "cuda:1 failed" in message and "found allocated of cuda:0, too" in message
 
 
 def test_a_steps_end_is_asked_for_quickly_where_that_is_possible_and_read_where_it_fails():
@@ -251,17 +263,18 @@ def test_the_last_step_and_the_last_look_are_told_however_seldom_the_thread_look
     ("parts", "uses", "told"),
     [
         ((0.8, 0.5, 0.9), [400, 500, 600, 950, 999, 1200], {1: 0.5, 3: 0.9}),  # of those crossed at once the highest
-        (0.9, [900, *[860] * 100, 900, *[840] * 15, 900, *[840] * 16, 900], {0: 0.9, 134: 0.9}),  # 16 looks below
-        # clearly below a low threshold is below the half of it
-        (0.05, [50, *[25] * 100, 50, *[24] * 16, 50], {0: 0.05, 118: 0.05}),
-        (0.04, [40, *[20] * 100, 40, *[19] * 16, 40], {0: 0.04, 118: 0.04}),
-        (0.2, [200, *[151] * 100, 200, *[149] * 16, 200], {0: 0.2, 118: 0.2}),
+        (0.9, [900, *[899] * 15, 900, *[899] * 16, 900, 900, 899], {0: 0.9, 33: 0.9}),  # 16 steps below
     ],
 )
-def test_a_threshold_is_told_once_and_again_only_after_use_stayed_clearly_below_it(parts, uses, told):
+def test_a_threshold_is_told_once_and_again_only_after_the_steps_stayed_below_it(parts, uses, told):
     thresholds = Thresholds(1000, parts)
-    seen = [thresholds.see(use) for use in uses]
-    assert {look: part for look, part in enumerate(seen) if part is not None} == told
+    seen = [thresholds.step(use) for use in uses]
+    assert {step: part for step, part in enumerate(seen) if part is not None} == told
+
+
+def test_looks_within_a_step_tell_a_threshold_and_do_not_end_it():
+    thresholds = Thresholds(1000, 0.9)
+    assert [thresholds.see(use) for use in (5, 900, *[5] * 100, 900)] == [None, 0.9, *[None] * 101]
 
 
 @pytest.mark.parametrize(
@@ -285,14 +298,15 @@ def test_the_thread_warns_at_once_and_the_callback_waits_for_the_step():
     assert called == monitor.alarms
 
 
-def test_a_growth_is_called_once_and_again_when_half_of_its_steps_are_left():
-    class Said:
-        def __init__(self, steps_left):
-            self.steps_left, self.runs_out = steps_left, steps_left < math.inf
-
-    calls = Calls()
+def test_a_growth_is_called_once_and_again_when_half_of_its_steps_are_left(monkeypatch):
     said = [math.inf, 1000, 900, 501, 500, math.inf, 499, 251, 250, 2, 1, 0.5, 0]
-    assert [one for one in said if calls.see(Said(one))] == [1000, 500, 250, 2, 1]
+    outlook = Outlook(1000)
+    nothing = Growth(True, 1.0, 1.0, 1.0, 0, 0)
+    forecasts = iter([Forecast(0, 1000, 0, nothing, left, left, left) for left in said])
+    monkeypatch.setattr(Forecaster, "__call__", lambda self: next(forecasts))
+    outlook.history.append(1, 1)
+    told = [outlook.call() for _ in said]
+    assert [one.steps_left for one in told if one is not None] == [1000, 500, 250, 2, 1]
 
 
 def test_a_callback_that_changed_the_run_is_not_called_again_for_what_was_before():

@@ -1,4 +1,4 @@
-"""The driver's level, asked of stand-ins for NVML, CUDA and nvidia-smi; which card is whose; and GPUs that go away."""
+"""The driver's level, asked of stand-ins for NVML and nvidia-smi; which card is whose; and GPUs that go away."""
 
 from __future__ import annotations
 
@@ -76,15 +76,6 @@ class StandInNVML(types.ModuleType):
     def nvmlDeviceGetName(self, handle):
         return self.names[list(self.used).index(handle)]
 
-    def nvmlDeviceGetMaxMigDeviceCount(self, handle):
-        return 7
-
-    def nvmlDeviceGetMigDeviceHandleByIndex(self, handle, part):
-        mine = [uuid for uuid, whole in self.parts.items() if whole == handle]
-        if part >= len(mine):
-            raise NVMLError(6)
-        return mine[part]
-
     def nvmlDeviceGetMemoryInfo(self, handle, version=None):
         self._call("nvmlDeviceGetMemoryInfo", handle)
         used = self.used[handle]
@@ -113,17 +104,15 @@ def nothing_around(monkeypatch):
 @pytest.fixture
 def nvml(monkeypatch):
     """NVML with three cards."""
+    cuda(monkeypatch, (A, B, C))
     library = StandInNVML({A: 1 * GiB, B: 2 * GiB, C: 3 * GiB})
     monkeypatch.setitem(sys.modules, "pynvml", library)
     return library
 
 
-def cuda(monkeypatch, uuids=(A,), free=60 * GiB, total=79 * GiB):
+def cuda(monkeypatch, uuids):
     """CUDA in use in this process, with these cards."""
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(uuids))
-    monkeypatch.setattr(torch._C, "_cuda_hasPrimaryContext", lambda index: index == 0, raising=False)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (free, total))
 
     def properties(index):
         if not 0 <= index < len(uuids):
@@ -182,24 +171,8 @@ def test_a_processes_share_is_told_for_this_one_or_another_and_left_out_where_th
     assert GPUMemory(0).read() == {"driver": 1 * GiB}
 
 
-def test_cuda_is_asked_where_nvml_is_not_and_only_about_a_gpu_that_this_process_uses(monkeypatch):
-    cuda(monkeypatch, (A, B))
-    source = GPUMemory(0)
-    assert source.read() == {"driver": 19 * GiB}
-    assert (source.way, source.total_bytes, source.uuid) == ("cuda", 79 * GiB, "")
-    refused(lambda: GPUMemory(1), RuntimeError, "cuda: this process does not use cuda:1 yet")
-    refused(lambda: GPUMemory(2), ValueError, "expected cuda:0 to cuda:1, found cuda:2")
-    refused(lambda: GPUMemory(A), RuntimeError, "PyTorch's index alone")
-
-    def fail(index):
-        raise RuntimeError("CUDA error: unspecified launch failure\nCompile with …")
-
-    monkeypatch.setattr(torch.cuda, "mem_get_info", fail)
-    with pytest.raises(Gone, match="gpu 0 is gone: CUDA answers no more: CUDA error: unspecified launch failure$"):
-        source.read()
-
-
 def test_nvidia_smi_is_asked_only_when_wished_and_answers_in_whole_mib(monkeypatch, tmp_path):
+    cuda(monkeypatch, (A, B))
     smi(monkeypatch, tmp_path, SMI)
     refused(lambda: GPUMemory(0), RuntimeError, "pip install nvidia-ml-py")
     source = GPUMemory(1, pid=77, ways=("nvml", "nvidia-smi"))
@@ -220,37 +193,20 @@ def test_nvidia_smi_is_asked_only_when_wished_and_answers_in_whole_mib(monkeypat
     smi(monkeypatch, tmp_path, f"echo '{A}, 1, 2'")
     with pytest.raises(Gone, match="no longer lists"):
         source.read()
-    words = "expected ways of nvml, cuda, nvidia-smi; found rocm"
+    words = "expected ways of nvml, nvidia-smi; found rocm"
     refused(lambda: GPUMemory(0, ways=("nvml", "rocm")), ValueError, words)
     refused(lambda: GPUMemory(0, ways=()), ValueError, "found none")
 
 
-@pytest.mark.parametrize(
-    ("visible", "seen"),
-    [
-        (None, [A, B, C]),
-        ("2,0", [C, A]),
-        (" 1gpu ,2", [B, C]),
-        ("0,9,1", [A]),
-        ("0,-1,1", [A]),
-        ("1,1", []),
-        ("", []),
-        ("GPU-aaaa,GPU-bbbb0003", [A, C]),
-        ("GPU-aaaa,GPU-bbbb,GPU-bbbb0003", [A]),
-        ("GPU-aaaa,GPU-aaaa", []),
-        ("GPU-cccc", []),
-    ],
-)
-def test_cuda_visible_devices_chooses_and_sorts_as_cuda_reads_it(nvml, monkeypatch, visible, seen):
-    if visible is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert [GPUMemory(index).uuid for index in range(len(seen))] == seen
-    refused(lambda: GPUMemory(len(seen)), ValueError, "expected a GPU…CUDA_VISIBLE_DEVICES is")
+def test_which_card_has_an_index_is_asked_of_cuda_once_the_process_uses_it(nvml, monkeypatch):
+    cuda(monkeypatch, (C, A))  # whatever the environment says
+    assert [GPUMemory(0).uuid, GPUMemory(1).uuid, GPUMemory(B).uuid] == [C, A, B]
+    refused(lambda: GPUMemory(2), ValueError, "expected a GPU that PyTorch has, found cuda:2")
     refused(lambda: GPUMemory(-1), ValueError, "expected a GPU")
     refused(lambda: GPUMemory("GPU-dddd"), ValueError, "`nvidia-smi -L` lists, found 'GPU-dddd'")
-    cuda(monkeypatch, (C, A))  # a process that uses CUDA is asked itself, whatever the environment says
-    assert [GPUMemory(0).uuid, GPUMemory(1).uuid] == [C, A]
-    refused(lambda: GPUMemory(2), ValueError, "found cuda:2")
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    assert GPUMemory(B).read() == {"driver": 2 * GiB}
+    refused(lambda: GPUMemory(0), RuntimeError, "nvml: this process does not use CUDA yet; make a tensor on the GPU")
 
 
 def test_a_gpu_or_driver_that_is_lost_is_gone_with_the_reason_and_a_trouble_that_passes_is_left_out_once(nvml):
@@ -267,54 +223,22 @@ def test_a_gpu_or_driver_that_is_lost_is_gone_with_the_reason_and_a_trouble_that
     assert source.read() == {"driver": 1 * GiB}
 
 
-def test_where_gpus_differ_and_are_sorted_by_speed_only_cuda_knows_which_is_which(monkeypatch):
-    names = ("A fast GPU", "A slow GPU")
-    monkeypatch.setitem(sys.modules, "pynvml", StandInNVML({A: 1, B: 2}, names))
-    with pytest.raises(RuntimeError, match="CUDA_DEVICE_ORDER=PCI_BUS_ID"):
-        GPUMemory(1)
-    assert GPUMemory(B).read() == {"driver": 2}
-    monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
-    assert GPUMemory(1).uuid == B
-    monkeypatch.delenv("CUDA_DEVICE_ORDER")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-bbbb")
-    assert GPUMemory(0).uuid == B
-
-
-def test_a_part_of_a_gpu_is_watched_by_its_own_name_and_never_guessed(monkeypatch):
-    first, second = "MIG-1111", "MIG-2222"
-    library = StandInNVML({A: 5, first: 10 * GiB, second: 1 * GiB}, parts={first: A, second: A})
-    monkeypatch.setitem(sys.modules, "pynvml", library)
-    assert [(gpu.index, gpu.uuid) for gpu in list_gpus()] == [("0", A), ("0:0", first), ("0:1", second)]
-    with pytest.raises(RuntimeError, match="cut in parts"):
-        GPUMemory(0)
-    for chosen in (second, "MIG-22"):
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
-        assert GPUMemory(0).read() == {"driver": 1 * GiB}
-    older = "MIG-GPU-aaaa0001-0000/1/0"
-    library.used[older], library.parts[older] = 7, "never listed"
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", older)
-    assert GPUMemory(0).read() == {"driver": 7}
-    cuda(monkeypatch, (second,))
-    assert GPUMemory(0).uuid == second
+def test_a_part_of_a_gpu_is_watched_by_its_own_name(nvml, monkeypatch):
+    nvml.used["MIG-1111"], nvml.parts["MIG-1111"] = 10 * GiB, A
+    assert [gpu.uuid for gpu in list_gpus()] == [A, B, C]
+    assert GPUMemory("MIG-1111").read() == {"driver": 10 * GiB}
+    cuda(monkeypatch, ("MIG-1111",))
+    assert GPUMemory(0).uuid == "MIG-1111"
 
 
 def test_a_broken_driver_says_so_at_once_with_every_ways_reason(nvml):
     nvml.errors["nvmlInit"] = 18
     with pytest.raises(
-        RuntimeError, match=r"nvml: the driver was replaced.*; cuda: this process does not use CUDA yet"
+        RuntimeError, match=r"expected a driver that tells a GPU's bytes, found none; nvml: the driver was replaced"
     ):
         GPUMemory(0)
     with pytest.raises(RuntimeError, match=r"nvml: the driver was replaced.*; nvidia-smi: there is no such command"):
         list_gpus()
-
-
-def test_a_gpu_that_answers_nothing_is_listed_and_does_not_hide_the_others(nvml):
-    nvml.errors[B] = 15
-    assert [gpu.uuid for gpu in list_gpus()] == [A, "", C]
-    assert "fallen off the bus" in list_gpus()[1].name
-    assert GPUMemory(C).read() == GPUMemory(2).read() == {"driver": 3 * GiB}
-    with pytest.raises(RuntimeError, match="nvml: the driver lists 1, which does not answer"):
-        GPUMemory(1)
 
 
 def test_nvml_is_shut_down_as_often_as_it_was_opened_and_a_look_makes_no_process(nvml, monkeypatch):

@@ -18,11 +18,11 @@ from memlab.memory_monitoring import (
     MemoryWarning,
     MeteredMemory,
     Monitor,
-    PythonLineWatch,
     growing_lines,
     holders,
 )
 from memlab.memory_monitoring.lines import piling_up
+from memlab.memory_monitoring.python_lines import PythonLineWatch
 from memlab.memory_timeline import Meter, Timeline
 from memlab.units import MiB
 from tests.memory_timeline_helpers import one_thread  # noqa: F401
@@ -228,21 +228,21 @@ def test_states_accumulated_gradients_an_average_and_a_best_model_are_not_named(
     assert watched(step, warm_up=0) == []
 
 
-def test_two_watches_at_once_give_the_same_rows_whichever_ends_first_and_a_mode_around_them_stays():
-    kept, first, second = [], LineWatch(8), LineWatch(10)
-    rows = {}
-    with Counting() as mode:
-        for number in range(14):
+def test_a_mode_around_the_watch_and_one_that_is_entered_later_and_still_on_at_its_end_stay():
+    kept, rows = [], None
+    with Counting() as around:
+        watch = LineWatch(8)
+        watch.start()
+        inner = Counting()
+        for number in range(9):
             kept.append(torch.zeros(10))
-            for name, watch in (("first", first), ("second", second)):
-                if (found := watch.step_done()) is not None:
-                    rows[name] = found
-            if number == 1:
-                first.start()
-            if number == 2:
-                second.start()
-        assert _get_current_dispatch_mode_stack() == [mode]
-    assert [row.bytes_per_step for found in rows.values() for row in found] == [40, 40] and len(rows) == 2
+            if number == 5:
+                inner.__enter__()
+            rows = watch.step_done()
+        assert _get_current_dispatch_mode_stack() == [around, inner]
+        inner.__exit__(None, None, None)
+        assert _get_current_dispatch_mode_stack() == [around]
+    assert [row.bytes_per_step for row in rows] == [40]
 
 
 def test_closing_in_another_thread_leaves_a_mode_that_does_nothing_and_its_steps_are_not_counted():
@@ -294,20 +294,12 @@ class Counting(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_a_mode_around_each_step_with_the_watch_started_inside_it_is_left_alone():
-    before = torch.utils._python_dispatch.is_in_torch_dispatch_mode()
-    kept, watch, mode = [], LineWatch(8), Counting()
-    for _ in range(12):
-        with mode:
-            part = torch.zeros(10)
-            kept.append(part)
-            watch.start()
-            rows = watch.step_done() or []
-        assert all(standing is not mode for standing in _get_current_dispatch_mode_stack())
-        if rows:
-            break
-    assert rows[0].bytes_per_step == 40 and mode.ops >= 9 and watch.failed == ""
-    assert torch.utils._python_dispatch.is_in_torch_dispatch_mode() == before
+def test_a_watch_that_is_started_inside_a_readers_mode_says_why_it_cannot_and_leaves_the_mode_alone():
+    watch, mode = LineWatch(8), Counting()
+    with mode:
+        watch.start()
+        assert watch.step_done() is None and _get_current_dispatch_mode_stack() == [mode]
+    assert not watch.running and "enter a mode around the monitor, or leave it before step()" in watch.failed
 
 
 def test_fewer_steps_than_8_and_marks_than_5_are_refused():

@@ -8,10 +8,16 @@ import torch
 from torch.cuda import _memory_viz
 
 from memlab.book.workloads import GPT, LSTM
-from memlab.caching_allocator import FREE, CachingAllocator, ExpandableAllocator, MaxSplitAllocator, requests
-from memlab.caching_allocator.compare import compare
-from memlab.caching_allocator.pickles import read_snapshot
-from memlab.caching_allocator.snapshot import Snapshot
+from memlab.caching_allocator import (
+    FREE,
+    CachingAllocator,
+    ExpandableAllocator,
+    MaxSplitAllocator,
+    Snapshot,
+    compare,
+    read_snapshot,
+    requests,
+)
 from memlab.memory_monitoring.viewer import as_snapshot, save_snapshot
 from memlab.memory_timeline import Meter, Timeline, imagine
 from memlab.units import MiB
@@ -44,6 +50,7 @@ ALLOCATORS = {
     "max_split_size": lambda peak: MaxSplitAllocator(20 * MiB + MiB),
     "expandable": lambda peak: ExpandableAllocator(16 * GiB),
 }
+MODELS = {"max_split_size": functools.partial(MaxSplitAllocator, 20 * MiB + MiB)}
 
 
 @functools.cache
@@ -68,7 +75,7 @@ def timeline(request) -> Timeline:
     return timeline_of(request.param)
 
 
-@pairs("timeline, name", TIMELINES, ALLOCATORS)
+@pairs("timeline, name", TIMELINES, [name for name in ALLOCATORS if name != "expandable"])
 def test_chapter_04_reads_a_saved_snapshot_back_and_finds_every_decision_equal(timeline, tmp_path, name):
     timeline = timeline_of(timeline)
     make = lambda: ALLOCATORS[name](timeline.peak_bytes)  # noqa: E731
@@ -76,7 +83,7 @@ def test_chapter_04_reads_a_saved_snapshot_back_and_finds_every_decision_equal(t
     allocator = make()
     save_snapshot(timeline, path, allocator)
     assert path.read_bytes()[:2] in (b"\x80\2", b"\x80\3", b"\x80\4")  # those that PyTorch's page reads
-    found = compare(Snapshot.of(read_snapshot(path), capacity_bytes=allocator.capacity_bytes))
+    found = compare(Snapshot.of(read_snapshot(path)), MODELS.get(name, CachingAllocator))
     assert found.decisions and found.decisions_equal == found.decisions
     assert found.segments and found.segments_equal == found.segments
     assert found.requests == sum(nbytes > 0 for _, nbytes in requests(timeline)) == found.addresses_equal
@@ -119,7 +126,7 @@ def test_a_full_card_ends_the_history_with_its_refusal(imagined):
     last = snapshot["device_traces"][0][-1]
     assert last["action"] == "oom" and last["device_free"] == room - allocator.reserved_bytes
     assert last["size"] == next(e.delta for e in imagined.everything() if e.delta == last["size"])
-    found = compare(Snapshot.of(snapshot, capacity_bytes=room))
+    found = compare(Snapshot.of(snapshot))
     assert found.decisions_equal == found.decisions
 
 

@@ -22,9 +22,8 @@ from memlab.book.traces import (
     varying_lengths,
 )
 from memlab.book.workloads import GPT, lengths
-from memlab.caching_allocator.managers import FirstFit
-from memlab.caching_allocator.static_plan import lifetimes, plan
-from memlab.caching_allocator.trace import FREE, replay
+from memlab.caching_allocator import FREE, FirstFit, plan, replay
+from memlab.caching_allocator.static_plan import lifetimes
 from memlab.memory_timeline import Meter, imagine
 from memlab.units import MiB
 from tests.tiers import some

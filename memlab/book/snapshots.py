@@ -15,9 +15,8 @@ import torch
 from memlab.book.documents import file_name
 from memlab.book.tables import Table
 from memlab.book.workloads import GPT
-from memlab.caching_allocator.compare import compare
+from memlab.caching_allocator import Snapshot, compare, record_snapshot
 from memlab.caching_allocator.records import DeviceRecord
-from memlab.caching_allocator.snapshot import Snapshot, record_snapshot
 from memlab.memory_timeline import Meter, imagine
 from memlab.units import format_bytes
 

@@ -21,10 +21,19 @@ from torch.nn import functional as F
 
 from memlab.book.tables import Table
 from memlab.book.workloads import GPT, lengths
-from memlab.caching_allocator.managers import BestFit, FirstFit
-from memlab.caching_allocator.size_classes import Buddy, Slab
-from memlab.caching_allocator.static_plan import PlannedArena, plan
-from memlab.caching_allocator.trace import Allocator, Replay, Trace, replay, requests
+from memlab.caching_allocator import (
+    BestFit,
+    Buddy,
+    FirstFit,
+    PlannedArena,
+    Replay,
+    Slab,
+    Trace,
+    plan,
+    replay,
+    requests,
+)
+from memlab.caching_allocator.trace import Allocator
 from memlab.gradient_accumulation.token_batches import token_batches
 from memlab.memory_timeline import Meter, imagine
 

@@ -4,17 +4,19 @@ Read the pages in this order: `trace` (what a program asks for), `blocks` and `d
 `allocator` (the rules), `max_split_size` and `expandable_segments` (two ways to change them), `managers`,
 `size_classes` and `static_plan` (other ways), and `oom` (the message, word by word).
 
-What a real GPU did: `records` and `snapshot` (what is recorded), `pickles` and `dumps` (PyTorch's own files), `start`
-(what was there before), `recorded_device`, `settings` and `compare` (the model's decisions beside the real ones). And
-`pluggable` (an allocator of your own under PyTorch).
+What a real GPU did: `records` and `snapshot` (what is recorded), `pickles` and `dumps` (PyTorch's own files), and
+`compare` (the model's decisions beside the real ones). And `pluggable` (an allocator of your own under PyTorch).
 """
 
 from memlab.caching_allocator.allocator import CachingAllocator, OutOfMemory
+from memlab.caching_allocator.compare import compare
 from memlab.caching_allocator.expandable_segments import ExpandableAllocator
 from memlab.caching_allocator.managers import BestFit, FirstFit
 from memlab.caching_allocator.max_split_size import MaxSplitAllocator
-from memlab.caching_allocator.oom import explain_oom
+from memlab.caching_allocator.oom import explain_oom, read_oom
+from memlab.caching_allocator.pickles import read_snapshot
 from memlab.caching_allocator.size_classes import Buddy, Slab
+from memlab.caching_allocator.snapshot import Snapshot, record_snapshot
 from memlab.caching_allocator.static_plan import PlannedArena, plan
 from memlab.caching_allocator.trace import FREE, Replay, Trace, replay, requests
 
@@ -30,9 +32,14 @@ __all__ = [
     "PlannedArena",
     "Replay",
     "Slab",
+    "Snapshot",
     "Trace",
+    "compare",
     "explain_oom",
     "plan",
+    "read_oom",
+    "read_snapshot",
+    "record_snapshot",
     "replay",
     "requests",
 ]

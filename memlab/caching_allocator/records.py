@@ -53,17 +53,6 @@ class DeviceRecord(NamedTuple):
     segments: tuple[Segment, ...]
     before: tuple[Segment, ...] | None = None
 
-    @property
-    def reserved_bytes(self) -> int:
-        """Of all segments at the end of the recording."""
-        return sum(segment.size for segment in self.segments)
-
-    @property
-    def allocated_bytes(self) -> int:
-        """Of all blocks in use at the end of the recording."""
-        blocks = (block for segment in self.segments for block in segment.blocks)
-        return sum(block.size for block in blocks if block.state == "active_allocated")
-
 
 def check_record(record: DeviceRecord) -> None:
     """Raise ValueError or TypeError for a record that no allocator can have."""

@@ -7,7 +7,7 @@ snapshot can put the questions to a model and hold every answer against the real
 a GPU.
 
     snapshot = record_snapshot(step)                       on a GPU
-    snapshot = Snapshot.of(read_snapshot("dump.pickle"))   a file of torch.cuda.memory._dump_snapshot, parsed, not run
+    snapshot = Snapshot.of(read_snapshot("dump.pickle"))   a file of torch.cuda.memory._dump_snapshot, read as data
     snapshot.save("h100.json"); Snapshot.load("h100.json")
 
 Source: the docstring of `torch.cuda.memory._snapshot`, PyTorch 2.11 to 2.15.
@@ -65,7 +65,8 @@ class Snapshot:
     ) -> Snapshot:
         """A snapshot from what `torch.cuda.memory._snapshot()` returns, or `read_snapshot`.
 
-        before: such a one from just before the first event, where there is one. No history says it to the byte.
+        before: such a one from just before the first event, where there is one. `compare` needs it of an allocator
+        that held anything then.
 
         Raises ValueError for a dump that lacks something, or has something of another type, and says where.
         """
@@ -185,8 +186,8 @@ def _check(snapshot: Snapshot) -> None:
     if snapshot.capacity_bytes is not None:
         natural(snapshot.capacity_bytes, MOST_BYTES)
     for name, value in expect(dict, snapshot.settings, "settings").items():
-        if not _is_setting(value):
-            raise TypeError(f"setting {name!r} as {str(value)[:60]}")
+        if type(name) is not str or not _is_setting(value):
+            raise TypeError(f"setting {str(name)[:60]!r} as {str(value)[:60]}")
     for record in snapshot.devices:
         check_record(record)
 

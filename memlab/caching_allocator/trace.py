@@ -60,8 +60,8 @@ class Replay:
 
     *Requested* is what the program asked for, *allocated* what the blocks in use hold, *reserved* what was taken from
     the device: requested ≤ allocated ≤ reserved. The gap between the first two is internal fragmentation (rounding,
-    and rests too small to split off), the gap between the last two is free, cached, and external fragmentation as far
-    as no request can use it.
+    and rests too small to split off). The gap between the last two is free and cached. It is external fragmentation as
+    far as no request can use it.
     """
 
     requested: list[int] = field(default_factory=lambda: [0])
@@ -88,19 +88,6 @@ class Replay:
     def peak_event(self) -> int:
         """The first event after which the most bytes were reserved."""
         return self.reserved.index(self.peak_reserved_bytes)
-
-    def internal_bytes(self, event: int) -> int:
-        """Bytes of blocks in use that nobody asked for, after `event`."""
-        return self.allocated[event] - self.requested[event]
-
-    def unused_bytes(self, event: int) -> int:
-        """Bytes reserved and in no block in use, after `event`: cached, and partly fragmentation."""
-        return self.reserved[event] - self.allocated[event]
-
-    def external_fragmentation(self, event: int) -> float:
-        """The part of the unused bytes outside the largest free block: 0 when one piece, near 1 when all slivers."""
-        unused = self.unused_bytes(event)
-        return 1 - min(self.largest_free[event], unused) / unused if unused else 0.0
 
     @property
     def overhead(self) -> float:

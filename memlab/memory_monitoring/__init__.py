@@ -5,19 +5,18 @@
             train(x, y)
             monitor.step()
 
-Read the pages in this order: `sources` (where figures come from) with `high_water`, `cuda`, and for the driver's
-level `gpu`, `driver`, `visible`; `steps` (what is kept of a run), `leaks` (does it grow?) and `forecasts` (when is it
-full?); `log`, `alarms`, `thresholds`, `readings`, `sampler`, and `monitor` (all of it around a loop). Then whose
-bytes grow: `lines` (tensors), `python_lines` (all else), `holding` (who holds them), `naming` and `line_watch` (these
-together, for some steps of a run) with `slipped` (a mode that is entered in one call and left in another). Then
-`polling` (what a loop around nvidia-smi sees), `viewer` (a Timeline for PyTorch's own viewer), and the terminal's
-`terminal`, `processes`, `summary` and `__main__`.
+Read the pages in this order: `sources` (where figures come from) with `high_water`, `cuda`, and `driver` for the
+driver's level; `steps` (what is kept of a run), `leaks` (does it grow?) and `forecasts` (when is it full?); `log`,
+`alarms`, `readings`, `sampler`, and `monitor` (all of it around a loop). Then whose bytes grow: `lines` (tensors),
+`python_lines` (all else), `holding` (who holds them), `naming` and `line_watch` (these together, for some steps of a
+run). Then `polling` (what a loop around nvidia-smi sees), `viewer` (a Timeline for PyTorch's own viewer), and the
+terminal's `terminal`, `summary` and `__main__`.
 """
 
 from memlab.memory_monitoring.alarms import Alarm, MemoryWarning
 from memlab.memory_monitoring.cuda import CUDAMemory
+from memlab.memory_monitoring.driver import GPUMemory, list_gpus
 from memlab.memory_monitoring.forecasts import Forecast, Forecaster, forecast
-from memlab.memory_monitoring.gpu import GPUMemory, list_gpus
 from memlab.memory_monitoring.holding import holders
 from memlab.memory_monitoring.leaks import Growth, growth
 from memlab.memory_monitoring.line_watch import LineWatch
@@ -25,7 +24,6 @@ from memlab.memory_monitoring.lines import GrowingLine, growing_lines
 from memlab.memory_monitoring.log import read_log
 from memlab.memory_monitoring.monitor import Monitor
 from memlab.memory_monitoring.polling import LeakSeen, Polled, leak_seen, polled
-from memlab.memory_monitoring.python_lines import PythonLineWatch, growing_python_lines
 from memlab.memory_monitoring.sampler import Sample
 from memlab.memory_monitoring.sources import Gone, MeteredMemory, ProcessMemory
 from memlab.memory_monitoring.steps import StepHistory
@@ -47,13 +45,11 @@ __all__ = [
     "Monitor",
     "Polled",
     "ProcessMemory",
-    "PythonLineWatch",
     "Sample",
     "StepHistory",
     "as_snapshot",
     "forecast",
     "growing_lines",
-    "growing_python_lines",
     "growth",
     "holders",
     "leak_seen",

@@ -10,16 +10,13 @@ It prints a line a look until what it watches has ended, or Ctrl-C. It changes n
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from memlab.memory_monitoring.gpu import GPUMemory, list_gpus
-from memlab.memory_monitoring.log import Log
-from memlab.memory_monitoring.processes import OtherProcess, ProcessAndGPUs
-from memlab.memory_monitoring.sources import Gone
+from memlab.memory_monitoring.driver import GPUMemory, list_gpus
+from memlab.memory_monitoring.sources import Gone, ProcessMemory
 from memlab.memory_monitoring.summary import summary
 from memlab.memory_monitoring.terminal import Watch, table
 from memlab.units import parse_bytes
@@ -39,8 +36,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--every", type=float, default=1.0, metavar="SECONDS", help="from look to look; 1")
     parser.add_argument("--count", type=int, metavar="N", help="end after so many looks")
     parser.add_argument("--budget", metavar="SIZE", help='what must not be reached, "16 GiB": when will it be?')
-    parser.add_argument("--children", action="store_true", help="with all the processes that it started")
-    parser.add_argument("--log", metavar="FILE", help="append every look to this file, a JSON document a line")
     given = parser.parse_args(arguments)
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a terminal that cannot write a letter of some line gets its number
@@ -71,42 +66,29 @@ def _lines(given: argparse.Namespace):
     if budget == 0:
         raise ValueError("expected a budget above 0 bytes, found 0")
     if given.what == "gpu":
-        watches = [Watch(gpu, "driver", gpu.total_bytes, budget) for gpu in _watched_gpus()]
+        gpus = [GPUMemory(gpu.uuid, ways=WAYS, name=f"gpu {gpu.index}") for gpu in list_gpus()]
+        watches = [Watch(gpu, "driver", gpu.total_bytes, budget) for gpu in gpus]
     elif given.what.isdecimal():
-        watches = [_process(int(given.what), given.children, budget)]
+        watches = [_process(int(given.what), budget)]
     elif Path(given.what).is_file():
         yield from summary(given.what, budget)
         return
     else:
         raise ValueError(f"expected a process's id (a number), gpu, or the file of a log; found {given.what!r}")
-    with contextlib.closing(Log(given.log)) if given.log else contextlib.nullcontext() as log:
-        yield from table(watches, given.every, given.count, log, live=sys.stdout is not None and sys.stdout.isatty())
-    if log is not None and log.lost:
-        yield f"{log.lost:,} looks are missing from {given.log}: {log.error}"
+    yield from table(watches, given.every, given.count)
 
 
-def _watched_gpus(pid: int | None = None) -> list[GPUMemory]:
-    """Every GPU of the driver, by the driver's index. Raises RuntimeError where there is none to ask."""
-    found = []
-    for gpu in list_gpus():
-        found.append(GPUMemory(gpu.uuid, pid, ways=WAYS))
-        found[-1].name = f"gpu {gpu.index}"
-    return found
-
-
-def _process(pid: int, children: bool, budget: int | None) -> Watch:
+def _process(pid: int, budget: int | None) -> Watch:
     try:
-        source = OtherProcess(pid, children)
+        source = ProcessMemory(pid)
+        told = source.read()
     except Gone:
         raise ValueError(f"expected a process that is running, found none with the id {pid}") from None
     except PermissionError:
         raise ValueError(f"process {pid} is not shown to you; ask as its user, or as root") from None
-    gpus: list[GPUMemory] = []
-    with contextlib.suppress(RuntimeError, ValueError):  # its share of a GPU is a welcome extra
-        gpus = _watched_gpus(pid)
-    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    level = "proportional" if "proportional" in source.read() else "resident"
-    return Watch(ProcessAndGPUs(source, gpus), level, whole, budget)
+    if not told:
+        raise ValueError("expected a system that tells of other processes (Linux, macOS), found one that does not")
+    return Watch(source, "resident", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), budget)
 
 
 if __name__ == "__main__":

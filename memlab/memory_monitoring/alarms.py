@@ -1,4 +1,7 @@
-"""Alarms: what is told, how, and to whom.
+"""Alarms: when something is told, how, and to whom.
+
+An alarm that comes every step is soon ignored. So a threshold is told when use reaches it, and again only after the
+peaks of 16 steps in a row have stayed below it.
 
 Telling is a warning (`MemoryWarning`), a line of the log, and an entry in the list. Where warnings are errors, an error
 in the monitor's thread or in `step()` would end what the monitor is there to protect; there the message goes to stderr,
@@ -11,15 +14,18 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 import warnings
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from numbers import Real
 from typing import NamedTuple
 
 from memlab.memory_monitoring.forecasts import Forecast
 from memlab.memory_monitoring.log import Log
 
 ABOUT_MEMORY = ("threshold", "growth")
+QUIET_STEPS = 16
 
 
 class Alarm(NamedTuple):
@@ -86,3 +92,43 @@ class Alarms:
             except Exception as error:
                 self.tell(Alarm("callback", alarm.step, f"on_alarm raised {error!r}; the run goes on"))
         return False
+
+
+class Thresholds:
+    """Parts of a budget, each of which is told when use reaches it, and again after QUIET_STEPS steps below it.
+
+    budget_bytes: math.inf for none. warn_at: a number in (0, 1], or several. Raises ValueError for others.
+
+    >>> thresholds = Thresholds(100, (0.5, 0.9))
+    >>> [thresholds.see(nbytes) for nbytes in (40, 50, 60, 95, 40, 95)]
+    [None, 0.5, None, 0.9, None, None]
+    """
+
+    def __init__(self, budget_bytes: float, warn_at: float | Iterable[float]):
+        self.budget_bytes = budget_bytes
+        parts = list(warn_at) if isinstance(warn_at, Iterable) and not isinstance(warn_at, str) else [warn_at]
+        for part in parts:
+            if not isinstance(part, Real) or not 0 < part <= 1:
+                raise ValueError(f"expected warn_at in (0, 1], parts of the budget, found {part!r}; 0.9 warns at 90 %")
+        self.parts = sorted(set(parts))
+        self._lock = threading.RLock()
+        self.arm()
+
+    def arm(self) -> None:
+        """Tell each again when use reaches it."""
+        self._below = dict.fromkeys(self.parts, QUIET_STEPS)  # steps in a row
+
+    def see(self, nbytes: int) -> float | None:
+        """So much is in use. Returns the highest part that use has reached and that is to be told, or None."""
+        with self._lock:
+            reached = [part for part in self.parts if nbytes >= part * self.budget_bytes]
+            told = [part for part in reached if self._below[part] >= QUIET_STEPS]
+            self._below |= dict.fromkeys(reached, 0)
+            return max(told, default=None)
+
+    def step(self, peak_bytes: int) -> float | None:
+        """A step is over, in which so much was in use; else as `see`."""
+        with self._lock:
+            for part in self.parts:
+                self._below[part] += peak_bytes < part * self.budget_bytes
+            return self.see(peak_bytes)

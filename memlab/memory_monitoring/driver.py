@@ -1,8 +1,17 @@
-"""Three ways to ask NVIDIA's driver about a GPU: its library NVML, CUDA in this process, and the command nvidia-smi.
+"""The driver's level: bytes in use on a whole GPU, by every process, and one process's share where the driver tells.
 
-*Used* is what nvidia-smi calls so since driver 510: without the bytes that the driver keeps for itself, which NVML's
-second version tells apart ("reserved", which are not PyTorch's). Where only the first version is, used has them
-inside. used + free is the total meant here, so a share of the total means the same each time.
+What `nvidia-smi` shows is PyTorch's *reserved* bytes, CUDA's context, and all that other programs hold. It is what the
+card runs out of. Here it is a source like the others:
+
+    with Monitor(sources=[CUDAMemory(), GPUMemory()]) as monitor: ...
+
+There are two ways to ask: the driver's library NVML, and the command nvidia-smi, a process a look. *Used* is what
+nvidia-smi calls so since driver 510: without the bytes that the driver keeps for itself, which NVML's second version
+tells apart ("reserved", which are not PyTorch's). Where only the first version is, used has them inside. used + free is
+the total meant here, so a share of the total means the same each time.
+
+PyTorch counts the GPUs that CUDA shows a process; the driver counts all, in its own order. So a card is named by its
+UUID, and which one is `cuda:0` CUDA itself is asked, once this process uses it.
 
 Source: NVML API Reference, nvmlMemory_v2_t and nvmlReturn_t.
 """
@@ -10,15 +19,16 @@ Source: NVML API Reference, nvmlMemory_v2_t and nvmlReturn_t.
 from __future__ import annotations
 
 import importlib
+import os
 import shutil
 import subprocess
 import weakref
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
 from memlab.memory_monitoring.sources import Gone
-from memlab.memory_monitoring.visible import GPU, NoAnswer, visible_uuid
 from memlab.units import MiB
 
 PATIENCE_SECONDS = 20
@@ -35,8 +45,20 @@ LOST = {
 PASSING = {10, 17, 19, 20, 22, 29}  # a timeout, the operating system, in use, no main memory, no resources, a state
 
 
+class NoAnswer(Exception):
+    """A way of asking the driver is not open here."""
+
+
 class NotThisTime(Exception):
     """The driver is too busy to answer; the next time it may."""
+
+
+class GPU(NamedTuple):
+    """A GPU as the driver lists it: its index, its UUID and its name."""
+
+    index: str
+    uuid: str
+    name: str
 
 
 class Usage(NamedTuple):
@@ -46,25 +68,104 @@ class Usage(NamedTuple):
     total_bytes: int
 
 
+class GPUMemory:
+    """A source: `driver`, the used bytes of a whole GPU, and `driver_process`, one process's, where the driver tells.
+
+    gpu: the index that PyTorch gives it in this process, which uses CUDA already, or its UUID ("GPU-…", "MIG-…"), as
+    `nvidia-smi -L` lists it. pid: whose share `driver_process` is; None: this process's. In containers the driver often
+    hides it, and on Windows it does not know: then the figure is left out. ways: "nvml", "nvidia-smi" or both, to be
+    tried in order; the second starts a process for every look, so it is for terminals.
+
+    `way` is the one that answered; `uuid` says which card it is; `total_bytes` is what programs can have together.
+    Raises RuntimeError with every way's reason where nobody answers, and ValueError for a GPU that is not there or a
+    way that does not exist.
+    """
+
+    def __init__(
+        self, gpu: int | str = 0, pid: int | None = None, *, ways: Sequence[str] = ("nvml",), name: str | None = None
+    ):
+        self.pid = os.getpid() if pid is None else pid
+        self.name = f"gpu {gpu}" if name is None else name
+
+        def ask(way: str) -> tuple:
+            asked = WAYS[way](_uuids(gpu) if isinstance(gpu, int) else (gpu,))
+            return asked, asked.usage()
+
+        self.way, (self._asked, usage) = _first(ways, ask)
+        self.uuid, self.total_bytes = self._asked.uuid, usage.total_bytes
+
+    def read(self) -> dict[str, int]:
+        """`driver`, and `driver_process` where it is told; {} where the driver is too busy to answer this time.
+
+        Raises Gone when the GPU, or its driver, is no longer there.
+        """
+        try:
+            figures = {"driver": self._asked.usage().used_bytes}
+            share = self._asked.share(self.pid)
+        except NotThisTime:
+            return {}
+        except (Gone, NoAnswer) as gone:
+            raise Gone(f"{self.name} is gone: {gone}") from None
+        return figures if share is None else figures | {"driver_process": share}
+
+    def peaks(self) -> dict[str, int]:
+        """{}: the driver keeps no high-water mark, so of this level only what was looked at is known."""
+        return {}
+
+
+def list_gpus(ways: Sequence[str] = ("nvml", "nvidia-smi")) -> list[GPU]:
+    """Every GPU that the driver has, in its order, whatever CUDA_VISIBLE_DEVICES says; parts of one (MIG) are not told.
+
+    Raises RuntimeError with every way's reason where nobody answers.
+    """
+    return _first(ways, lambda way: WAYS[way].gpus())[1]
+
+
+def _first(ways: Sequence[str], ask) -> tuple:
+    """(way, what it answered) of the first that does."""
+    unknown = [way for way in ways if way not in WAYS]
+    if unknown or not ways:
+        raise ValueError(f"expected ways of {', '.join(WAYS)}; found {', '.join(unknown) or 'none'}")
+    reasons = []
+    for way in ways:
+        try:
+            return way, ask(way)
+        except (NoAnswer, NotThisTime, Gone) as reason:
+            reasons.append(f"{way}: {reason}")
+    raise RuntimeError(f"expected a driver that tells a GPU's bytes, found none; {'; '.join(reasons)}")
+
+
+def _uuids(index: int) -> tuple[str, str]:
+    """The driver's name of `cuda:{index}`, as a whole GPU and as a part of one."""
+    if not torch.cuda.is_initialized():  # it must not be started for this
+        raise NoAnswer("this process does not use CUDA yet; make a tensor on the GPU first, or give the GPU's UUID")
+    try:
+        uuid = torch.cuda.get_device_properties(index).uuid
+    except (AssertionError, RuntimeError) as error:
+        raise ValueError(f"expected a GPU that PyTorch has, found cuda:{index}: {error}") from None
+    except AttributeError:
+        raise NoAnswer("this build of PyTorch does not tell UUIDs; give the GPU's UUID") from None
+    return f"GPU-{uuid}", f"MIG-{uuid}"
+
+
 class NVML:
     """A GPU by NVML, through the package nvidia-ml-py. The library stays open as long as this object lives.
 
-    gpu: PyTorch's index in this process, or a UUID. Raises NoAnswer where the way is not open, Gone where the driver is
-    broken, ValueError for a GPU that is not there. `usage` and `share` raise Gone and NotThisTime.
+    names: the GPU's UUID, or several, of which one is. Raises NoAnswer where the way is not open, Gone where the driver
+    is broken, ValueError for a GPU that is not there. `usage` and `share` raise Gone and NotThisTime.
     """
 
-    def __init__(self, gpu: int | str):
+    def __init__(self, names: tuple[str, ...]):
         self._nvml = _opened()
         weakref.finalize(self, self._nvml.nvmlShutdown)
-        self.uuid = visible_uuid(gpu, _nvml_list(self._nvml)) if isinstance(gpu, int) else gpu
-        if not self.uuid:
-            raise Gone(f"the driver lists {gpu}, which does not answer")
-        try:
-            self._handle = self._nvml.nvmlDeviceGetHandleByUUID(self.uuid)
-        except self._nvml.NVMLError as error:
-            if getattr(error, "value", 0) in (2, 6):
-                raise ValueError(f"expected a GPU that `nvidia-smi -L` lists, found {gpu!r}") from None
-            raise _ours(error) from None
+        for self.uuid in names:
+            try:
+                self._handle = self._nvml.nvmlDeviceGetHandleByUUID(self.uuid)
+                return
+            except self._nvml.NVMLError as error:
+                if getattr(error, "value", 0) not in (2, 6):
+                    raise _ours(error) from None
+        raise ValueError(f"expected a GPU that `nvidia-smi -L` lists, found {names[0]!r}")
 
     def usage(self) -> Usage:
         """Bytes in use, by version 2 where there is one."""
@@ -86,12 +187,19 @@ class NVML:
 
     @staticmethod
     def gpus() -> list[GPU]:
-        """All GPUs, and the parts (MIG) of each."""
-        nvml = _opened()
+        """All GPUs."""
+        nvml, found = _opened(), []
         try:
-            return _nvml_list(nvml)
+            for index in range(nvml.nvmlDeviceGetCount()):
+                handle = nvml.nvmlDeviceGetHandleByIndex(index)
+                found.append(
+                    GPU(str(index), _text(nvml.nvmlDeviceGetUUID(handle)), _text(nvml.nvmlDeviceGetName(handle)))
+                )
+        except nvml.NVMLError as error:
+            raise _ours(error) from None
         finally:
             nvml.nvmlShutdown()
+        return found
 
     def _told(self, function, *arguments):
         try:
@@ -100,44 +208,12 @@ class NVML:
             raise _ours(error) from None
 
 
-class CUDA:
-    """A GPU by `torch.cuda.mem_get_info`, where this process uses it already: it would make a context there otherwise.
-
-    gpu: PyTorch's index. Raises NoAnswer where the way is not open, ValueError for a GPU that is not there. Shares are
-    not told.
-    """
-
-    uuid = ""
-
-    def __init__(self, gpu: int | str):
-        if not isinstance(gpu, int):
-            raise NoAnswer("knows GPUs by PyTorch's index alone")
-        if not torch.cuda.is_initialized():
-            raise NoAnswer("this process does not use CUDA yet; make a tensor on the GPU first")
-        if not 0 <= gpu < torch.cuda.device_count():
-            raise ValueError(f"expected cuda:0 to cuda:{torch.cuda.device_count() - 1}, found cuda:{gpu}")
-        in_use = getattr(torch._C, "_cuda_hasPrimaryContext", None)
-        if in_use is not None and not in_use(gpu):
-            raise NoAnswer(f"this process does not use cuda:{gpu} yet; make a tensor on it first")
-        self._gpu = gpu
-
-    def usage(self) -> Usage:
-        """Bytes in use, what the driver keeps for itself left out of both. Raises Gone where CUDA answers no more."""
-        try:
-            free, total = torch.cuda.mem_get_info(self._gpu)
-        except RuntimeError as error:
-            raise Gone(f"CUDA answers no more: {str(error).splitlines()[0]}") from None
-        return Usage(total - free, total)
-
-    def share(self, pid: int) -> None:
-        """None: CUDA does not tell."""
-
-
 class NvidiaSMI:
     """A GPU by the command `nvidia-smi`, a process per look; its figures are whole MiB. Errors as for NVML."""
 
-    def __init__(self, gpu: int | str):
-        self.uuid = visible_uuid(gpu, self.gpus()) if isinstance(gpu, int) else gpu
+    def __init__(self, names: tuple[str, ...]):
+        listed = {gpu.uuid for gpu in self.gpus()}
+        self.uuid = next((name for name in names if name in listed), names[0])
 
     def usage(self) -> Usage:
         """Bytes in use, as its table shows them. Raises Gone for a GPU it no longer lists, NoAnswer without figures."""
@@ -157,7 +233,7 @@ class NvidiaSMI:
 
     @staticmethod
     def gpus() -> list[GPU]:
-        """All GPUs; their parts (MIG) are not told apart."""
+        """All GPUs."""
         return [GPU(*row) for row in _smi("--query-gpu=index,uuid,name")]
 
 
@@ -173,28 +249,7 @@ def _opened():
     return nvml
 
 
-def _nvml_list(nvml) -> list[GPU]:
-    found = []
-    for index in range(nvml.nvmlDeviceGetCount()):
-        try:
-            handle = nvml.nvmlDeviceGetHandleByIndex(index)
-            name = _text(nvml.nvmlDeviceGetName(handle))
-            found.append(GPU(str(index), _text(nvml.nvmlDeviceGetUUID(handle)), name))
-        except nvml.NVMLError as error:
-            found.append(GPU(str(index), "", f"does not answer: {_ours(error)}"))
-            continue
-        for part in range(_told_or(0, nvml, "nvmlDeviceGetMaxMigDeviceCount", handle)):
-            handle_of_part = _told_or(None, nvml, "nvmlDeviceGetMigDeviceHandleByIndex", handle, part)
-            if handle_of_part is not None:
-                found.append(GPU(f"{index}:{part}", _text(nvml.nvmlDeviceGetUUID(handle_of_part)), name))
-    return found
-
-
-def _told_or(otherwise, nvml, function: str, *arguments):
-    try:
-        return getattr(nvml, function)(*arguments)
-    except (nvml.NVMLError, AttributeError):
-        return otherwise
+WAYS = {"nvml": NVML, "nvidia-smi": NvidiaSMI}
 
 
 def _text(told: str | bytes) -> str:

@@ -133,3 +133,41 @@ def _steps_slowing(room: int, found: Growth) -> float:
         return _steps_seen(found) * ((1 + max(0, room) / found.rise_bytes) ** (1 / found.power) - 1)
     except (OverflowError, ZeroDivisionError):
         return math.inf
+
+
+class Outlook:
+    """Where a run is heading: its history, its forecast as of each step, and whether that is to be told.
+
+    A growth is told first, and again by each forecast that leaves at most half of the steps that the last one left.
+    first_step: the step of the run after which this history begins.
+    """
+
+    def __init__(self, budget_bytes: int | None, first_step: int = 0):
+        self.history, self._budget_bytes, self._first_step = StepHistory(), budget_bytes, first_step
+        self._forecaster = None if budget_bytes is None else Forecaster(self.history, budget_bytes)
+        self._steps_left: float | None = None  # when it was told last
+
+    def forecast(self) -> Forecast:
+        """When the budget will be full, in steps of the run. Raises ValueError where there is no budget."""
+        if self._budget_bytes is None:
+            raise ValueError("expected a Monitor with a budget, found none: Monitor(budget='16 GiB')")
+        return self._of_the_run(forecast(self.history, self._budget_bytes))
+
+    def skip(self) -> None:
+        """A step is over of which nothing is known: a growth that was told went on, and else nothing happened."""
+        self.history.skip(evenly=self._steps_left is not None)
+
+    def call(self) -> Forecast | None:
+        """The forecast, if it is to be told; to be asked after each step, and on most of them nothing is done."""
+        if self._forecaster is None or self.history.steps < self._forecaster.due_at:
+            return None
+        said, last = self._forecaster(), self._steps_left
+        if not said.runs_out or (last is not None and (last < 2 or said.steps_left > last / 2)):
+            return None
+        self._steps_left = said.steps_left
+        return self._of_the_run(said)
+
+    def _of_the_run(self, said: Forecast) -> Forecast:
+        found, first = said.growth, self._first_step
+        found = found._replace(since_step=found.since_step + first, until_step=found.until_step + first)
+        return said._replace(step=said.step + first, growth=found)

@@ -15,27 +15,58 @@ When a process's own memory grows, and tensors do not explain it, as many steps 
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from types import MethodType
+
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _push_mode
 
 from memlab.memory_monitoring.lines import GrowingLine
 from memlab.memory_monitoring.naming import Unseen, live_tensors, named, unseen_by
 from memlab.memory_monitoring.python_lines import PythonLineWatch, close_in_forks
-from memlab.memory_monitoring.slipped import Slipped, modes_now
 from memlab.memory_timeline import Meter
 
 STEPS, EXPLAINED = 24, 0.5  # rows that sum up to this part of the growth explain it
 
 
-class _Watching(Meter, Slipped):
-    """A Meter that may be entered and left in two different calls."""
+class _Watching(Meter):
+    """A Meter that is entered in one call and left in another: modes that were entered in between stay on."""
+
+    def __exit__(self, *error) -> None:
+        stack = _get_current_dispatch_mode_stack()
+        place = next((i for i, mode in enumerate(stack) if mode is self), None)
+        if place is None:  # it stands in another thread, and there it does nothing any longer
+            self.__torch_dispatch__ = MethodType(_pass_on, self)
+            _push_mode(self)  # to be taken off here: PyTorch's note that modes are on is the whole process's
+            super().__exit__(*error)
+            return
+        with _lifted(stack[place + 1 :]):
+            super().__exit__(*error)
+
+
+@contextlib.contextmanager
+def _lifted(above: Sequence[TorchDispatchMode]) -> Iterator[None]:
+    """Modes are off the stack for a moment; what their own entering and leaving does besides is not done."""
+    for mode in reversed(above):
+        TorchDispatchMode.__exit__(mode, None, None, None)
+    try:
+        yield
+    finally:
+        for mode in above:
+            TorchDispatchMode.__enter__(mode)
+
+
+def _pass_on(_mode, func, types, args=(), kwargs=None):
+    return func(*args, **(kwargs or {}))
 
 
 class LineWatch:
     """Meters `steps` steps of a loop that runs, and names the lines whose storages pile up.
 
-    Make it where the monitor begins: the dispatch modes that are on by then stay around it. `start()` and `step_done()`
-    are called at a step's end, in the training's thread; `close()` may be called at any time, from any thread.
+    Make it where the monitor begins: the dispatch modes that are on by then stay around it, and `start()` refuses to
+    meter inside others, which would end before it does. `start()` and `step_done()` are called at a step's end, in the
+    training's thread; `close()` may be called at any time, from any thread.
     The first step is a warm-up. A leak at every k-th step is found up to k = steps / 5.
     `failed` says why there is no answer, where there is none. Raises ValueError for fewer than 8 steps.
     """
@@ -43,7 +74,7 @@ class LineWatch:
     def __init__(self, steps: int = STEPS):
         self._python = PythonLineWatch(steps)
         self.steps, self.failed, self.started = steps, "", False
-        self._around = tuple(modes_now())
+        self._around = _get_current_dispatch_mode_stack()
         self._meter: _Watching | None = None
         self._marks: list[int] = []
         self._unseen: Unseen = {}
@@ -65,9 +96,13 @@ class LineWatch:
         self.started, self._thread, self._wanted = True, threading.get_ident(), unexplained_bytes
         close_in_forks(self)
         try:
-            meter = _Watching(inputs=list(live_tensors()))
-            meter.around = self._around
-            self._meter = meter.__enter__()
+            modes = _get_current_dispatch_mode_stack()
+            if [*map(id, modes)] != [*map(id, self._around)]:
+                raise RuntimeError(
+                    "expected the dispatch modes that were on when the monitor began, found others; enter a mode "
+                    "around the monitor, or leave it before step()"
+                )
+            self._meter = _Watching(inputs=list(live_tensors())).__enter__()
         except Exception as error:
             self.failed = f"{type(error).__name__}: {error}"
 

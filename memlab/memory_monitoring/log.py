@@ -28,7 +28,7 @@ class Log:
     def __init__(self, path: str | Path):
         self.path, self.lost, self.error = Path(path), 0, None
         self.run = os.urandom(4).hex()
-        self._lock, self._missing, self._since_check = threading.RLock(), 0, 0
+        self._lock, self._missing = threading.RLock(), 0
         try:
             self._open()
         except OSError as error:
@@ -50,22 +50,6 @@ class Log:
             f'{{"kind":"step","run":"{self.run}","step":{step},"seconds":{seconds:.4f},'
             f'"end":{end},"peak":{peak}}}'.encode()
         )
-
-    def check(self) -> None:
-        """Notice a file that was deleted, and begin it again where that is possible. Otherwise its lines are lost."""
-        with self._lock:
-            if self._file is None or os.fstat(self._file).st_nlink:
-                self._since_check = 0
-                return
-            self.lost, self._missing = self.lost + self._since_check, self._missing + self._since_check
-            self._since_check = 0
-            self.error = FileNotFoundError(f"{self.path} was deleted")
-            old = self._close_file
-            try:
-                self._open()
-            except OSError:
-                return
-            old()
 
     def close(self) -> None:
         """Close the file. What is written afterwards is left out."""
@@ -95,7 +79,6 @@ class Log:
                 written, self.error = 0, error
             if written == len(text):
                 self._torn, self._missing = False, 0
-                self._since_check += 1
                 return
             if written:  # the disk was full in the middle
                 self._torn, self.error = True, self.error or OSError("the disk is full")

@@ -20,15 +20,14 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from memlab.memory_monitoring.alarms import Alarm, Alarms
-from memlab.memory_monitoring.forecasts import Forecast
+from memlab.memory_monitoring.alarms import Alarm, Alarms, Thresholds
+from memlab.memory_monitoring.forecasts import Forecast, Outlook
 from memlab.memory_monitoring.line_watch import LineWatch, told
 from memlab.memory_monitoring.log import Log, described
 from memlab.memory_monitoring.readings import Readings, found_sources
-from memlab.memory_monitoring.sampler import Listeners, Sample, Sampler
+from memlab.memory_monitoring.sampler import Sample, Sampler
 from memlab.memory_monitoring.sources import Source
 from memlab.memory_monitoring.steps import StepHistory
-from memlab.memory_monitoring.thresholds import Outlook, Thresholds
 from memlab.units import format_bytes, parse_bytes
 
 SAMPLES = 10_000
@@ -84,7 +83,7 @@ class Monitor:
         self.every, self.watch, self.on_alarm = every, watch, on_alarm
         self.steps, self.peaks, self.exact_peaks = 0, {}, False
         self.samples: deque[Sample] = deque(maxlen=SAMPLES)
-        self.listeners = Listeners()
+        self.listeners: list[Callable[[Sample], object]] = []
         self._alarms = Alarms()
         self._thresholds = Thresholds(self.budget_bytes or math.inf, warn_at)
         self._outlook = Outlook(self.budget_bytes)
@@ -197,8 +196,7 @@ class Monitor:
                 of_step, sampled = self._sampled
                 peak = max(end, self.peaks.get(self.watch, sampled if of_step == self.steps else 0))
                 self._outlook.history.append(end, peak)
-                if peak >= self._thresholds.quiet_below:
-                    self._check(peak)
+                self._tell_threshold(self._thresholds.step(peak), peak)
         finally:
             self.steps += 1
         if self._log is not None:
@@ -254,23 +252,26 @@ class Monitor:
         if now is not None:
             of_step, highest = self._sampled
             self._sampled = (sample.step, max(now, highest) if of_step == sample.step else now)
-            self._check(now)
+            self._tell_threshold(self._thresholds.see(now), now)
         if self._log is not None and sample.seconds >= self._logged + LOG_SECONDS:
             self._logged = sample.seconds
             self._log.write("sample", step=sample.step, seconds=round(sample.seconds, 3), figures=sample.figures)
             self._check_log()
-        self.listeners.hear(sample, self._trouble)
+        for listener in tuple(self.listeners):
+            try:
+                listener(sample)
+            except Exception as error:
+                self.listeners[:] = [one for one in self.listeners if one is not listener]
+                self._trouble("listener", f"a listener raised {error!r}; it is called no more")
 
     # ---- in both
 
-    def _check(self, nbytes: int) -> None:
-        part = None if self.budget_bytes is None else self._thresholds.see(nbytes)
+    def _tell_threshold(self, part: float | None, nbytes: int) -> None:
         if part is not None:
             used = f"{format_bytes(nbytes)} of {format_bytes(self.budget_bytes)} are in use"
             self._alarms.tell(Alarm("threshold", self.steps, f"{used} ({self.watch}): {part:.0%} or more"))
 
     def _check_log(self) -> None:
-        self._log.check()
         if self._log.lost:
             self._trouble("log", f"lines of the log {self._log.path} are lost: {self._log.error}; the run goes on")
 

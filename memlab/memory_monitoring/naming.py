@@ -13,10 +13,10 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from memlab.memory_monitoring.holding import holders, known_holders
 from memlab.memory_monitoring.lines import GrowingLine, Pile, piling_up
-from memlab.memory_monitoring.slipped import modes_now
 from memlab.memory_timeline import Line, Meter
 from memlab.memory_timeline.nodes import Nodes
 
@@ -31,7 +31,7 @@ def live_tensors() -> Iterator[Tensor]:
 
     What stands for a tensor inside vmap or grad has no bytes of its own, and may outlive them in somebody's list.
     """
-    imagined = any(getattr(mode, "imagines", None) for mode in modes_now())
+    imagined = any(getattr(mode, "imagines", None) for mode in _get_current_dispatch_mode_stack())
     for one in [one for one in gc.get_objects() if issubclass(type(one), Tensor)]:
         kind = type(one)
         plain = kind.__torch_dispatch__ is Tensor.__torch_dispatch__

@@ -57,25 +57,19 @@ def polled(
     ends: Sequence[int],
     step_seconds: float,
     every: float = 1.0,
-    *,
-    context_bytes: int = CONTEXT_BYTES,
-    seconds: Sequence[float] | None = None,
 ) -> Polled:
     """Poll a replayed program every so many seconds.
 
     done: a trace put to an allocator. ends: the positions in it where steps end. The events of a step are spread evenly
-    over its step_seconds, unless `seconds` has the time of each position of `done` (not falling).
+    over its step_seconds.
 
-    Raises ValueError for ends that do not rise within the trace, times that are too few or fall, or no time at all.
+    Raises ValueError for ends that do not rise within the trace, or no time at all.
     """
     if not (0 < every < math.inf and 0 < step_seconds < math.inf):
         raise ValueError(f"expected times above 0, found {every} between polls and {step_seconds} for a step")
     _check(done, ends)
-    if seconds is None:
-        seconds = _spread(ends, step_seconds)
-    elif len(seconds) <= ends[-1] or any(a > b for a, b in pairwise(seconds)):
-        raise ValueError(f"expected {ends[-1] + 1} times that never fall, one a position, found {len(seconds)}")
-    driver = [reserved + context_bytes for reserved in done.reserved]
+    seconds = _spread(ends, step_seconds)
+    driver = [reserved + CONTEXT_BYTES for reserved in done.reserved]
     clocks = [_look(seconds, seconds[ends[-1]], every, every * k / CLOCKS) for k in range(CLOCKS)]
 
     def highest(figures: Sequence[int]) -> tuple[int, int]:
@@ -105,7 +99,7 @@ class LeakSeen:
     at_most: driver_after by the formula, the first step whose peak no longer fits into what was reserved:
     slack // growth + 2, or 1 where the slack is below 0. With a cache that is kept it is no later, and earlier as far
     as the slack is in pieces that requests do not fit. hidden_bytes: by how much *allocated* had risen when the
-    driver's figure first moved (or by the end, if it did not). moves: steps from one move of that figure to the next.
+    driver's figure first moved (or by the end, if it did not).
     """
 
     growth_bytes: int
@@ -114,12 +108,6 @@ class LeakSeen:
     driver_after: int | None
     at_most: int
     hidden_bytes: int
-    moves: list[int]
-
-    @property
-    def steps_late(self) -> int | None:
-        """Steps for which *allocated* showed the leak and the driver's figure did not."""
-        return None if self.driver_after is None else self.driver_after - self.allocated_after
 
 
 def leak_seen(done: Replay, ends: Sequence[int], warm_up: int = 2) -> LeakSeen:
@@ -142,7 +130,6 @@ def leak_seen(done: Replay, ends: Sequence[int], warm_up: int = 2) -> LeakSeen:
     held_after, driver_after = (
         next((k for k, now in enumerate(level) if now > level[0]), None) for level in (held, reserved)
     )
-    moved = [k for k in range(1, len(reserved)) if reserved[k] != reserved[k - 1]]
     return LeakSeen(
         growth,
         slack,
@@ -150,7 +137,6 @@ def leak_seen(done: Replay, ends: Sequence[int], warm_up: int = 2) -> LeakSeen:
         driver_after,
         at_most=slack // growth + 2 if slack >= 0 else 1,
         hidden_bytes=held[-1 if driver_after is None else driver_after] - held[0],
-        moves=[later - earlier for earlier, later in pairwise(moved)],
     )
 
 

@@ -59,18 +59,6 @@ def python_bytes(snapshot: tracemalloc.Snapshot) -> dict[Place, tuple[int, int]]
     return held
 
 
-def growing_python_lines(*marks: tracemalloc.Snapshot, steps: int) -> list[GrowingLine]:
-    """The lines whose Python allocations rise from each mark to the next, most bytes first.
-
-    marks: two snapshots of `tracemalloc` or more, each at a step's end; steps: from the first to the last. Rows have
-    category "python"; their `storages_per_step` are blocks. Less than 128 B a step is no row.
-    Raises ValueError for fewer than 2 marks or 1 step.
-    """
-    if len(marks) < 2 or steps < 1:
-        raise ValueError(f"expected 2 marks or more, at least 1 step apart; found {len(marks)} marks, {steps} steps")
-    return [_row(*found) for found in _rising([python_bytes(mark) for mark in marks], steps)]
-
-
 class PythonLineWatch:
     """Traces `steps` steps of a loop that runs, and names the lines whose Python allocations pile up.
 

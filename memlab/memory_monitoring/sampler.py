@@ -21,19 +21,6 @@ class Sample(NamedTuple):
     figures: dict[str, int]
 
 
-class Listeners(list):
-    """Functions that are called with each Sample; one that raises is called no more."""
-
-    def hear(self, sample: Sample, tell: Callable[[str, str], None]) -> None:
-        """Call them all; tell: told, as "listener", of one that raised."""
-        for listener in tuple(self):
-            try:
-                listener(sample)
-            except BaseException as error:
-                self[:] = [one for one in self if one is not listener]
-                tell("listener", f"a listener raised {error!r}; it is called no more")
-
-
 class Pace:
     """How long to leave something alone that was done: long where it is slow.
 

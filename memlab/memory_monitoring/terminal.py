@@ -1,7 +1,7 @@
 """A table in the terminal: one line a look, for each thing that is watched.
 
-    seconds                    resident         swap      highest     a minute   of the budget, 16.0 GiB
-          0  process 7          1.2 GiB          0 B      1.3 GiB                [##                  ]   7.5%
+    seconds                    resident      highest     a minute   of the budget, 16.0 GiB
+          0  process 7          1.2 GiB      1.3 GiB                  7.5%
 
 *a minute* is what the figure grew by in the last minute, or since the start, each minute. With a budget the history of
 looks is judged as a Monitor judges steps, a look being a step, and the line ends with the seconds until it is full.
@@ -16,14 +16,11 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple, Protocol
 
 from memlab.memory_monitoring.forecasts import forecast
-from memlab.memory_monitoring.log import Log
 from memlab.memory_monitoring.sources import Gone
 from memlab.memory_monitoring.steps import StepHistory
 from memlab.units import format_bytes
 
-BAR_WIDTH = 20
-HEADER_EVERY = 20
-NAMES = {"proportional": "PSS", "driver": "used", "driver_process": "its share"}
+NAMES = {"driver": "used", "driver_process": "its share"}
 
 
 class Watched(Protocol):
@@ -65,7 +62,7 @@ class Watch:
         if self.level not in figures:
             return None
         now = figures[self.level]
-        self.peak_bytes = max(self.peak_bytes, now, figures.pop("peak", 0))
+        self.peak_bytes = max(self.peak_bytes, now)
         self._history.append(now, now)
         self._late.append((seconds, now))
         while len(self._late) > 2 and seconds - self._late[1][0] >= 60:
@@ -88,16 +85,13 @@ def table(
     watches: list[Watch],
     every: float,
     count: int | None = None,
-    log: Log | None = None,
     *,
-    live: bool = False,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], object] = time.sleep,
 ) -> Iterator[str]:
     """The table's lines as time goes by, until nothing is left to watch or `count` looks are done.
 
-    every: seconds from look to look, kept by the clock. live: for a terminal that someone looks at, with bars, and the
-    header again every HEADER_EVERY looks. What is gone ends with a sentence, and the others go on.
+    every: seconds from look to look, kept by the clock. What is gone ends with a sentence, and the others go on.
     """
     watches, shown = list(watches), None
     start, looks = clock(), 0
@@ -114,13 +108,11 @@ def table(
             if row is None:
                 yield f"{clock() - start:9.0f}  {watch.source.name} does not answer this time"
                 continue
-            if log is not None:
-                log.write("look", seconds=round(row.seconds, 3), source=row.source, level=watch.level, **row.figures)
             columns = *row.figures, watch.whole_bytes is not None
-            if columns != shown or (live and looks and looks % HEADER_EVERY == 0 and watch is watches[0]):
+            if columns != shown:
                 shown = columns
                 yield _header(row, watch)
-            yield _line(row, watch, live, digits=int(every < 1))
+            yield _line(row, watch, digits=int(every < 1))
         looks += 1
 
 
@@ -132,17 +124,14 @@ def _header(row: Row, watch: Watch) -> str:
     return "".join(cells).rstrip()
 
 
-def _line(row: Row, watch: Watch, bar: bool, digits: int) -> str:
+def _line(row: Row, watch: Watch, digits: int) -> str:
     cells = [f"{row.seconds:9.{digits}f}  {row.source:14}"]
-    cells += [f"{value if name == 'processes' else format_bytes(value):>13}" for name, value in row.figures.items()]
+    cells += [f"{format_bytes(value):>13}" for value in row.figures.values()]
     cells.append(f"{format_bytes(row.peak_bytes):>13}")
     rate = "" if row.bytes_per_minute is None else format_bytes(round(row.bytes_per_minute))
     cells.append(f"{rate if rate.startswith('-') or not rate else '+' + rate:>13}")
     if watch.whole_bytes:
-        part = row.figures[watch.level] / watch.whole_bytes
-        if bar:
-            cells.append(f"   [{'#' * round(min(part, 1) * BAR_WIDTH):{BAR_WIDTH}}]")
-        cells.append(f"{part:9.1%}")
+        cells.append(f"{row.figures[watch.level] / watch.whole_bytes:9.1%}")
     if row.full_in_seconds is not None:
         likely, early, late = map(_duration, row.full_in_seconds)
         cells.append(f"   full in {likely} ({early} to {late})")

@@ -66,7 +66,7 @@ def save_snapshot(timeline: Timeline, path: str | Path, allocator: CachingAlloca
     """Write `as_snapshot(timeline, allocator)` as a pickle, the format of `torch.cuda.memory._dump_snapshot`.
 
     The file appears whole or not at all. PyTorch's tools *run* such a file (`pickle.load`), so give them your own only;
-    `memlab.caching_allocator.pickles.read_snapshot` parses one from elsewhere.
+    `memlab.caching_allocator.read_snapshot` reads one from elsewhere.
 
     Raises ValueError as `as_snapshot` does, OSError where nothing can be written.
     """

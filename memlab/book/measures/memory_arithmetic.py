@@ -6,13 +6,15 @@ from memlab.book.measures.timing import printed_by, spread
 from memlab.units import format_bytes
 
 IMAGINED_STEP = """
-import os, time, torch
+import time, torch
 torch.set_num_threads(1)
 from memlab.book.steps import build
 from memlab.memory_arithmetic import preset, training_step
-from memlab.memory_monitoring.processes import OtherProcess
+from memlab.memory_monitoring import ProcessMemory
 from memlab.memory_timeline import Meter, imagine
 
+host = ProcessMemory()
+host.peaks()  # the mark begins anew
 start, llama = time.perf_counter(), preset("Llama-2 70B")
 with imagine("H100-80GB"):
     torch.set_default_dtype(torch.bfloat16)
@@ -27,8 +29,7 @@ with imagine("H100-80GB"):
 peak = meter.timeline.peak_bytes
 stop = time.perf_counter()
 expected = training_step(llama, 1, 4096, precision="bf16", implementation="fused", first_step=True).peak_bytes
-host = OtherProcess(os.getpid()).read()
-print(built - start, stop - built, host.get("peak", host["resident"]), peak, peak - expected)
+print(built - start, stop - built, host.peaks().get("resident", host.read()["resident"]), peak, peak - expected)
 """
 """Not `ru_maxrss`: that begins with what its parent had resident when it started the process."""
 

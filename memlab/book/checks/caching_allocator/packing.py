@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 from memlab.book.checks.answers import Wrong, a_function, exercise
 from memlab.book.checks.caching_allocator.levels import training
+from memlab.caching_allocator import requests
 from memlab.caching_allocator.managers import aligned
 from memlab.caching_allocator.static_plan import lifetimes
-from memlab.caching_allocator.trace import requests
 from memlab.units import KiB, format_bytes
 
 Request = tuple[int, int, int]  # start, stop, nbytes
