@@ -7,12 +7,11 @@ company, is settled in company first.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from memlab.ranks import place_in
 
@@ -157,18 +156,6 @@ def refuse_others(mine: dict[str, str], group=None) -> None:
                 f"expected the same model on all ranks, found rank {rank}'s parameters in another order than rank 0's; "
                 "build it in the same order on each"
             )
-
-
-def on_any_rank(here: Sequence[bool], device: torch.device, group=None) -> list[bool]:
-    """Whether each of these is so on any rank: one byte for each is all-reduced, and looked at where one is not here.
-
-    device: where collectives run. Imagined ranks all do what this one does.
-    """
-    anywhere = torch.tensor(here, dtype=torch.uint8).to(device)
-    distributed.all_reduce(anywhere, distributed.ReduceOp.MAX, group=group)
-    if all(here) or isinstance(anywhere, FakeTensor):
-        return list(here)
-    return [bool(one) for one in anywhere.tolist()]
 
 
 def mean_over_ranks(count: float | Tensor, group=None) -> Tensor:

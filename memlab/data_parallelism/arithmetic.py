@@ -157,7 +157,7 @@ class Transient(NamedTuple):
     """What stage 3 holds for a time, on top of a rank's pieces."""
 
     weights: int
-    """Gathered: the root, the unit at work, and those that are fetched ahead."""
+    """Gathered: the root, the unit at work, and the next."""
     gradients: int
     """Whole, in backward: of one unit, on its way, and of the first tensor of the next."""
 
@@ -167,15 +167,14 @@ def transient_bytes(
     ranks: int,
     *,
     root: Sequence[int] = (),
-    prefetch: int = 1,
     weight_bytes: int = 4,
     gradient_bytes: int = 4,
 ) -> Transient:
     """The most that stage 3 has whole at once, of weights and of gradients.
 
     units: the elements of each tensor of each unit, in the order of forward; root: of the unit that encloses them and
-    stays gathered. prefetch: how many units are gathered ahead; with 0 a unit's gradients have left before the next's.
-    The root's gradients, which are made first and last, and are whole from then to the end, are left out.
+    stays gathered. The root's gradients, which are made first and last, and are whole from then to the end, are left
+    out.
 
     A model of equal blocks: one at work, one on its way.
 
@@ -184,8 +183,8 @@ def transient_bytes(
     """
     padded = [padded_elements([tensors], ranks) for tensors in units]
     gathered = padded_elements([list(root)], ranks)
-    gathered += max((sum(padded[at : at + 1 + prefetch]) for at in range(len(padded))), default=0)
-    largest = max((size for tensors in units for size in tensors), default=0) if prefetch else 0
+    gathered += max((sum(padded[at : at + 2]) for at in range(len(padded))), default=0)
+    largest = max((size for tensors in units for size in tensors), default=0)
     return Transient(weight_bytes * gathered, gradient_bytes * (max(padded, default=0) + largest))
 
 

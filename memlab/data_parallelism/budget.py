@@ -1,4 +1,4 @@
-"""Budget: a training step's peak on one of N ranks, from the step on one, and the batch that fits.
+"""Budget: a training step's peak on one of N ranks, from the step on one.
 
 Every rank runs the whole step on its own part of the batch, so its activations, inputs and temporaries are those of
 that part alone. What stages divide are parameters, gradients and optimizer states; and stage 3 has, for a time,
@@ -17,10 +17,16 @@ not counted here.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
-from memlab.data_parallelism.arithmetic import RankBytes, Transient, rank_bytes, transient_bytes, unit_sizes
+from memlab.data_parallelism.arithmetic import (
+    RankBytes,
+    Transient,
+    padded_elements,
+    rank_bytes,
+    transient_bytes,
+    unit_sizes,
+)
 from memlab.memory_arithmetic import Breakdown, Term, TrainingStep
 from memlab.memory_arithmetic.passes import FORWARD, LAST, LOSS, OPTIMIZER
 from memlab.memory_arithmetic.segments import RECOMPUTATION, SEGMENTS
@@ -36,14 +42,13 @@ def rank_step(
     ranks: int,
     stage: int,
     *,
-    prefetch: int = 1,
     bucket_bytes: int | str = "25 MiB",
     state_bytes: int | None = None,
 ) -> Breakdown:
     """The fullest moment of a training step on one of so many ranks, of which each has the whole step's batch.
 
-    step: of one device with one rank's part of the batch, states on the device. prefetch: units that stage 3 gathers
-    ahead. bucket_bytes: of stage 2. state_bytes: a parameter, in the place of those that the step has.
+    step: of one device with one rank's part of the batch, states on the device. bucket_bytes: of stage 2. state_bytes:
+    a parameter, in the place of those that the step has.
     Raises ValueError for a stage that there is not, ranks below 1 and a bad size.
 
     The model of the book's story, eight texts a rank, checkpointed, on eight ranks:
@@ -69,8 +74,9 @@ def rank_step(
     bucket = min(max(parse_bytes(bucket_bytes), *sizes), step.gradients.nbytes)
     early = whole = Transient(0, min((0, bucket, 2 * bucket, 0)[stage], step.gradients.nbytes))
     if stage == 3:
-        whole = transient_bytes(units, ranks, root=root, prefetch=prefetch, **widths)
-        early = Transient(whole.weights, transient_bytes(units, ranks, prefetch=0, **widths).gradients)
+        whole = transient_bytes(units, ranks, root=root, **widths)
+        unit = max(padded_elements([unit], ranks) for unit in units)
+        early = Transient(whole.weights, widths["gradient_bytes"] * unit)
     moments = [(moment, whole) for moment in step.moments if moment.moment not in (LAST, LOSS)]
     for moment in (moment for moment in step.moments if moment.moment == LOSS):  # between the blocks' uses
         moments.append((moment, transient_bytes([], ranks, root=root, **widths) if stage == 3 else whole))
@@ -80,22 +86,6 @@ def rank_step(
         moments += [(_early_in_backward(moment, step, done), (early, whole)[done]) for done in (0, 1)]
     there = (_on_a_rank(moment, step, ranks, stage, held, most) for moment, most in moments)
     return max(there, key=lambda moment: moment.nbytes)
-
-
-def most_texts(step_of: Callable[[int], TrainingStep], card_bytes: int | str, ranks: int, stage: int, **options) -> int:
-    """How many texts one rank may have in a step until its card is full: 0 where not even one fits.
-
-    step_of: texts → the step of one device; card_bytes: an int, or text such as "16 GiB". options: as of `rank_step`.
-    """
-    limit = parse_bytes(card_bytes)
-    fits = lambda texts: rank_step(step_of(texts), ranks, stage, **options).nbytes <= limit  # noqa: E731
-    enough, too_many = 0, 1
-    while fits(too_many):
-        enough, too_many = too_many, 2 * too_many
-    while too_many - enough > 1:
-        middle = (enough + too_many) // 2
-        enough, too_many = (middle, too_many) if fits(middle) else (enough, middle)
-    return enough
 
 
 def _early_in_backward(moment: Breakdown, step: TrainingStep, done: int) -> Breakdown:
