@@ -60,17 +60,14 @@ def in_place_of_a_part() -> None:
 ON_FOUR_RANKS = {  # what is said → the call, on one of four imagined ranks
     "whole x, (..., 16), found (8, 4); it is a part already: RowParallelLinear reads parts": lambda: column()(PART),
     "whole x, (..., 16), found (8, 5); the layer reads 16 features": lambda: column()(torch.zeros(8, 5)),
-    "part of x, (..., 4), found (8, 16); it is whole: pass input_is_parallel=False": lambda: row()(WHOLE),
-    "found (8, 4); it is a part already: pass input_is_parallel=True": lambda: row(input_is_parallel=False)(PART),
+    "part of x, (..., 4), found (8, 16); it is whole: give the layer scatter_to_ranks(x)": lambda: row()(WHOLE),
     "outputs of 10 cannot…(1, 2, 5, 10), or a number of outputs of 8 or 12": lambda: tp.ColumnParallelLinear(16, 10),
     "inputs of 3 cannot be split over 4…(1, 3), or a number of inputs of 4": lambda: tp.RowParallelLinear(3, 24),
     "7 rows cannot be split…divides 7 (1, 7), or for 4 ranks 8 rows": lambda: row(sequence_parallel=True)(PART[:7]),
     "rows, (rows, ..., features), for sequence_parallel": lambda: column(sequence_parallel=True)(WHOLE[0]),
     "sections that make 24 together, found 8 + 8 = 16": lambda: column(sections=(8, 8)),
     "outputs of 3 cannot be split into 2 pieces…(1, 3)…2 or 4": lambda: column(sections=(16, (3, 2), 5)),
-    "in order when gathered…((16, 4), (8, 4))": lambda: column(sections=(16, 8), gather_output=True),
     "expected x of at least one dimension…x.reshape(1)": lambda: tp.gather_from_ranks(torch.tensor(3.0)),
-    "expected an nn.Linear, whole, found ColumnParallelLinear": (lambda: column().from_linear(column()), TypeError),
     "without create_graph…F.linear(copy_to_ranks(x), layer.w": (create_graph, RuntimeError),
     "this rank's part as weight, (24, 4), found (24, 16)": in_place_of_a_part,
     "a dimension of (8, 4), from -2 to 1, found 2": lambda: tp.cut_evenly((8, 4), 2, 0, 2),
@@ -93,11 +90,7 @@ ON_FOUR_RANKS = {  # what is said → the call, on one of four imagined ranks
     "'mean', 'sum' or 'none', found 'max'": lambda: loss(reduction="max"),
     "a vocabulary of at most 4 · 7 logits, found 29": lambda: loss(vocabulary=29),
     "a vocabulary of 50257 cannot be split over 4 ranks…50260": lambda: tp.VocabularyParallelEmbedding(50257, 8),
-    "padding_idx in the vocabulary of 8, found 8": lambda: tp.VocabularyParallelEmbedding(8, 8, 8),
-    "an embedding without max_norm": lambda: tp.VocabularyParallelEmbedding.from_embedding(
-        nn.Embedding(8, 8, max_norm=1)
-    ),
-    "found none in MLP; split_layers makes them": lambda: tp.check_replicas(MLP()).__enter__(),
+    "found none in MLP; build it of such": lambda: tp.check_replicas(MLP()).__enter__(),
 }
 ALONE = {
     "8 heads cannot be split over 3 ranks; pick…divides 8 (1, 2, 4, 8)": lambda: kept(ranks=3),

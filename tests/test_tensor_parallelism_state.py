@@ -232,7 +232,7 @@ def in_groups(model: nn.Module) -> torch.optim.AdamW:
 
 
 def optimizers(group, folder: Path) -> dict:
-    rank, path = place_in(group)[0], folder / "optimizer.pt"
+    rank = place_in(group)[0]
     full, split, facts = plain(), Split(group), {}
     tp.load_full_state_dict(split, full.state_dict(), group)
     one, many = in_groups(full), in_groups(split)
@@ -256,11 +256,6 @@ def optimizers(group, folder: Path) -> dict:
         truth.step()
         again.step()
         facts[name] = same(other, twin.state_dict())
-    fresh = in_groups(Split(group))
-    tp.save_full_optimizer(many, path, group)
-    tp.load_full_optimizer(fresh, path, group)
-    facts["file"] = equal_states(torch.load(path), expected)
-    facts["read"] = equal_states(fresh.state_dict(), many.state_dict())
     fresh = torch.optim.AdamW(split.parameters())
     smaller = {"state": {0: {"exp_avg": torch.ones(3, 3)}}, "param_groups": fresh.state_dict()["param_groups"]}
     factored = torch.optim.Adafactor([split.table.weight])
@@ -270,7 +265,6 @@ def optimizers(group, folder: Path) -> dict:
         raised(lambda: tp.load_full_optimizer_state(fresh, {} if rank else smaller, group)),
         raised(lambda: tp.load_full_optimizer_state(fresh, {"weights": 1}, group)),
         raised(lambda: tp.full_optimizer_state(factored, group)),
-        raised(lambda: tp.save_full_optimizer(factored, path, group)),
     ]
     return facts
 
@@ -345,11 +339,11 @@ def test_what_does_not_fit_on_one_rank_or_fails_there_is_told_on_all(ranks, size
         assert words in mixed if size > 1 else mixed == "nothing"
         (nan,) = rank[size, "norms"]["said"]
         assert nan.startswith("RuntimeError: expected a finite norm of the gradients, found nan")
-        grouping, smaller, other, factored, unsaved = rank[size, "optimizers"]["said"]
+        grouping, smaller, other, factored = rank[size, "optimizers"]["said"]
         assert grouping.startswith("ValueError: expected parameter groups of [7] parameters, found [3, 4]")
         assert smaller.startswith("ValueError: expected exp_avg of parameter 0 of shape (24, 8), found (3, 3)")
         assert other.startswith("ValueError: expected state and param_groups, as state_dict() gives them")
-        assert factored == unsaved and factored.startswith("ValueError: expected states of their parameter's")
+        assert factored.startswith("ValueError: expected states of their parameter's")
 
 
 def test_a_group_of_another_size_than_the_models_is_refused(ranks):

@@ -11,7 +11,7 @@ from memlab import tensor_parallelism as tp
 from memlab.memory_timeline import Meter, imagine
 from memlab.ranks import Traffic, imagined_ranks, one_rank, place_in, run_ranks
 from memlab.tensor_parallelism.parameters import draw_part_
-from tests.tensor_parallelism_helpers import groups, raised
+from tests.tensor_parallelism_helpers import groups, part_of, raised
 from tests.tiers import pairs
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -63,14 +63,14 @@ def test_a_part_that_is_not_contiguous_is_filled_as_one_that_is():
 @pairs("dtype, ranks", [torch.float64, torch.float32, torch.bfloat16], [1, 8])
 def test_layers_begin_with_their_parts_of_what_plain_layers_begin_with(dtype, ranks):
     torch.manual_seed(3)
-    plain = [nn.Linear(24, 40, dtype=dtype), nn.Linear(40, 24, dtype=dtype), nn.Embedding(56, 24, 50, dtype=dtype)]
+    plain = [nn.Linear(24, 40, dtype=dtype), nn.Linear(40, 24, dtype=dtype), nn.Embedding(56, 24, dtype=dtype)]
     for rank in range(ranks):
         with imagined_ranks(ranks, rank):
             torch.manual_seed(3)
             parts = [
                 tp.ColumnParallelLinear(24, 40, dtype=dtype),
                 tp.RowParallelLinear(40, 24, dtype=dtype),
-                tp.VocabularyParallelEmbedding(56, 24, 50, dtype=dtype),
+                tp.VocabularyParallelEmbedding(56, 24, dtype=dtype),
             ]
         for layer, split in zip(plain, parts, strict=True):
             for (name, full), part in zip(layer.named_parameters(), split.parameters(), strict=True):
@@ -101,22 +101,22 @@ def look_up(group) -> dict:
     some = torch.randint(24, (3, 5), generator=generator)
     batches = {"some": some, "on one rank": some % 6, "none": some[:0], "one": some[0, 0], "int32": some.int()}
     for dtype in DTYPES:
-        full = nn.Embedding(24, 6, padding_idx=7, dtype=dtype)
+        full = nn.Embedding(24, 6, dtype=dtype)
         with torch.no_grad():
             full.weight.copy_(torch.randn(24, 6, generator=generator))
         for name, tokens in batches.items():
-            table = tp.VocabularyParallelEmbedding.from_embedding(full, group=group)
+            table = part_of(full, tp.VocabularyParallelEmbedding, 24, 6, group=group)
             expected, found = full(tokens), table(tokens)
             weights = torch.randn(expected.shape, generator=generator).to(dtype)
             (expected_gradient,) = torch.autograd.grad((expected * weights).sum(), full.weight)
             (gradient,) = torch.autograd.grad((found * weights).sum(), table.weight)
             own = tp.cut_of(table.weight).part_of(expected_gradient)
             facts[f"{name}, {dtype}"] = torch.equal(found, expected) and torch.equal(gradient, own)
-    summand = tp.VocabularyParallelEmbedding.from_embedding(full, reduce=False, group=group)
+    summand = part_of(full, tp.VocabularyParallelEmbedding, 24, 6, reduce=False, group=group)
     facts["summand"] = torch.equal(summand(some), full(some) * ((some // len(summand.weight)) == rank)[..., None])
     with torch.no_grad():
         full.weight[::6] = torch.inf  # each rank's first row, which stands in for tokens that are elsewhere
-    facts["infinite"] = torch.equal(tp.VocabularyParallelEmbedding.from_embedding(full, group=group)(some), full(some))
+    facts["infinite"] = torch.equal(part_of(full, tp.VocabularyParallelEmbedding, 24, 6, group=group)(some), full(some))
     for bad, said in ((24, "3 to 24"), (-1, "-1 to 3")):
         told = raised(lambda bad=bad: tp.VocabularyParallelEmbedding(24, 6, group=group)(torch.tensor([3, bad])))
         facts[bad] = told.startswith(f"IndexError: expected tokens from 0 to 23, found some from {said}")
@@ -294,14 +294,3 @@ def test_logits_that_someone_reads_in_backward_are_not_overwritten_unnoticed():
         loss = tp.vocabulary_parallel_cross_entropy(z.tanh(), y, in_place=True)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
-
-
-def test_a_table_made_from_a_full_one_copies_its_rows_and_draws_nothing():
-    full = nn.Embedding(8, 3, dtype=torch.float64).requires_grad_(False)
-    before = torch.get_rng_state()
-    with imagined_ranks(4, 3):
-        table = tp.VocabularyParallelEmbedding.from_embedding(full, dtype=torch.float32)
-        shapes = tp.VocabularyParallelEmbedding.from_embedding(nn.Embedding(8, 3, device="meta"), device="meta").weight
-    assert torch.equal(table.weight, full.weight[6:].float()) and not table.weight.requires_grad
-    assert torch.equal(torch.get_rng_state(), before)
-    assert shapes.is_meta and shapes.shape == (2, 3) and shapes.requires_grad

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
-from torch.overrides import handle_torch_function, has_torch_function
 
 from memlab.ranks import all_gather, place_in
 
@@ -39,7 +38,7 @@ def vocabulary_parallel_cross_entropy(
     """Cross-entropy as F.cross_entropy's, of logits that are cut along the vocabulary.
 
     logits: (..., vocabulary / ranks), this rank's part, on rank 0 the first.  targets: (...,) of int64.
-    All parts are of one width, and targets the same on all ranks: `check_replicas` looks, here nobody asks the others.
+    All parts are of one width, and targets the same on all ranks: nobody asks the others.
     reduction: "mean" over the targets that are not ignored, "sum" or "none".
     vocabulary: of a vocabulary that was padded so that ranks divide it, how many count; logits after these do not.
     in_place: the logits' memory becomes the gradient's. Only for logits that nobody reads afterwards.
@@ -58,11 +57,6 @@ def vocabulary_parallel_cross_entropy(
     TypeError for other dtypes; IndexError, on all ranks, for targets that are not in the vocabulary. A GPU notices
     those by itself, as F.cross_entropy's: a device-side assert, later.
     """
-    if has_torch_function((logits, targets)):  # such as check_replicas, which looks at the targets
-        options = {"ignore_index": ignore_index, "reduction": reduction, "vocabulary": vocabulary}
-        options |= {"in_place": in_place, "group": group}
-        call = vocabulary_parallel_cross_entropy
-        return handle_torch_function(call, (logits, targets), logits, targets, **options)
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"expected reduction 'mean', 'sum' or 'none', found {reduction!r}")
     if targets.shape != logits.shape[:-1]:
