@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 from memlab.ranks import place_in
 
@@ -95,6 +96,15 @@ def refuse_unfit(named: Iterable[tuple[str, Tensor]]) -> None:
             raise ValueError(
                 f"expected gradients in the dtype of their parameters, found {name} of {t.dtype} with a grad_dtype of "
                 f"{wanted}, in which nothing is averaged here; leave it, or keep the parameter itself in {wanted}"
+            )
+
+
+def refuse_extra_state(names: Iterable[str]) -> None:
+    """Raise ValueError for what a module's `get_extra_state` returned: nobody knows which part of it a rank has."""
+    for name in names:
+        if name.endswith(_EXTRA_STATE_KEY_SUFFIX):
+            raise ValueError(
+                f"expected parameters and buffers in a state dict, found {name}, a module's extra state; save it beside"
             )
 
 

@@ -47,7 +47,7 @@ class DataParallel(nn.Module):
     gradient until, after zero_grad(), the next forward. A gradient that you keep beyond zero_grad() stays what it was;
     clone one that you keep while others of its bucket go on. Non-finite gradients of one rank are then all ranks'.
     Buffers are each rank's own once training begins: BatchNorm's statistics are of its own rows (DDP takes rank 0's
-    before every forward). A state dict is that of the model alone, without prefix.
+    before every forward). Save the state dict of its `.module`: this one's names begin with "module.", as DDP's do.
 
     After a backward that raised in the model, the next forward is refused, since the other ranks are out of step. Of
     one that raised before, in a loss outside, nothing is known here: run it again. Checkpoint without reentrance:
@@ -80,7 +80,6 @@ class DataParallel(nn.Module):
         self.buckets = plan_buckets(trained, limit, self.ranks)
         self._averaging = Averaging(self.buckets, group)
         self._take_off = weakref.finalize(self, self._averaging.close)
-        self.register_load_state_dict_pre_hook(_add_prefix)
 
     @property
     def gradient_bytes(self) -> int:
@@ -136,22 +135,8 @@ class DataParallel(nn.Module):
     def __exit__(self, *error) -> None:
         self.close()
 
-    def state_dict(self, *args, **kwargs) -> dict:
-        """The model's own."""
-        return self.module.state_dict(*args, **kwargs)
-
-    def load_state_dict(self, *args, **kwargs):
-        """The model's own: what is missing, or too much, has the model's names."""
-        return self.module.load_state_dict(*args, **kwargs)
-
     def __getstate__(self) -> dict:
         raise TypeError(
-            "expected state_dict() to save a DataParallel, or a copy of its .module, found pickle or deepcopy of the "
-            "whole, whose hooks stay behind; wrap the copy"
+            "expected its .module, or that one's state_dict(), to save or copy, found pickle or deepcopy of a whole "
+            "DataParallel, whose hooks stay behind; wrap the copy"
         )
-
-
-def _add_prefix(_: nn.Module, state_dict: dict, prefix: str, *others) -> None:
-    """Before loading as a part of another module: the names under which nn.Module looks for the model's own."""
-    for name in [name for name in state_dict if name.startswith(prefix)]:
-        state_dict[f"{prefix}module.{name[len(prefix) :]}"] = state_dict.pop(name)

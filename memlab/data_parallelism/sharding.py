@@ -64,21 +64,20 @@ def fully_shard(
     frozen parameters make several, or it has such a name itself), so a Meter names it. A tensor without elements stands
     for it, in no state dict.
 
-    Tied weights belong to one unit: shard the modules that share them with the root, not by themselves. A parameter
-    without a gradient on any rank keeps `.grad` None. `with model.no_sync():` adds up whole
-    gradients without reducing them, which takes the bytes of a whole model's; `model.zero_grad()` drops them, and an
-    optimizer's, which knows the parts only, does not. A forward that is followed by no backward leaves the root's
-    buffer until the next. Checkpoints around units and inside them, several forwards before a backward, retain_graph,
-    no_grad work; so does create_graph, for a copy of each weight as long as its graph lives. Every rank must run the
-    same units in the same order. Not for torch.compile, nor inside torch.func's transforms.
+    Tied weights belong to one unit: leave the modules that share them to the root. A parameter without a gradient on
+    any rank keeps `.grad` None. `with model.no_sync():` adds up whole gradients without reducing them, which takes the
+    bytes of a whole model's; `model.zero_grad()` drops them, and an optimizer's, which knows the parts only, does not.
+    A forward that is followed by no backward leaves the root's buffer until the next. Checkpoints around units and
+    inside them, several forwards before a backward, retain_graph, no_grad work; so does create_graph, for a copy of
+    each weight as long as its graph lives. Every rank must run the same units in the same order. Not for
+    torch.compile, nor inside torch.func's transforms.
 
     Raises RuntimeError without a process group; ValueError for a group that this rank is not of, and for a module that
     is in a unit already, shares a parameter with another unit, of which ranks hold other parts, or that has gradients,
-    parameters on several devices, without
-    memory or that share it, with gradients of another dtype, or with register_hook, which autograd would never call:
-    those of register_post_accumulate_grad_hook are called with the part and its mean gradient. Later, RuntimeError for
-    such a hook, if a parameter was replaced or put in, or if backward wants a weight that was written to after the
-    forward.
+    parameters on several devices, without memory or that share it, with gradients of another dtype, or with
+    register_hook, which autograd would never call: those of register_post_accumulate_grad_hook are called with the part
+    and its mean gradient. Later, RuntimeError for such a hook, if a parameter was replaced or put in, or if backward
+    wants a weight that was written to after the forward.
     """
     place_in(group)
     slots = _unsharded(module)

@@ -8,8 +8,8 @@ those being filled, and what remains is
 
 At stage 1 this *round* of reduce-scatters runs after backward. At stage 2 it runs during backward: a hook takes each
 gradient when it is complete, a bucket is sent when it is full, and the whole of the gradients never exists. Ranks may
-complete buckets in different orders, and collectives must be in the same: a bucket waits for its turn. The turns are
-in reverse order of registration in the first round, and after that in the order in which rank 0 completed them then.
+complete buckets in different orders, and collectives must be in the same: so buckets are sent in reverse order of
+registration, which is about the order of backward, and one that is full waits for its turn.
 
 Source: Rajbhandari et al. 2020, section 5.2; Li et al. 2020 (PyTorch Distributed), section 3.2.
 """
@@ -22,7 +22,6 @@ from collections import deque
 
 import torch
 from torch import Tensor, distributed
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import Variable
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -42,7 +41,6 @@ class ReducedGradients:
         self._during_backward = during_backward
         self.syncing = True
         self.rounds = 0  # since the gradients were dropped
-        self._turns, self._turns_known = list(buckets), not during_backward
         self._hooks = WeakTensorKeyDictionary()
         self._remove_hooks = weakref.finalize(self, _remove, self._hooks)
         self._forget_round()
@@ -58,7 +56,6 @@ class ReducedGradients:
     def _forget_round(self) -> None:
         self._begun = False  # during a backward
         self._filling: dict[WeightBucket, Filling] = {}
-        self._completed: list[WeightBucket] = []
         self._sent: deque[tuple[WeightBucket, distributed.Work, Tensor, Tensor, bool]] = deque()
         self._next = 0  # whose turn it is
 
@@ -96,11 +93,9 @@ class ReducedGradients:
             Variable._execution_engine.queue_callback(self.end_round)
         if bucket.params[slot].grad is None:  # a hook before this one took it: as if it had not come
             return
-        filling = self._take(bucket, slot)
-        if filling.full(bucket):
-            self._completed.append(bucket)
-        while self._next < len(self._turns):
-            bucket = self._turns[self._next]
+        self._take(bucket, slot)
+        while self._next < len(self.buckets):
+            bucket = self.buckets[self._next]
             if bucket.trained and not (bucket in self._filling and self._filling[bucket].full(bucket)):
                 break
             self._send(bucket)
@@ -108,12 +103,10 @@ class ReducedGradients:
     @torch.no_grad()
     def end_round(self) -> None:
         """Send what has not been sent, zeros for gradients that are missing; wait for all; parts have gradients."""
-        while self._next < len(self._turns):
-            self._send(self._turns[self._next])
+        while self._next < len(self.buckets):
+            self._send(self.buckets[self._next])
         while self._sent:
             self._land()
-        if not self._turns_known:
-            self._agree_on_turns()
         self.rounds += 1
         self._forget_round()
 
@@ -141,10 +134,10 @@ class ReducedGradients:
                 "gradients; let the launch end, or, where it raised on all ranks, make another ZeroOptimizer"
             )
 
-    def _take(self, bucket: WeightBucket, slot: int) -> Filling:
+    def _take(self, bucket: WeightBucket, slot: int) -> None:
         """Copy a parameter's gradient, divided by the number of ranks, into the bucket's buffer, and let go of it."""
         filling = self._filling.get(bucket)
-        if filling is None and bucket not in self._turns[: self._next]:
+        if filling is None and bucket not in self.buckets[: self._next]:
             filling = self._filling[bucket] = Filling(bucket)
         if filling is None or slot not in filling.missing:
             raise RuntimeError(
@@ -160,7 +153,6 @@ class ReducedGradients:
         torch.div(p.grad.detach(), self._ranks, out=filling.views[slot])
         p.grad = None
         filling.missing.discard(slot)
-        return filling
 
     def _send(self, bucket: WeightBucket) -> None:
         """A bucket's turn: begin its reduce-scatter, if it is not frozen."""
@@ -176,8 +168,6 @@ class ReducedGradients:
         filling = self._filling.pop(bucket, None) or Filling(bucket)
         for slot in filling.missing:
             filling.views[slot].zero_()
-        if bucket not in self._completed:
-            self._completed.append(bucket)
         first = all(part.grad is None for part in bucket.parts)
         piece = torch.empty_like(bucket.own) if first else bucket.layout.own(filling.whole, self._rank)
         while len(self._sent) > 1:
@@ -195,17 +185,6 @@ class ReducedGradients:
                 part.grad.add_(view)
             else:
                 part.grad = view if first else view.clone()
-
-    def _agree_on_turns(self) -> None:
-        """Take turns from the next round on in the order in which rank 0 completed its buckets in this one."""
-        places = {bucket: place for place, bucket in enumerate(self._turns)}
-        order = self._completed + [bucket for bucket in self._turns if bucket not in self._completed]
-        turns = torch.tensor([places[bucket] for bucket in order], device=self.buckets[0].flat.device)
-        if len(order) > 1:
-            distributed.broadcast(turns, group=self._group, group_src=0)
-        if not isinstance(turns, FakeTensor):
-            order = [self._turns[place] for place in turns.tolist()]
-        self._turns, self._turns_known = order, True
 
 
 def _complete(
