@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from memlab.book.steps import checkpoint_blocks, metered_step
+from memlab.book.steps import metered_step
 from memlab.data_parallelism.overlap import LINKS, ring_seconds
 from memlab.memory_arithmetic import Transformer
 from memlab.memory_timeline import Meter, imagine
@@ -36,13 +36,11 @@ def on_hardware(hardware):
     return imagine(CARD) if hardware == "gpu" else nullcontext()
 
 
-def metered(ranks, *, hardware="cpu", precision="fp32", rank=0, segments=None, **options):
+def metered(ranks, *, hardware="cpu", precision="fp32", **options):
     """A rank's model: its parameters, cut and whole; its timeline of forward and backward; and what it sent."""
     sizes = {name: getattr(SHAPE, name) for name in ("layers", "width", "heads", "context", "vocabulary", "hidden")}
-    with on_hardware(hardware), imagined_ranks(ranks, rank):
+    with on_hardware(hardware), imagined_ranks(ranks):
         model = TensorParallelGPT(**sizes, dtype=DTYPES[precision], **options)
-        if segments is not None:
-            checkpoint_blocks(model, segments)
         x, y = (torch.zeros(BATCH, TOKENS, dtype=torch.long) for _ in "xy")
         with Meter(model, inputs=(x, y)) as meter, Traffic() as traffic:
             model(x, y).backward()
@@ -65,10 +63,6 @@ WAYS = [
     *(pytest.param(dict(zip(NAMES, case.values, strict=True)), marks=case.marks) for case in PRODUCT),
     {"ranks": 4, "hardware": "cpu", "precision": "fp32", "sequence_parallel": True, "keep_gathered": True},
     {"ranks": 8, "hardware": "gpu", "precision": "bf16", "sequence_parallel": True, "keep_gathered": True},
-    {"ranks": 1, "hardware": "cpu", "precision": "fp32", "kv_heads": 4},
-    {"ranks": 4, "hardware": "gpu", "precision": "bf16", "kv_heads": 4, "sequence_parallel": True},
-    {"ranks": 8, "hardware": "cpu", "precision": "fp32", "kv_heads": 2, "sequence_parallel": True},
-    {"ranks": 8, "hardware": "gpu", "precision": "bf16", "kv_heads": 1},
     {"ranks": 4, "hardware": "cpu", "precision": "bf16", "dropout": 0.1, "sequence_parallel": True},
     {"ranks": 8, "hardware": "gpu", "precision": "bf16", "dropout": 0.1},
     {"ranks": 8, "hardware": "gpu", "precision": "fp32", "dropout": 0.1, "sequence_parallel": True},
@@ -82,7 +76,7 @@ def only(way, *names):
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: "-".join(map(str, way.values())))
 def test_parameters_what_forward_keeps_and_what_a_step_sends_are_the_formulas_to_the_byte(way):
     parameters, timeline, traffic = metered(**way)
-    assert parameters == rank_parameters(SHAPE, way["ranks"], **only(way, "kv_heads"))
+    assert parameters == rank_parameters(SHAPE, way["ranks"])
     breakdown = step_activations(SHAPE, BATCH, TOKENS, **way)
     assert breakdown.nbytes == kept(timeline)
     for term in breakdown:
@@ -90,14 +84,11 @@ def test_parameters_what_forward_keeps_and_what_a_step_sends_are_the_formulas_to
         assert eval(numbers.replace("·", "*").replace("×", "*").replace("/", "//")) == term.nbytes > 0
         assert term.source
     assert len({term.name for term in breakdown}) == len(breakdown)
-    names = ("ranks", "precision", "sequence_parallel", "keep_gathered", "kv_heads")
+    names = ("ranks", "precision", "sequence_parallel", "keep_gathered")
     sent = step_traffic(SHAPE, BATCH, TOKENS, **only(way, *names))
     assert by_collective(sent) == traffic.by_name()
     assert sent_bytes(sent) == traffic.sent_bytes
     assert messages(sent) == messages_of(traffic)
-    if way["ranks"] == 4 and "kv_heads" in way:
-        last = metered(**way, rank=3)
-        assert (last[0], kept(last[1]), last[2].by_name()) == (parameters, kept(timeline), traffic.by_name())
 
 
 def messages(sent):
@@ -109,13 +100,6 @@ def messages(sent):
 
 def messages_of(traffic):
     return collections.Counter((r.name, r.tensor_bytes, r.ranks) for r in traffic.records)
-
-
-@pytest.mark.parametrize("segments", [1, 2])
-@pytest.mark.parametrize("cut", [False, True])
-def test_what_checkpoints_run_again_they_send_again_but_for_the_sum_at_each_one_s_end(segments, cut):
-    sent = step_traffic(SHAPE, BATCH, TOKENS, 4, precision="fp32", sequence_parallel=cut, segments=segments)
-    assert messages(sent) == messages_of(metered(4, sequence_parallel=cut, segments=segments)[2])
 
 
 @pytest.mark.parametrize("cut", [False, True])

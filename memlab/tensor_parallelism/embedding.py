@@ -17,9 +17,7 @@ from memlab.tensor_parallelism.regions import reduce_from_ranks
 class VocabularyParallelEmbedding(SplitLayer):
     """An embedding of which each rank holds num_embeddings / ranks rows, one after the other.
 
-    num_embeddings, embedding_dim: of the full table, as nn.Embedding's. A vocabulary that the ranks do not divide is
-      padded: with more rows, such as the error names, that no token asks for. (As weight of the head those rows make
-      logits, too: `vocabulary_parallel_cross_entropy(..., vocabulary=)` leaves them out.)
+    num_embeddings, embedding_dim: of the full table, as nn.Embedding's. The ranks divide it.
     reduce: True, all ranks return the whole; False, this rank's summand, zero where it has no row. Summands of several
       tables may be added before one sum.
 

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from memlab.data_parallelism.agreement import raise_on_all, refuse_other_models, told_by_all
 from memlab.ranks import place_in
@@ -84,7 +83,7 @@ def _write_outline(slots: Mapping, path: Path) -> None:
 
     with FakeTensorMode(), torch.serialization.skip_data(materialize_fake_tensors=True):
         try:
-            torch.save(tree_map_only(Tensor, room, dict(slots)), path)
+            torch.save({name: room(t) for name, t in slots.items()}, path)
         except RuntimeError as error:  # a missing folder, a full disk
             raise OSError(f"expected a file that can be written, found {path.name} cannot: {error}") from error
     if hasattr(os, "posix_fallocate"):  # a full disk is told of here; later, writing to the map would kill the process
@@ -96,12 +95,10 @@ def _write_outline(slots: Mapping, path: Path) -> None:
 def _write_pieces(slots: Mapping, path: Path, first_rank: bool) -> None:
     with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):  # what is written there is written to the file
         file = torch.load(path, mmap=True, weights_only=True)
-    for mine, full in zip(tree_leaves(dict(slots)), tree_leaves(file), strict=True):
-        if not isinstance(mine, Tensor):
-            continue
+    for name, mine in slots.items():
         if (cut := cut_of(mine)) is not None:
-            cut.write(mine, full)
+            cut.write(mine, file[name])
         elif first_rank:
-            full.copy_(mine)
+            file[name].copy_(mine)
     with open(path, "rb+") as written:
         os.fsync(written.fileno())

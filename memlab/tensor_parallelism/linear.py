@@ -162,19 +162,14 @@ class _OnRank0(Function):
 
 
 def _expect(x: Tensor, layer: SplitLinear, whole: bool) -> None:
-    """Raise ValueError if x is not of the shape that a layer reads, saying what it looks like instead."""
-    features, part = layer.in_features, layer.in_features // layer.ranks
-    expected, other = (features, part) if whole else (part, features)
-    found = x.shape[-1] if x.dim() else None
+    """Raise ValueError if x is not of the shape that a layer reads."""
+    part = layer.in_features // layer.ranks
+    expected = layer.in_features if whole else part
     if layer.sequence_parallel and x.dim() == 1:
         raise ValueError(f"expected rows, (rows, ..., features), for sequence_parallel; found x of {tuple(x.shape)}")
-    if found == expected:
-        return
-    hint = f"the layer reads {features} features" + ("" if whole else f", {part} on each of {layer.ranks} ranks")
-    if found == other and not whole:
-        hint = "it is whole: give the layer scatter_to_ranks(x)"
-    elif found == other:
-        hint = "it is a part already: RowParallelLinear reads parts, and gather_from_ranks(x) is whole"
-    raise ValueError(
-        f"expected {'a whole x' if whole else 'a part of x'}, (..., {expected}), found {tuple(x.shape)}; {hint}"
-    )
+    if not x.dim() or x.shape[-1] != expected:
+        raise ValueError(
+            f"expected {'a whole x' if whole else 'a part of x'}, (..., {expected}), found {tuple(x.shape)}; the layer "
+            f"reads {layer.in_features} features, {part} on each of {layer.ranks} ranks, and "
+            f"{'gather_from_ranks makes parts whole' if whole else 'scatter_to_ranks takes the part of a whole x'}"
+        )
