@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from torch import distributed
+import torch
+from torch import distributed, nn
 
 from memlab.ranks import place_in
+from memlab.tensor_parallelism import cut_of
 
 
 def groups() -> list:
@@ -15,6 +17,16 @@ def groups() -> list:
         made = [distributed.new_group(list(range(start, start + size))) for start in range(0, ranks, size)]
         found.append(made[rank // size])
     return found
+
+
+def part_of(whole: nn.Module, kind: type[nn.Module], *sizes, **options) -> nn.Module:
+    """This rank's part of a layer that exists whole."""
+    layer = kind(*sizes, **{"dtype": whole.weight.dtype, **options})
+    with torch.no_grad():
+        for name, p in layer.named_parameters():
+            full = whole.get_parameter(name)
+            p.copy_(full if cut_of(p) is None else cut_of(p).part_of(full))
+    return layer
 
 
 def raised(call) -> str:

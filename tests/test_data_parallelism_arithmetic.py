@@ -25,24 +25,32 @@ SHAPE = Transformer(layers=3, width=64, heads=2, vocabulary=256, context=32)
 
 def test_zeros_own_table_is_reproduced():
     how = {"weight_bytes": 2, "gradient_bytes": 2, "state_bytes": 12}
-    found = [rank_bytes(7_500_000_000, 64, stage, **how).nbytes / 1e9 for stage in STAGES]
+    found = [rank_bytes([[7_500_000_000]], 64, stage, **how).nbytes / 1e9 for stage in STAGES]
     assert found == pytest.approx([16 * 7.5, (4 + 12 / 64) * 7.5, (2 + 14 / 64) * 7.5, 16 / 64 * 7.5], rel=1e-12)
 
 
 def test_a_number_a_list_and_a_list_of_lists_are_one_bucket_and_several():
-    assert rank_bytes(10, 4, 3) == rank_bytes([6, 4], 4, 3) == rank_bytes([[6, 4]], 4, 3)
+    assert rank_bytes([[10]], 4, 3) == rank_bytes([[6, 4]], 4, 3)
     assert rank_bytes([[6], [4]], 4, 3).parameters == 4 * (2 + 1) and rank_bytes([], 4, 3).nbytes == 0
     # a model smaller than the ranks leaves some with padding only
-    assert rank_bytes(3, 8, 3, rank=7) == (4, 4, 0) and rank_bytes(3, 8, 3, rank=0) == (4, 4, 8)
-    assert rank_bytes(3, 8, 3, rank=7).by_category() == {"parameter": 4, "gradient": 4, "optimizer_state": 0}
+    assert rank_bytes([[3]], 8, 3, rank=7) == (4, 4, 0) and rank_bytes([[3]], 8, 3, rank=0) == (4, 4, 8)
+    assert rank_bytes([[3]], 8, 3, rank=7).by_category() == {"parameter": 4, "gradient": 4, "optimizer_state": 0}
 
 
 @refusals(
     {
-        "stage 4": (lambda: rank_bytes(8, 2, 4), ValueError, "expected stage 0 (data parallel), 1, 2 or 3, found 4"),
-        "no ranks": (lambda: rank_bytes(8, 0, 1), ValueError, "expected ranks of at least 1, found 0"),
+        "stage 4": (
+            lambda: rank_bytes([[8]], 2, 4),
+            ValueError,
+            "expected stage 0 (data parallel), 1, 2 or 3",
+        ),
+        "no ranks": (lambda: rank_bytes([[8]], 0, 1), ValueError, "expected ranks of at least 1, found 0"),
         "no ranks in a layout": (lambda: FlatLayout([], 0), ValueError, "expected at least one rank, found 0"),
-        "a rank too many": (lambda: rank_bytes(8, 2, 1, rank=2), ValueError, "expected a rank from 0 to 1, found 2"),
+        "a rank too many": (
+            lambda: rank_bytes([[8]], 2, 1, rank=2),
+            ValueError,
+            "a rank from 0 to 1, found 2",
+        ),
         "no padding": (lambda: sent_bytes(10, 4), ValueError, "bytes that 4 ranks divide, found 10"),
         "micro_batches": (lambda: traffic_bytes(8, 8, 2, 0, micro_batches=0), ValueError, "micro_batches of at least"),
         "no link": (lambda: ring_seconds(8, 2, 0.0), ValueError, "bytes_per_second above 0"),
@@ -66,9 +74,8 @@ def test_stage_3_sends_half_as_much_again_and_with_micro_batches_stages_2_and_3_
 def test_whole_at_once_are_the_root_and_neighbouring_units_and_gradients_of_a_unit_and_a_tensor_more():
     units = [[7], [1], [20], [3]]
     pad = lambda *sizes: sum(-(-n // 4) * 4 for n in sizes)  # noqa: E731
-    assert transient_bytes(units, 4, root=[5], prefetch=1) == (4 * pad(5, 20, 3), 4 * (20 + 20))
-    assert transient_bytes(units, 4, prefetch=2, weight_bytes=2) == (2 * pad(7, 1, 20), 4 * (20 + 20))
-    assert transient_bytes(units, 4, prefetch=0) == (4 * 20, 4 * 20)
+    assert transient_bytes(units, 4, root=[5]) == (4 * pad(5, 20, 3), 4 * (20 + 20))
+    assert transient_bytes(units, 4, weight_bytes=2) == (2 * pad(20, 3), 4 * (20 + 20))
     assert transient_bytes([], 4, root=[5]) == (32, 0)
 
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from memlab.data_parallelism.__main__ import TECHNIQUES, main
-from memlab.ranks.example import Trained, place
 from tests.example_helpers import figures, peaks
 
 
@@ -41,8 +40,3 @@ def test_a_launcher_says_how_many_ranks_there_are_and_one_of_them_prints(capsys,
         monkeypatch.setenv(name, value)
     assert main(["--steps", "1"]) == 0
     assert capsys.readouterr().out.startswith("data-parallel, 1 rank on the CPU\n")
-
-
-def test_the_example_says_where_its_ranks_computed():
-    on = lambda *devices: place([Trained([], 0, 0, device) for device in devices])  # noqa: E731
-    assert on("cpu", "cpu") == "the CPU" and on("cuda:0") == "cuda:0" and on("cuda:0", "cuda:1") == "cuda:0 to cuda:1"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import threading
 import weakref
 from functools import partial
 
@@ -16,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from memlab.book.workloads import GPT
-from memlab.data_parallelism import DataParallel, fully_shard, mean_over_ranks, ring_all_reduce
+from memlab.data_parallelism import DataParallel, fully_shard, mean_over_ranks
 from memlab.data_parallelism.agreement import raise_on_all
 from memlab.data_parallelism.buckets import plan_buckets
 from memlab.gradient_accumulation import accumulate
@@ -25,28 +24,17 @@ from memlab.ranks import Traffic, imagined_ranks
 from tests.harness import nothing_left_behind, refusals, refused
 from tests.ranks_helpers import Cases, FailsInBackward
 
-REDUCTIONS = {"library": None, "ring": ring_all_reduce}
 on_two_ranks, on_three_ranks = Cases(2), Cases(3)
 
 
-def in_every_way(fn):
-    """On two ranks with the library's all-reduce and a ring's, looking for unused parameters or not."""
-    for how, all_reduce in REDUCTIONS.items():
-        for find in (False, True):
-            way = {"all_reduce": all_reduce, "find_unused_parameters": find}
-            on_two_ranks[f"{fn.__name__}, {how}, {find}"] = partial(fn, way)
-    return fn
-
-
 class Odd(nn.Module):
-    """Tied, frozen and unused parameters, of two dtypes, and some of one element."""
+    """Tied and frozen parameters, of two dtypes, and some of one element."""
 
     def __init__(self):
         super().__init__()
         self.first, self.tied = nn.Linear(6, 6), nn.Linear(6, 6)
         self.tied.weight = self.first.weight
         self.frozen = nn.Linear(6, 6).requires_grad_(False)
-        self.unused = nn.Linear(6, 3)
         self.scale = nn.Parameter(torch.ones(()))
         self.double()
         self.narrow = nn.Parameter(torch.ones(6))
@@ -77,10 +65,11 @@ def gradients(model):
     return {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
 
 
-def _ten_steps(all_reduce):
-    """Replicas that are seeded differently are one process on the whole batch, and bit for bit the same; DDP's, too."""
+@on_two_ranks
+@on_three_ranks
+def ten_steps_of_replicas_seeded_differently_are_one_process_and_ddp_bit_for_bit():
     rank, ranks = distributed.get_rank(), distributed.get_world_size()
-    ours = trained(rank, ranks, lambda model: DataParallel(model, "700 B", all_reduce, find_unused_parameters=True))
+    ours = trained(rank, ranks, lambda model: DataParallel(model, "700 B"))
     for parameter, value in trained(0, 1)[0].items():
         found = ours[0][parameter]
         distance = (found.double() - value.double()).norm() / value.double().norm()
@@ -90,15 +79,10 @@ def _ten_steps(all_reduce):
         assert all(torch.equal(other, found.flatten()) for other in every)
     if ranks > 2:
         return
-    theirs = trained(rank, ranks, partial(DistributedDataParallel, find_unused_parameters=True))
+    theirs = trained(rank, ranks, DistributedDataParallel)
     for mine, its in zip(ours, theirs, strict=True):
         for parameter, value in its.items():
             assert mine[parameter] is None if value is None else torch.equal(mine[parameter], value), parameter
-
-
-for _how, _all_reduce in REDUCTIONS.items():
-    for _ranks in (on_two_ranks, on_three_ranks):
-        _ranks[f"ten_steps, {_how}"] = partial(_ten_steps, _all_reduce)
 
 
 class Two(nn.Module):
@@ -145,31 +129,28 @@ def plus(one, other):
     return {name: one[name] + other[name] for name in one}
 
 
-def assert_close(model, expected, way, unused=("never",)):
-    """Equal, to rounding; parameters that nobody used have zeros, or None where they are looked for."""
+def assert_close(model, expected):
+    """Equal, to rounding; parameters that nobody used have zeros."""
     found = gradients(model.module)
     for name, value in expected.items():
-        if name.split(".")[0] in unused and way["find_unused_parameters"]:
-            assert found[name] is None, name
-        else:
-            torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-14, msg=name)
+        torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-14, msg=name)
 
 
 def backward(model, *layers):
     model(rows(), *layers).square().mean().backward()
 
 
-@in_every_way
-def a_parameter_that_one_rank_did_not_use_counts_as_zero_there(way):
-    with DataParallel(two_layers(), "200 B", **way) as model:
+@on_two_ranks
+def a_parameter_that_one_rank_did_not_use_counts_as_zero_there():
+    with DataParallel(two_layers(), "200 B") as model:
         backward(model, "right" if distributed.get_rank() else "left")
-        assert_close(model, mean(["left"], ["right"]), way)
+        assert_close(model, mean(["left"], ["right"]))
 
 
-@in_every_way
-def no_sync_sends_nothing_and_the_next_backward_averages_the_whole(way):
+@on_two_ranks
+def no_sync_sends_nothing_and_the_next_backward_averages_the_whole():
     expected = plus(mean("left", times=2.0), mean("right"))
-    with DataParallel(two_layers(), "200 B", **way) as model:
+    with DataParallel(two_layers(), "200 B") as model:
         for set_to_none in (True, False):
             model.zero_grad(set_to_none)
             with Traffic() as quiet, model.no_sync():
@@ -177,75 +158,53 @@ def no_sync_sends_nothing_and_the_next_backward_averages_the_whole(way):
                 backward(model, "left")
             backward(model, "right")
             assert quiet.sent_bytes == 0
-            assert_close(model, expected, way)
+            assert_close(model, expected)
 
 
-@in_every_way
-def unequal_ranks_and_empty_micro_batches_give_the_gradient_of_the_mean_over_all_rows(way):
+@on_two_ranks
+def unequal_ranks_and_empty_micro_batches_give_the_gradient_of_the_mean_over_all_rows():
     everyone = torch.cat([rows(0), rows(1)[:1]])
     expected = alone(lambda model: model(everyone, "left", "right").square().sum() / 4)
-    with DataParallel(two_layers(), "200 B", **way) as model:
+    with DataParallel(two_layers(), "200 B") as model:
         micro_batches = [rows()[:1], rows()[:0]] if distributed.get_rank() else [rows()[:2], rows()[2:]]
         accumulate(
             lambda x: model(x, "left", "right").square().sum(), micro_batches, model=model, agree=mean_over_ranks
         )
-        assert_close(model, expected, way)
+        assert_close(model, expected)
 
 
-@in_every_way
-def two_forwards_before_one_backward_and_two_backwards_on_one_another_are_averaged_once(way):
-    with DataParallel(two_layers(), "200 B", **way) as model:
+@on_two_ranks
+def two_forwards_before_one_backward_and_two_backwards_on_one_another_are_averaged_once():
+    with DataParallel(two_layers(), "200 B") as model:
         (model(rows(), "left").square().mean() + model(rows(), "left", "right").square().mean()).backward()
-        assert_close(model, plus(mean("left"), mean("left", "right")), way)
+        assert_close(model, plus(mean("left"), mean("left", "right")))
         model.zero_grad()
         backward(model, "left", "left")
         backward(model, "right", "left")
-        assert_close(model, plus(mean("left", "left"), mean("right", "left")), way)
+        assert_close(model, plus(mean("left", "left"), mean("right", "left")))
 
 
-def _after_an_error(who, layers, way):
-    """Backward raises halfway on some ranks, once; then a step as ever."""
-    with DataParallel(two_layers(), "200 B", **way) as model:
-        hidden = model(rows(), "left")
-        hidden = FailsInBackward.apply(hidden) if distributed.get_rank() in who else hidden
-        try:
-            model.module.right(hidden).square().mean().backward()
-            assert distributed.get_rank() not in who
-        except ArithmeticError:
-            pass
-        model.zero_grad()
-        backward(model, *layers)
-        assert_close(model, mean(*layers), way, {"left", "right", "never"} - set(layers))
-
-
-@in_every_way
-def after_a_backward_that_raised_halfway_the_next_step_is_right_on_all_ranks(way):
-    _after_an_error((0, 1), ("left", "right"), way)
-    _after_an_error((1,), ("left", "right"), way)
-    _after_an_error((1,), ("left",), way)
-
-
-@in_every_way
-def a_layer_in_two_checkpointed_segments_is_averaged_right(way):
+@on_two_ranks
+def a_layer_in_two_checkpointed_segments_is_averaged_right():
     for reentrant in (True, False):
-        with DataParallel(two_layers(), "200 B", **way) as model:
+        with DataParallel(two_layers(), "200 B") as model:
             x = rows().requires_grad_()
             for layer in ("left", "right", "left"):
                 x = checkpoint(model, x, layer, use_reentrant=reentrant)
             x.square().mean().backward()
-            assert_close(model, mean("left", "right", "left"), way)
+            assert_close(model, mean("left", "right", "left"))
 
 
-@in_every_way
-def a_parameter_frozen_after_it_was_wrapped_gets_no_gradient(way):
-    with DataParallel(two_layers(), "200 B", **way) as model:
+@on_two_ranks
+def a_parameter_frozen_after_it_was_wrapped_gets_no_gradient():
+    with DataParallel(two_layers(), "200 B") as model:
         model.module.never.requires_grad_(False)
         backward(model, "left", "right")
-        assert_close(model, mean("left", "right"), {"find_unused_parameters": True})
+        assert model.module.never.weight.grad is None and model.module.left.weight.grad is not None
 
 
-@in_every_way
-def a_gradient_that_a_hook_took_away_counts_as_one_that_never_came(way):
+@on_two_ranks
+def a_gradient_that_a_hook_took_away_counts_as_one_that_never_came():
     """The reader's own hooks, older than the wrapper's: of `left` on rank 0."""
     of_one = alone(lambda model: model(rows(1), "left", "right").square().mean())
     expected = {
@@ -254,9 +213,9 @@ def a_gradient_that_a_hook_took_away_counts_as_one_that_never_came(way):
     model = two_layers()
     for p in model.left.parameters() if distributed.get_rank() == 0 else ():
         p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
-    with DataParallel(model, "200 B", **way) as replica:
+    with DataParallel(model, "200 B") as replica:
         backward(replica, "left", "right")
-        assert_close(replica, expected, way)
+        assert_close(replica, expected)
 
 
 @on_three_ranks
@@ -268,7 +227,7 @@ def a_group_of_some_ranks_averages_among_them():
         return
     with DataParallel(two_layers(seed=rank), group=group) as model:  # the group's first is rank 1
         backward(model, "left", "right")
-        assert_close(model, mean("left", "right", ranks=(1, 2), seed=1), {"find_unused_parameters": False})
+        assert_close(model, mean("left", "right", ranks=(1, 2), seed=1))
 
 
 class DiskError(OSError):
@@ -328,19 +287,23 @@ def a_part_of_a_model_that_is_wrapped_again_is_averaged_once_and_the_old_wrapper
 
 
 @on_two_ranks
-def after_a_backward_that_raised_before_its_first_gradient_ranks_are_in_step():
-    model = weights_of_1()
-    replica = DataParallel(nn.ModuleDict({"body": model}), 16)
-    replica.module.forward = lambda x, broken: (FailsInBackward.apply if broken else torch.clone)(model(x)).sum()
-    for step in range(3):
-        broken = step == 0 and distributed.get_rank() == 1
-        loss = replica(ones() * 10**step, broken)
-        if broken:
-            refused(loss.backward, ArithmeticError, "")
-        else:
-            loss.backward()
-        assert step == 0 or model[1].weight.grad.tolist() == [[3.0 * 10**step] * 2] * 2
-        replica.zero_grad()
+def after_a_backward_that_raised_the_next_step_is_refused_until_all_wrap_again():
+    """It raises before the first gradient, or behind it."""
+    for early in (True, False):
+        model = weights_of_1()
+        whole = nn.ModuleDict({"body": model})
+        for broken in (True, False):
+            fails = [FailsInBackward.apply if broken and each else torch.clone for each in (not early, early)]
+            whole.forward = lambda x, fails=fails, model=model: fails[1](model[1](fails[0](model[0](x)))).sum()
+            replica = DataParallel(whole, 16)
+            loss = replica(ones())
+            if broken:
+                refused(loss.backward, ArithmeticError, "")
+                refused(lambda replica=replica: replica(ones()), RuntimeError, "found that the last one raised")
+                model.zero_grad()
+            else:
+                loss.backward()
+                assert model[1].weight.grad.tolist() == [[3.0] * 2] * 2
 
 
 @on_two_ranks
@@ -388,7 +351,11 @@ def ranks_begin_with_rank_0s_parameters_and_buffers_and_statistics_are_their_own
     begun, every = {name: value.clone() for name, value in model.state_dict().items()}, [None, None]
     distributed.all_gather_object(every, begun)
     assert all(torch.equal(value, every[1][name]) for name, value in every[0].items())
-    assert begun["flags"].item() is True and begun["wave"].item() == 1j and list(replica.state_dict()) == list(begun)
+    assert (
+        begun["flags"].item() is True
+        and begun["wave"].item() == 1j
+        and list(replica.module.state_dict()) == list(begun)
+    )
     replica.module[0](torch.full((2, 4), float(rank)))
     assert torch.equal(model[0].running_mean, torch.full((4,), 0.1 * rank))
 
@@ -402,12 +369,11 @@ def test_buckets_are_in_reverse_order_of_one_dtype_and_no_larger_than_asked():
     assert [bucket.nbytes for bucket in buckets] == [4 * 24, 4 * 1000, 8 * 4, 4 * 12]
 
 
-@pytest.mark.parametrize("how", REDUCTIONS)
-def test_rank_0_of_64_holds_and_sends_its_gradients_and_their_padding(how):
+def test_rank_0_of_64_holds_and_sends_its_gradients_and_their_padding():
     with imagine("H100-80GB") as gpu, imagined_ranks(64):
         model = GPT(layers=2, width=48, heads=3, context=16, vocabulary=64)
         x, y = gpu.imagined((torch.zeros(2, 16, dtype=torch.long), torch.zeros(2, 16, dtype=torch.long)))
-        replica = DataParallel(model, "40 KiB", REDUCTIONS[how], find_unused_parameters=True)
+        replica = DataParallel(model, "40 KiB")
         for _ in range(2):
             with Meter(replica) as meter, Traffic() as traffic:
                 replica(x, y).backward()
@@ -417,40 +383,17 @@ def test_rank_0_of_64_holds_and_sends_its_gradients_and_their_padding(how):
     curve = timeline.curves["gradient"]
     assert curve[0] == 0  # zero_grad gave them back
     assert len(padded) > 2 and max(curve) == curve[-1] == replica.gradient_bytes == sum(padded)
-    flags = -(-2 * 63 * len(list(model.parameters())) // 64)
-    assert traffic.sent_bytes == 2 * 63 * sum(padded) // 64 + flags
-    if how == "ring":
-        pieces = [bucket.piece_bytes for bucket in replica.buckets]
-        scratch = [(number, s.nbytes) for number, s in timeline.storages.items() if s.dtype.endswith("uint8")]
-        assert max(pieces) in [nbytes for _, nbytes in scratch]
-    else:  # a bucket is on its way while backward still makes the next
-        events = [record.event for record in traffic.records]
-        assert [record.tensor_bytes for record in traffic.records[:-1]] == padded and events == sorted(set(events))
+    assert traffic.sent_bytes == 2 * 63 * sum(padded) // 64
+    events = [record.event for record in traffic.records]  # a bucket is on its way while backward makes the next
+    assert [record.tensor_bytes for record in traffic.records] == padded and events == sorted(set(events))
 
 
-def test_an_all_reduce_of_your_own_runs_in_one_thread_and_gets_scratch_if_it_has_room_for_it():
-    calls = []
-
-    def plain(flat, group=None):
-        calls.append((threading.current_thread().name, flat.numel(), None))
-
-    def with_scratch(flat, group=None, scratch=None):
-        calls.append((threading.current_thread().name, flat.numel(), (scratch.shape, scratch.dtype)))
-
-    with imagined_ranks(2):
-        for mine in (plain, with_scratch):
-            with DataParallel(Two(), "80 B", mine) as model:
-                model(torch.ones(1, 4), "left").sum().backward()
-    once = [("memlab-all-reduce_0", 20, None)] * 3
-    assert calls == once + [(name, numel, ((10,), torch.float32)) for name, numel, _ in once]
-
-
-def test_hooks_and_thread_end_with_close_and_with_the_wrapper():
+def test_hooks_end_with_close_and_with_the_wrapper():
     model = Two()
     with imagined_ranks(2):
         for end in ("close", "die"):
             with nothing_left_behind(model):
-                replica = DataParallel(model, all_reduce=ring_all_reduce)
+                replica = DataParallel(model)
                 replica(torch.ones(1, 4), "left").sum().backward()
                 assert sum(len(p._post_accumulate_grad_hooks or ()) for p in model.parameters()) == 6
                 gone = weakref.ref(replica)
@@ -464,20 +407,6 @@ def test_hooks_and_thread_end_with_close_and_with_the_wrapper():
     model.zero_grad()
     model(torch.ones(1, 4), "left").sum().backward()
     assert model.left.weight.grad.sum().item() == 16.0
-
-
-def test_a_state_dict_is_the_models_own_and_loads_also_inside_another_module():
-    with imagined_ranks(2):
-        model = Odd()
-        replica = DataParallel(model)
-        whole = nn.ModuleDict({"body": replica, "head": nn.Linear(2, 2)})
-        assert list(replica.state_dict()) == list(model.state_dict())
-        assert [name for name in whole.state_dict() if "module" in name] == []
-        saved = {name: torch.zeros_like(value) for name, value in whole.state_dict().items()}
-        assert str(whole.load_state_dict(saved)) == "<All keys matched successfully>" and not model.first.weight.any()
-        saved = {name: torch.ones_like(value) for name, value in model.state_dict().items() if name != "scale"}
-        found = replica.load_state_dict(saved | {"other": torch.ones(1)}, strict=False)
-    assert model.first.weight.all() and (found.missing_keys, found.unexpected_keys) == (["scale"], ["other"])
 
 
 def test_gradients_have_the_strides_of_dense_parameters_so_fused_optimizers_take_them():
@@ -557,7 +486,7 @@ NOWHERE = "with memory, found none at {}; initialise it first".format
         "a lazy one to shard": (lambda: fully_shard(nn.LazyLinear(3)), ValueError, NOWHERE("weight")),
         "a buffer without memory": (_with_buffer(torch.empty(3, device="meta")), ValueError, NOWHERE("table")),
         "a sparse buffer": (_with_buffer(torch.eye(3).to_sparse()), TypeError, "torch.sparse_coo and shape…to_dense"),
-        "a copy": (lambda: copy.deepcopy(DataParallel(Two())), TypeError, "expected state_dict…or a copy of its .mod"),
+        "a copy": (lambda: copy.deepcopy(DataParallel(Two())), TypeError, "expected its .module…to save or copy"),
     }
 )
 def test_what_cannot_be_averaged_is_refused_with_what_to_do(call, error, words):

@@ -66,18 +66,17 @@ def the_sum_is_right_and_bitwise_the_same_on_all_ranks_and_each_sends_two_pieces
 @case
 def memory_for_one_piece_is_all_it_takes_and_a_padded_copy_where_ranks_do_not_divide():
     ranks = distributed.get_world_size()
-    whole, odd, scratch = torch.ones(12 * ranks), torch.ones(12 * ranks + 1), torch.empty(12)
+    whole, odd = torch.ones(12 * ranks), torch.ones(12 * ranks + 1)
     piece = 12 * 4 if ranks > 1 else 0
     for call, tensor, nbytes in (
         (ring_reduce_scatter, whole, piece),
         (ring_all_gather, whole, 0),
         (ring_all_reduce, whole, piece),
         (ring_all_reduce, odd, 0 if ranks == 1 else (13 * ranks + 13) * 4),
-        (lambda t: ring_all_reduce(t, scratch=scratch), whole, 0),
     ):
-        with Meter(inputs=(tensor, scratch)) as meter:
+        with Meter(inputs=tensor) as meter:
             call(tensor)
-        assert meter.timeline.peak_bytes - tensor.nbytes - scratch.nbytes == nbytes
+        assert meter.timeline.peak_bytes - tensor.nbytes == nbytes
 
 
 @case
@@ -104,7 +103,7 @@ def a_group_of_some_ranks_sums_among_them_and_refuses_the_others():
 
 
 @case
-def what_does_not_divide_or_is_not_flat_and_scratch_of_another_shape_or_dtype_are_refused():
+def what_does_not_divide_or_is_not_flat_is_refused():
     ranks = distributed.get_world_size()
     if ranks == 1:
         return
@@ -113,12 +112,6 @@ def what_does_not_divide_or_is_not_flat_and_scratch_of_another_shape_or_dtype_ar
         (torch.ones(2 * ranks)[::2], f"divisible by {ranks} ranks…not contiguous"),
     ):
         refused(lambda flat=flat: ring_reduce_scatter(flat), ValueError, words)
-    for scratch, words in (
-        (torch.empty(2, dtype=torch.int32), "for a piece, (2,) of torch.float32, found (2,) of torch.int32"),
-        (torch.empty(1), "found (1,) of torch.float32; leave it out"),
-    ):
-        call = lambda scratch=scratch: ring_all_reduce(torch.ones(2 * ranks - 1), scratch=scratch)  # noqa: E731
-        refused(call, ValueError, words)
 
 
 @pytest.mark.parametrize("name", on_two_ranks)

@@ -160,21 +160,25 @@ def tied_parameters_share_memory_and_dtypes_stay_in_a_whole_state():
     assert all(torch.equal(again[key], value + 1) for key, value in state.items())
 
 
+class Counting(nn.Linear):
+    """A layer with extra state."""
+
+    def __init__(self):
+        super().__init__(4, 4)
+
+    def get_extra_state(self):
+        return {"count": 7}
+
+
 class Expert(nn.Module):
-    """Two factors, one on each of two ranks; the call names one or none. A count is extra state. x: (n, 4) → same."""
+    """Two factors, one on each of two ranks; the call names one or none. x: (n, 4) → same."""
 
     def __init__(self):
         super().__init__()
-        self.factors, self.seen = nn.ParameterList(torch.tensor(2.0) for _ in range(2)), 0
+        self.factors = nn.ParameterList(torch.tensor(2.0) for _ in range(2))
 
     def forward(self, x: Tensor, chosen: int | None) -> Tensor:
         return x * (1 if chosen is None else self.factors[chosen])
-
-    def get_extra_state(self):
-        return {"seen": self.seen}
-
-    def set_extra_state(self, state):
-        self.seen = state["seen"]
 
 
 @on_two_ranks
@@ -199,7 +203,6 @@ def units_of_single_numbers_go_on_also_where_rank_0_has_none_of_them_and_the_sav
 
     for factors_apart in (False, True):
         through, optimizer = made(factors_apart)
-        through["expert"].seen = 7 * (1 - rank)
         weights, states = train(through, optimizer)
         expected = train(through, optimizer)
         for _ in range(2):  # twice from one state: what the first did to it, the second would see
@@ -207,7 +210,6 @@ def units_of_single_numbers_go_on_also_where_rank_0_has_none_of_them_and_the_sav
             load_full_state_dict(resumed, weights)
             load_full_optimizer_state(resumed, other, states)
             found = train(resumed, other)
-            assert resumed["expert"].seen == 7
             assert all(map(torch.equal, through.parameters(), resumed.parameters()))
         if rank == 0:
             of_second_factor = states["state"][3]
@@ -299,6 +301,10 @@ def states_that_do_not_fit_are_refused_and_nothing_is_loaded():
     after = full_state_dict(model)
     assert all(torch.equal(after[key], value) for key, value in before.items())
     refused(lambda: full_state_dict(stack()), ValueError, "found a plain Stack")
+    counting = Counting()
+    fully_shard(counting)
+    for call in (lambda: full_state_dict(counting), lambda: load_full_state_dict(counting, {})):
+        refused(call, ValueError, "found _extra_state, a module's extra state; save it beside")
 
 
 @on_two_ranks

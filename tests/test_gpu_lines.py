@@ -15,7 +15,6 @@ from torch import distributed, nn
 
 from memlab.book.workloads import GPT, text_batch
 from memlab.data_parallelism import agreement
-from memlab.data_parallelism.background import Background
 from memlab.gradient_checkpointing import checkpoint
 from memlab.memory_hierarchy import bandwidth
 from memlab.offloading import store, swap_activations
@@ -33,7 +32,6 @@ ONLY_A_GPU = re.compile(
 STAND_INS = {
     "caching_allocator/snapshot.py": "test_recording_switches_the_history_on_and_always_off",
     "data_parallelism/agreement.py": "test_a_mean_on_the_cpu_is_sent_from_the_gpu_where_a_group_is_nccls_alone",
-    "data_parallelism/background.py": "test_a_buffer_is_summed_on_a_stream_that_waits_and_is_waited_for",
     "gradient_checkpointing/state.py": "test_a_second_run_draws_an_accelerators_random_numbers_again",
     "memory_hierarchy/bandwidth.py": "test_copies_are_timed_by_events_and_over_pinned_and_pageable_memory",
     "offloading/courier.py": "test_on_a_gpu_each_copy_waits_for_the_computation_and_is_waited_for",
@@ -113,24 +111,6 @@ def test_a_source_that_is_written_to_before_its_copy_is_over_is_told(monkeypatch
     link.down(source, target, told.clear)
     link.synchronize(link.last)
     assert target.sum() == 4 and link.synchronize(None) is None
-
-
-class OnAGPU:
-    """A buffer that says it is on a GPU."""
-
-    def __init__(self, flat):
-        self.flat, self.device = flat, torch.device("cuda")
-
-
-def test_a_buffer_is_summed_on_a_stream_that_waits_and_is_waited_for(monkeypatch):
-    streams = late_streams(monkeypatch)
-    sums = Background(lambda flat, group: flat.flat.copy_(torch.full((3,), 7.0)), None)
-    flat = OnAGPU(torch.zeros(3))
-    wait = sums.begin(flat, 0)
-    sums.close()
-    assert flat.flat.sum() == 0 and streams[0].log == ["wait", "copy"]
-    wait()
-    assert flat.flat.sum() == 21
 
 
 class Clock:
@@ -283,17 +263,6 @@ def test_on_a_gpu_a_second_run_draws_the_same_masks():
         run(model, x.requires_grad_()).square().sum().backward()
         found.append([p.grad for p in model.parameters()])
     assert all(map(torch.equal, *found))
-
-
-@pytest.mark.gpu
-@needs_gpu
-def test_on_a_gpu_a_buffer_is_summed_beside_the_computation():
-    sums, flat = Background(lambda flat, group: flat.mul_(3), None), torch.empty(2**20, device="cuda")
-    for _ in range(10):
-        flat.fill_(1)
-        sums.begin(flat, 0)()
-        assert flat.sum().item() == 3 * 2**20
-    sums.close()
 
 
 def over_nccl(rank):

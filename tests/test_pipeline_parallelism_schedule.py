@@ -22,7 +22,7 @@ SIZES = [(stages, micro_batches) for stages in range(1, 6) for micro_batches in 
 
 def made_by(stages: int, micro_batches: int) -> list[pp.Schedule]:
     """Every schedule there is of these sizes."""
-    made = [make(stages, micro_batches) for make in (pp.gpipe, pp.one_forward_one_backward, pp.forward_only)]
+    made = [make(stages, micro_batches) for make in (pp.gpipe, pp.one_forward_one_backward)]
     if micro_batches % stages == 0:
         made += [pp.interleaved(stages, chunks, micro_batches) for chunks in (1, 2, 3)]
     return made
@@ -81,20 +81,16 @@ def test_interleaved_is_in_the_order_of_pytorchs_and_begins_with_as_many_forward
         assert before == min(2 * (ranks - rank - 1) + (chunks - 1) * ranks + 1, chunks * ranks * rounds)
 
 
-def test_every_schedule_of_every_size_is_right_even_if_messages_begin_one_by_one():
+def test_every_schedule_of_every_size_is_right():
     for stages, micro_batches in SIZES:
         for schedule in made_by(stages, micro_batches):
             pp.check_schedule(schedule)
-            pp.check_schedule(schedule, together=False)
             assert schedule.micro_batches == micro_batches and schedule.ranks == stages
             assert [set(actions) for actions in schedule.actions] == expected_actions(schedule)
 
 
-def test_1f1b_with_all_micro_batches_in_flight_is_gpipe():
-    for stages, micro_batches in SIZES:
-        whole = pp.one_forward_one_backward(stages, micro_batches, in_flight=[micro_batches] * stages)
-        assert whole.actions == pp.gpipe(stages, micro_batches).actions
-    lines = str(pp.one_forward_one_backward(4, 2)).splitlines()  # with fewer than stages, all forwards come first
+def test_1f1b_with_fewer_micro_batches_than_stages_begins_with_all_forwards():
+    lines = str(pp.one_forward_one_backward(4, 2)).splitlines()
     assert [line.split("  ", 1)[1] for line in lines[1:]] == ["F0 F1 B0 B1"] * 3 + ["F0 B0 F1 B1"]
 
 
@@ -105,7 +101,7 @@ def test_what_a_schedule_prints_is_read_back_as_the_same_schedule():
         assert pp.with_messages(schedule.name, text) == schedule
 
 
-def follow(schedule: pp.Schedule, rank: int, together: bool, has: list[set], links: dict) -> Iterator[None]:
+def follow(schedule: pp.Schedule, rank: int, has: list[set], links: dict) -> Iterator[None]:
     """One rank goes through its list, and yields where it waits: in its messages, until they have met.
 
     has: what each rank has computed or received. links: (from, to) → what was sent there, and what is expected.
@@ -114,7 +110,7 @@ def follow(schedule: pp.Schedule, rank: int, together: bool, has: list[set], lin
     at = schedule.ranks_of_stages
     for alone, run in itertools.groupby(schedule.actions[rank], lambda action: action.kind in COMPUTATIONS):
         run = list(run)
-        for group in [[action] for action in run] if alone or not together else [run]:
+        for group in [[action] for action in run] if alone else [run]:
             met = []
             for kind, stage, i in group:
                 if kind in COMPUTATIONS:
@@ -140,10 +136,10 @@ def follow(schedule: pp.Schedule, rank: int, together: bool, has: list[set], lin
                 has[rank].add(sent[number])
 
 
-def went_wrong(schedule: pp.Schedule, together: bool) -> str | None:
+def went_wrong(schedule: pp.Schedule) -> str | None:
     """Play all ranks with what each message has inside. None if all ends well."""
     has, links = [set() for _ in schedule.actions], collections.defaultdict(lambda: ([], []))
-    playing = [follow(schedule, rank, together, has, links) for rank in range(schedule.ranks)]
+    playing = [follow(schedule, rank, has, links) for rank in range(schedule.ranks)]
     try:
         for _ in range(sum(map(len, schedule.actions)) + 1):  # in each round one goes on, or none can
             playing = [one for one in playing if next(one, "end") != "end"]
@@ -161,8 +157,7 @@ def moved(schedule: pp.Schedule, chance: random.Random) -> pp.Schedule:
     return replace(schedule, actions=tuple(map(tuple, lists)))
 
 
-@pytest.mark.parametrize("together", [True, False], ids=["messages together", "one by one"])
-def test_a_complete_schedule_is_refused_exactly_if_ranks_that_follow_it_go_wrong(together):
+def test_a_complete_schedule_is_refused_exactly_if_ranks_that_follow_it_go_wrong():
     chance = random.Random(15)
     seen: dict[str | None, int] = {}
     right = [s for sizes in [(1, 2), (2, 2), (2, 4), (3, 4), (4, 3), (3, 6)] for s in made_by(*sizes)]
@@ -170,10 +165,10 @@ def test_a_complete_schedule_is_refused_exactly_if_ranks_that_follow_it_go_wrong
         schedule = chance.choice(right)
         for _ in range(chance.choice([1, 1, 1, 2, 3])):
             schedule = moved(schedule, chance)
-        wrong = went_wrong(schedule, together)
+        wrong = went_wrong(schedule)
         seen[wrong] = seen.get(wrong, 0) + 1
         try:
-            pp.check_schedule(schedule, together=together)
+            pp.check_schedule(schedule)
             refused = None
         except ValueError as error:
             refused = str(error)
@@ -217,23 +212,3 @@ SAID = {
 @refusals({words: (functools.partial(check, *lists), ValueError, words) for words, lists in SAID.items()})
 def test_what_is_wrong_is_said_with_rank_and_action(call, error, words):
     refused(call, error, words)
-
-
-def received_late(schedule: pp.Schedule) -> pp.Schedule:
-    """Each receive right before the computation that needs it, as one would write it down first."""
-    lists = []
-    for actions in schedule.actions:
-        mine = [one for one in actions if not one.kind.startswith("receive")]
-        for receive in (one for one in actions if one.kind.startswith("receive")):
-            needs_it = pp.Action("forward" if receive.kind == "receive activation" else "backward", *receive[1:])
-            mine.insert(mine.index(needs_it), receive)
-        lists.append(tuple(mine))
-    return replace(schedule, actions=tuple(lists))
-
-
-def test_the_circle_is_named_from_its_lowest_rank_though_another_waits_for_it():
-    """Stage 1 is on rank 2, stage 2 on rank 1: rank 0 waits for rank 2, which is in a circle with rank 1."""
-    orders = ["F0 F1 F2 B0 B1 B2", "F0@2 B0@2 F1@2 B1@2 F2@2 B2@2", "F0@1 F1@1 B0@1 F2@1 B1@1 B2@1"]
-    turned = received_late(pp.with_messages("turned", orders))
-    words = ": rank 1 → send B0 of stage 2 → rank 2 → send F1 of stage 1 → rank 1;"
-    refused(lambda: pp.check_schedule(turned, together=False), ValueError, words)

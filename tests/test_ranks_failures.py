@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import pickle
 import re
@@ -16,7 +15,7 @@ import pytest
 import torch
 from torch import distributed
 
-from memlab.data_parallelism import DataParallel, ring_all_reduce
+from memlab.data_parallelism import DataParallel
 from memlab.ranks import RankError, exchange, processes, receive, run_ranks
 from memlab.ranks.failures import Failure, culprit, of_death
 from tests.ranks_helpers import FAULTS, crashes, meet, planted, raises
@@ -52,7 +51,7 @@ def test_a_broken_connection_is_blamed_only_when_nothing_else_is_known():
     assert culprit([victim, from_it, death, late]) is death and culprit([from_it, late]) is late
     assert culprit([victim, late]) is late and culprit([victim]) is victim
     assert not death.may_be_victim and of_death(0, 0.0, None, "").summary == "closed its connection to the launcher"
-    assert "after its function had returned" in of_death(1, 0.0, 3, "", returned=True).summary
+    assert "after its function returned" in of_death(1, 0.0, 3, "", returned=True).summary
     assert of_death(1, 0.0, -99, "").summary == "was killed by signal 99"
 
 
@@ -160,8 +159,8 @@ def one_step_less(rank, wrap):
 
 @pytest.mark.parametrize(
     "wrap",
-    [torch.nn.parallel.DistributedDataParallel, functools.partial(DataParallel, all_reduce=ring_all_reduce)],
-    ids=["DDP", "ring in a thread"],
+    [torch.nn.parallel.DistributedDataParallel, DataParallel],
+    ids=["DDP", "ours"],
 )
 def test_a_rank_with_a_batch_less_is_blamed_and_not_those_that_wait_in_backward(wrap):
     with pytest.raises(RankError, match="rank 1 never arrived where ranks? 0") as caught:

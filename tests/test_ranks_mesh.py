@@ -51,9 +51,8 @@ SIZES = {
     "a fraction": ({"data": 2.0}, "found 2.0"),
     "a yes": ({"data": True}, "found True"),
     "two left": ({"data": -1, "tensor": -1}, "expected one axis of -1, which is what is left, found data and tensor"),
-    "too few": ({"data": 2, "tensor": 2}, "is 8, the number of ranks, found data=2 · tensor=2; data=4 or tensor=4"),
-    "one of two": ({"data": 3, "tensor": 2}, "found data=3 · tensor=2; data=4 would do"),
-    "neither": ({"data": 3, "tensor": 5}, "sizes whose product divides 8 (1, 2, 4, 8), and -1 for what is left, would"),
+    "too few": ({"data": 2, "tensor": 2}, "is 8, the number of ranks, found data=2 · tensor=2; take sizes"),
+    "neither": ({"data": 3, "tensor": 5}, "sizes whose product divides 8 (1, 2, 4, 8), and -1 for what is left, or"),
     "left of none": ({"data": -1, "tensor": 3}, "sizes whose product divides 8 (1, 2, 4, 8), and -1"),
 }
 

@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from memlab.book.steps import checkpoint_blocks, metered_step
+from memlab.book.steps import metered_step
+from memlab.data_parallelism.overlap import LINKS, ring_seconds
 from memlab.memory_arithmetic import Transformer
 from memlab.memory_timeline import Meter, imagine
-from memlab.offloading.links import RANK_LINKS
 from memlab.ranks import Traffic, imagined_ranks
 from memlab.tensor_parallelism import TensorParallelGPT, cut_of
 from memlab.tensor_parallelism.activations import block_activations, step_activations
@@ -23,7 +23,7 @@ from memlab.tensor_parallelism.arithmetic import (
     sent_bytes,
     step_traffic,
 )
-from memlab.tensor_parallelism.timing import block_seconds
+from memlab.tensor_parallelism.timing import block_flops, block_seconds, sending_to_computing, width_for_share
 from tests.tiers import pairs
 
 SHAPE = Transformer(layers=2, width=64, heads=8, vocabulary=32, context=48, hidden=160)
@@ -36,13 +36,11 @@ def on_hardware(hardware):
     return imagine(CARD) if hardware == "gpu" else nullcontext()
 
 
-def metered(ranks, *, hardware="cpu", precision="fp32", rank=0, segments=None, **options):
+def metered(ranks, *, hardware="cpu", precision="fp32", **options):
     """A rank's model: its parameters, cut and whole; its timeline of forward and backward; and what it sent."""
     sizes = {name: getattr(SHAPE, name) for name in ("layers", "width", "heads", "context", "vocabulary", "hidden")}
-    with on_hardware(hardware), imagined_ranks(ranks, rank):
+    with on_hardware(hardware), imagined_ranks(ranks):
         model = TensorParallelGPT(**sizes, dtype=DTYPES[precision], **options)
-        if segments is not None:
-            checkpoint_blocks(model, segments)
         x, y = (torch.zeros(BATCH, TOKENS, dtype=torch.long) for _ in "xy")
         with Meter(model, inputs=(x, y)) as meter, Traffic() as traffic:
             model(x, y).backward()
@@ -65,10 +63,6 @@ WAYS = [
     *(pytest.param(dict(zip(NAMES, case.values, strict=True)), marks=case.marks) for case in PRODUCT),
     {"ranks": 4, "hardware": "cpu", "precision": "fp32", "sequence_parallel": True, "keep_gathered": True},
     {"ranks": 8, "hardware": "gpu", "precision": "bf16", "sequence_parallel": True, "keep_gathered": True},
-    {"ranks": 1, "hardware": "cpu", "precision": "fp32", "kv_heads": 4},
-    {"ranks": 4, "hardware": "gpu", "precision": "bf16", "kv_heads": 4, "sequence_parallel": True},
-    {"ranks": 8, "hardware": "cpu", "precision": "fp32", "kv_heads": 2, "sequence_parallel": True},
-    {"ranks": 8, "hardware": "gpu", "precision": "bf16", "kv_heads": 1},
     {"ranks": 4, "hardware": "cpu", "precision": "bf16", "dropout": 0.1, "sequence_parallel": True},
     {"ranks": 8, "hardware": "gpu", "precision": "bf16", "dropout": 0.1},
     {"ranks": 8, "hardware": "gpu", "precision": "fp32", "dropout": 0.1, "sequence_parallel": True},
@@ -82,7 +76,7 @@ def only(way, *names):
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: "-".join(map(str, way.values())))
 def test_parameters_what_forward_keeps_and_what_a_step_sends_are_the_formulas_to_the_byte(way):
     parameters, timeline, traffic = metered(**way)
-    assert parameters == rank_parameters(SHAPE, way["ranks"], **only(way, "kv_heads"))
+    assert parameters == rank_parameters(SHAPE, way["ranks"])
     breakdown = step_activations(SHAPE, BATCH, TOKENS, **way)
     assert breakdown.nbytes == kept(timeline)
     for term in breakdown:
@@ -90,14 +84,11 @@ def test_parameters_what_forward_keeps_and_what_a_step_sends_are_the_formulas_to
         assert eval(numbers.replace("·", "*").replace("×", "*").replace("/", "//")) == term.nbytes > 0
         assert term.source
     assert len({term.name for term in breakdown}) == len(breakdown)
-    names = ("ranks", "precision", "sequence_parallel", "keep_gathered", "kv_heads")
+    names = ("ranks", "precision", "sequence_parallel", "keep_gathered")
     sent = step_traffic(SHAPE, BATCH, TOKENS, **only(way, *names))
     assert by_collective(sent) == traffic.by_name()
     assert sent_bytes(sent) == traffic.sent_bytes
     assert messages(sent) == messages_of(traffic)
-    if way["ranks"] == 4 and "kv_heads" in way:
-        last = metered(**way, rank=3)
-        assert (last[0], kept(last[1]), last[2].by_name()) == (parameters, kept(timeline), traffic.by_name())
 
 
 def messages(sent):
@@ -109,13 +100,6 @@ def messages(sent):
 
 def messages_of(traffic):
     return collections.Counter((r.name, r.tensor_bytes, r.ranks) for r in traffic.records)
-
-
-@pytest.mark.parametrize("segments", [1, 2])
-@pytest.mark.parametrize("cut", [False, True])
-def test_what_checkpoints_run_again_they_send_again_but_for_the_sum_at_each_one_s_end(segments, cut):
-    sent = step_traffic(SHAPE, BATCH, TOKENS, 4, precision="fp32", sequence_parallel=cut, segments=segments)
-    assert messages(sent) == messages_of(metered(4, sequence_parallel=cut, segments=segments)[2])
 
 
 @pytest.mark.parametrize("cut", [False, True])
@@ -153,14 +137,41 @@ def test_parameters_and_states_between_steps_are_the_formulas(precision, cut):
     assert max(timeline.curves["gradient"]) == expected.gradients
 
 
+def test_a_blocks_flops_are_its_matrix_products():
+    b, s, h = 2, 12, 8
+    products = [(b * s, h, 3 * h), (b * s, h, h), (b * s, h, 4 * h), (b * s, 4 * h, h)]
+    products += [(b * s, h, s), (b * s, s, h)]  # scores and values, of all heads together
+    assert block_flops(b, s, h) == sum(2 * m * k * n for m, k, n in products)
+
+
 @pytest.mark.parametrize(("ranks", "width"), list(itertools.product((1, 2, 8), (256, 4096))))
-def test_computing_is_a_block_s_matrix_products_and_sending_over_it_the_page_s_formula(ranks, width):
-    h, s, flops = width, 512, 300e12
-    for b, speed in itertools.product((1, 64), RANK_LINKS.values()):
-        took = block_seconds(b, s, h, ranks, flops, speed)
-        products = [(b * s, h, 3 * h), (b * s, h, h), (b * s, h, 4 * h), (b * s, 4 * h, h)]
-        products += [(b * s, h, s), (b * s, s, h)]  # scores and values, of all heads together
-        assert took.computing == pytest.approx(3 * sum(2 * m * k * n for m, k, n in products) / ranks / flops)
-        ratio = (ranks - 1) * 2 * flops / (9 * speed * (h + s / 6))
-        assert took.sending / took.computing == pytest.approx(ratio, rel=1e-12)
-        assert took.waiting_share == pytest.approx(ratio / (1 + ratio))
+def test_sending_over_computing_is_the_page_s_formula_whatever_the_batch(ranks, width):
+    for batch, speed in itertools.product((1, 64), LINKS.values()):
+        took = block_seconds(batch, 512, width, ranks, 300e12, speed)
+        assert took.sending / took.computing == pytest.approx(
+            sending_to_computing(width, 512, ranks, 300e12, speed), rel=1e-12
+        )
+        assert took.waiting == took.sending
+
+
+def test_at_the_width_for_a_share_a_block_waits_for_that_share():
+    for share, speed in itertools.product((0.05, 0.5), LINKS.values()):
+        width = width_for_share(share, 1024, 8, 400e12, speed)
+        took = block_seconds(4, 1024, round(width), 8, 400e12, speed)
+        assert took.waiting_share == pytest.approx(share, rel=1e-3)
+    assert width_for_share(0.1, 1024, 1, 400e12, 1e9) == 0
+
+
+def test_hidden_are_at_most_backward_s_two_and_no_longer_than_what_runs_beside_them():
+    fast, slow = (block_seconds(8, 1024, 4096, 8, 400e12, speed, hidden=True) for speed in (2e12, 2.8e9))
+    assert fast.waiting == pytest.approx(fast.sending / 2)
+    beside = 14 * 8 * 1024 * 4096**2 / (8 * 400e12)  # of 6 and 8·b·s·h² FLOPs
+    assert slow.waiting == pytest.approx(slow.sending - beside)
+
+
+def test_a_recomputed_block_sends_five_sums_for_four_each_with_its_latency():
+    plain = block_seconds(8, 1024, 4096, 8, 400e12, 45e9, latency_seconds=1e-5)
+    again = block_seconds(8, 1024, 4096, 8, 400e12, 45e9, latency_seconds=1e-5, recomputed=True)
+    assert again.sending == pytest.approx(5 / 4 * plain.sending)
+    assert again.computing == pytest.approx(4 / 3 * plain.computing)
+    assert plain.sending == 4 * ring_seconds(8 * 1024 * 4096 * 2, 8, 45e9, 1e-5)

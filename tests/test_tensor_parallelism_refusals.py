@@ -16,7 +16,6 @@ from memlab.ranks import imagined_ranks
 from tests.harness import refusals, refused
 
 SHAPE = Transformer(layers=2, width=64, heads=8, vocabulary=32, context=48, hidden=160)
-OF_48_HEADS = replace(SHAPE, width=96, heads=48, kv_heads=48)
 WHOLE, PART, TOKENS = torch.zeros(8, 16), torch.zeros(8, 4), torch.zeros(3, 6, dtype=torch.int64)
 
 
@@ -58,19 +57,16 @@ def in_place_of_a_part() -> None:
 
 
 ON_FOUR_RANKS = {  # what is said → the call, on one of four imagined ranks
-    "whole x, (..., 16), found (8, 4); it is a part already: RowParallelLinear reads parts": lambda: column()(PART),
+    "whole x, (..., 16), found (8, 4)…gather_from_ranks makes parts whole": lambda: column()(PART),
     "whole x, (..., 16), found (8, 5); the layer reads 16 features": lambda: column()(torch.zeros(8, 5)),
-    "part of x, (..., 4), found (8, 16); it is whole: pass input_is_parallel=False": lambda: row()(WHOLE),
-    "found (8, 4); it is a part already: pass input_is_parallel=True": lambda: row(input_is_parallel=False)(PART),
+    "part of x, (..., 4), found (8, 16)…scatter_to_ranks takes the part of a whole x": lambda: row()(WHOLE),
     "outputs of 10 cannot…(1, 2, 5, 10), or a number of outputs of 8 or 12": lambda: tp.ColumnParallelLinear(16, 10),
     "inputs of 3 cannot be split over 4…(1, 3), or a number of inputs of 4": lambda: tp.RowParallelLinear(3, 24),
     "7 rows cannot be split…divides 7 (1, 7), or for 4 ranks 8 rows": lambda: row(sequence_parallel=True)(PART[:7]),
     "rows, (rows, ..., features), for sequence_parallel": lambda: column(sequence_parallel=True)(WHOLE[0]),
     "sections that make 24 together, found 8 + 8 = 16": lambda: column(sections=(8, 8)),
     "outputs of 3 cannot be split into 2 pieces…(1, 3)…2 or 4": lambda: column(sections=(16, (3, 2), 5)),
-    "in order when gathered…((16, 4), (8, 4))": lambda: column(sections=(16, 8), gather_output=True),
     "expected x of at least one dimension…x.reshape(1)": lambda: tp.gather_from_ranks(torch.tensor(3.0)),
-    "expected an nn.Linear, whole, found ColumnParallelLinear": (lambda: column().from_linear(column()), TypeError),
     "without create_graph…F.linear(copy_to_ranks(x), layer.w": (create_graph, RuntimeError),
     "this rank's part as weight, (24, 4), found (24, 16)": in_place_of_a_part,
     "a dimension of (8, 4), from -2 to 1, found 2": lambda: tp.cut_evenly((8, 4), 2, 0, 2),
@@ -90,24 +86,14 @@ ON_FOUR_RANKS = {  # what is said → the call, on one of four imagined ranks
     # of a vocabulary
     "a target for each row of logits, (5,), found (4,)": lambda: loss(y=(4,)),
     "of int64, found torch.float32 and torch.int32": (lambda: loss(dtype=torch.int32), TypeError),
-    "'mean', 'sum' or 'none', found 'max'": lambda: loss(reduction="max"),
-    "a vocabulary of at most 4 · 7 logits, found 29": lambda: loss(vocabulary=29),
     "a vocabulary of 50257 cannot be split over 4 ranks…50260": lambda: tp.VocabularyParallelEmbedding(50257, 8),
-    "padding_idx in the vocabulary of 8, found 8": lambda: tp.VocabularyParallelEmbedding(8, 8, 8),
-    "an embedding without max_norm": lambda: tp.VocabularyParallelEmbedding.from_embedding(
-        nn.Embedding(8, 8, max_norm=1)
-    ),
-    "found none in MLP; split_layers makes them": lambda: tp.check_replicas(MLP()).__enter__(),
+    "found none in MLP; build it of such": lambda: tp.check_replicas(MLP()).__enter__(),
 }
 ALONE = {
     "8 heads cannot be split over 3 ranks; pick…divides 8 (1, 2, 4, 8)": lambda: kept(ranks=3),
-    "6 key-value heads cannot serve 32 heads": lambda: kept(other(heads=32, kv_heads=32), kv_heads=6),
-    "12 key-value heads…over 8 ranks, nor shared": lambda: kept(OF_48_HEADS, ranks=8, kv_heads=12),
     "expected precision to be one of": lambda: kept(precision="fp8"),
     "expected ranks of at least 1": lambda: kept(ranks=0),
     "expected family to be one of 'gpt'": lambda: kept(other(family="llama"), ranks=2),
-    "GPU's fused attention in fp32 reads no grouped keys": lambda: kept(precision="fp32", kv_heads=2),
-    "CPU's fused attention with dropout": lambda: kept(hardware="cpu", dropout=0.1, kv_heads=2),
     "expected at most 45 tokens": lambda: kept(other(context=45), ranks=1),
     "counted for 2 tokens or more, found 1": lambda: kept(tokens=1),
     "42 rows (batch · tokens) cannot be split over 4 ranks": lambda: kept(tokens=21, sequence_parallel=True),

@@ -11,7 +11,7 @@ from memlab import tensor_parallelism as tp
 from memlab.memory_timeline import Meter, imagine
 from memlab.ranks import Traffic, imagined_ranks, one_rank, place_in, run_ranks
 from memlab.tensor_parallelism.parameters import draw_part_
-from tests.tensor_parallelism_helpers import groups, raised
+from tests.tensor_parallelism_helpers import groups, part_of, raised
 from tests.tiers import pairs
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -63,14 +63,14 @@ def test_a_part_that_is_not_contiguous_is_filled_as_one_that_is():
 @pairs("dtype, ranks", [torch.float64, torch.float32, torch.bfloat16], [1, 8])
 def test_layers_begin_with_their_parts_of_what_plain_layers_begin_with(dtype, ranks):
     torch.manual_seed(3)
-    plain = [nn.Linear(24, 40, dtype=dtype), nn.Linear(40, 24, dtype=dtype), nn.Embedding(56, 24, 50, dtype=dtype)]
+    plain = [nn.Linear(24, 40, dtype=dtype), nn.Linear(40, 24, dtype=dtype), nn.Embedding(56, 24, dtype=dtype)]
     for rank in range(ranks):
         with imagined_ranks(ranks, rank):
             torch.manual_seed(3)
             parts = [
                 tp.ColumnParallelLinear(24, 40, dtype=dtype),
                 tp.RowParallelLinear(40, 24, dtype=dtype),
-                tp.VocabularyParallelEmbedding(56, 24, 50, dtype=dtype),
+                tp.VocabularyParallelEmbedding(56, 24, dtype=dtype),
             ]
         for layer, split in zip(plain, parts, strict=True):
             for (name, full), part in zip(layer.named_parameters(), split.parameters(), strict=True):
@@ -101,22 +101,22 @@ def look_up(group) -> dict:
     some = torch.randint(24, (3, 5), generator=generator)
     batches = {"some": some, "on one rank": some % 6, "none": some[:0], "one": some[0, 0], "int32": some.int()}
     for dtype in DTYPES:
-        full = nn.Embedding(24, 6, padding_idx=7, dtype=dtype)
+        full = nn.Embedding(24, 6, dtype=dtype)
         with torch.no_grad():
             full.weight.copy_(torch.randn(24, 6, generator=generator))
         for name, tokens in batches.items():
-            table = tp.VocabularyParallelEmbedding.from_embedding(full, group=group)
+            table = part_of(full, tp.VocabularyParallelEmbedding, 24, 6, group=group)
             expected, found = full(tokens), table(tokens)
             weights = torch.randn(expected.shape, generator=generator).to(dtype)
             (expected_gradient,) = torch.autograd.grad((expected * weights).sum(), full.weight)
             (gradient,) = torch.autograd.grad((found * weights).sum(), table.weight)
             own = tp.cut_of(table.weight).part_of(expected_gradient)
             facts[f"{name}, {dtype}"] = torch.equal(found, expected) and torch.equal(gradient, own)
-    summand = tp.VocabularyParallelEmbedding.from_embedding(full, reduce=False, group=group)
+    summand = part_of(full, tp.VocabularyParallelEmbedding, 24, 6, reduce=False, group=group)
     facts["summand"] = torch.equal(summand(some), full(some) * ((some // len(summand.weight)) == rank)[..., None])
     with torch.no_grad():
         full.weight[::6] = torch.inf  # each rank's first row, which stands in for tokens that are elsewhere
-    facts["infinite"] = torch.equal(tp.VocabularyParallelEmbedding.from_embedding(full, group=group)(some), full(some))
+    facts["infinite"] = torch.equal(part_of(full, tp.VocabularyParallelEmbedding, 24, 6, group=group)(some), full(some))
     for bad, said in ((24, "3 to 24"), (-1, "-1 to 3")):
         told = raised(lambda bad=bad: tp.VocabularyParallelEmbedding(24, 6, group=group)(torch.tensor([3, bad])))
         facts[bad] = told.startswith(f"IndexError: expected tokens from 0 to 23, found some from {said}")
@@ -144,22 +144,18 @@ def losses(group) -> tuple[dict, dict]:
     }
     found: dict = {}
     for (name, (logits, targets)), dtype in ((case, dtype) for case in cases.items() for dtype in DTYPES):
-        for reduction in ("mean", "sum", "none"):
-            wide = torch.promote_types(dtype, torch.float32)
-            full = logits.to(dtype).to(wide, copy=True).requires_grad_()
-            expected = F.cross_entropy(full.flatten(0, -2), targets.flatten(), reduction=reduction)
-            expected.sum().backward()
-            for in_place in (False, True):
-                part = logits.to(dtype).chunk(ranks, -1)[rank].clone().requires_grad_()
-                loss = tp.vocabulary_parallel_cross_entropy(
-                    part * 1, targets, reduction=reduction, in_place=in_place, group=group
-                )
-                loss.sum().backward()
-                assert part.grad.dtype == dtype and loss.dtype == wide
-                assert loss.shape == (targets.shape if reduction == "none" else ())
-                worst = found.setdefault((name, dtype), [0.0, 0.0])
-                worst[0] = max(worst[0], distance(loss.detach().flatten(), expected.detach().flatten()))
-                worst[1] = max(worst[1], distance(part.grad, full.grad.chunk(ranks, -1)[rank]))
+        wide = torch.promote_types(dtype, torch.float32)
+        full = logits.to(dtype).to(wide, copy=True).requires_grad_()
+        expected = F.cross_entropy(full.flatten(0, -2), targets.flatten())
+        expected.backward()
+        for in_place in (False, True):
+            part = logits.to(dtype).chunk(ranks, -1)[rank].clone().requires_grad_()
+            loss = tp.vocabulary_parallel_cross_entropy(part * 1, targets, in_place=in_place, group=group)
+            loss.backward()
+            assert part.grad.dtype == dtype and loss.dtype == wide and loss.shape == ()
+            worst = found.setdefault((name, dtype), [0.0, 0.0])
+            worst[0] = max(worst[0], distance(loss.detach().flatten(), expected.detach().flatten()))
+            worst[1] = max(worst[1], distance(part.grad, full.grad.chunk(ranks, -1)[rank]))
     return found, others_of_losses(z, y, group)
 
 
@@ -174,18 +170,6 @@ def others_of_losses(z: Tensor, y: Tensor, group) -> dict:
         targets = y.clone()
         targets[4] = bad
         facts[bad] = raised(lambda targets=targets: tp.vocabulary_parallel_cross_entropy(part, targets, group=group))
-    padded = torch.cat([z[:, :21], torch.full((12, 3), 1e9)], -1).chunk(ranks, -1)[rank].clone().requires_grad_()
-    few = z[:, :21].clone().requires_grad_()
-    y = y.clamp(max=20)
-    found = tp.vocabulary_parallel_cross_entropy(padded, y, vocabulary=21, group=group)
-    expected = F.cross_entropy(few, y)
-    found.backward()
-    expected.backward()
-    gradient = F.pad(few.grad, (0, 3)).chunk(ranks, -1)[rank]
-    facts["padded"] = [distance(found.detach(), expected.detach()), float((padded.grad - gradient).abs().max())]
-    beyond = y.clone()
-    beyond[2] = 22
-    facts["beyond"] = raised(lambda: tp.vocabulary_parallel_cross_entropy(padded, beyond, vocabulary=21, group=group))
     return facts
 
 
@@ -223,8 +207,6 @@ def test_the_loss_sends_three_numbers_a_token_in_one_message_and_refuses_a_targe
         assert facts["sent"] == [("all_gather", (size - 1) * 3 * 12 * 8)] * (size > 1)
         for bad in (24, -1, 10**12):
             assert facts[bad].startswith(f"IndexError: expected targets from 0 to 23, or ignore_index, found {bad};")
-        assert facts["beyond"].startswith("IndexError: expected targets from 0 to 20, or ignore_index, found 22;")
-        assert max(facts["padded"]) <= 1e-15  # what pads a vocabulary counts for nothing
 
 
 def saved_bytes(call, but: Tensor) -> int:
@@ -246,10 +228,9 @@ def saved_bytes(call, but: Tensor) -> int:
 def test_the_loss_keeps_one_matrix_which_becomes_the_gradient(dtype):
     z, y = torch.randn(32, 100).to(dtype).requires_grad_(), torch.arange(32)
     with imagined_ranks(4):
-        for reduction, divisor in {"mean": 8, "sum": 0, "none": 0}.items():
-            call = lambda: tp.vocabulary_parallel_cross_entropy(z, y, reduction=reduction)  # noqa: B023, E731
-            assert saved_bytes(call, z) == 32 * 100 * dtype.itemsize + divisor
-        loss = tp.vocabulary_parallel_cross_entropy(z, y, reduction="sum")
+        saved = saved_bytes(lambda: tp.vocabulary_parallel_cross_entropy(z, y), z)
+        assert saved == 32 * 100 * dtype.itemsize + 8  # and the divisor
+        loss = tp.vocabulary_parallel_cross_entropy(z, y)
         matrix = loss.grad_fn.saved_tensors[0].data_ptr()
         loss.backward()
     assert z.grad.data_ptr() == matrix
@@ -294,14 +275,3 @@ def test_logits_that_someone_reads_in_backward_are_not_overwritten_unnoticed():
         loss = tp.vocabulary_parallel_cross_entropy(z.tanh(), y, in_place=True)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
-
-
-def test_a_table_made_from_a_full_one_copies_its_rows_and_draws_nothing():
-    full = nn.Embedding(8, 3, dtype=torch.float64).requires_grad_(False)
-    before = torch.get_rng_state()
-    with imagined_ranks(4, 3):
-        table = tp.VocabularyParallelEmbedding.from_embedding(full, dtype=torch.float32)
-        shapes = tp.VocabularyParallelEmbedding.from_embedding(nn.Embedding(8, 3, device="meta"), device="meta").weight
-    assert torch.equal(table.weight, full.weight[6:].float()) and not table.weight.requires_grad
-    assert torch.equal(torch.get_rng_state(), before)
-    assert shapes.is_meta and shapes.shape == (2, 3) and shapes.requires_grad

@@ -69,7 +69,7 @@ def build_part(model: Transformer, **options) -> TensorParallelGPT:
     if model.family != "gpt" or model.tied:
         raise ValueError(
             "expected sizes of family 'gpt' with an untied head; found "
-            f"family={model.family!r}, tied={model.tied}; a Llama's layers are split by split_layers"
+            f"family={model.family!r}, tied={model.tied}; take a model of such sizes"
         )
     sizes = ("layers", "width", "heads", "context", "vocabulary", "hidden")
     return TensorParallelGPT(**{name: getattr(model, name) for name in sizes}, **options)

@@ -3,8 +3,8 @@
 Read the pages in this order: `flat` (parameters side by side, cut into equal pieces), `ring` (all-reduce by hand) and
 `agreement` (what must be the same on all ranks).
 
-All that a model has on every rank: `buckets` (gradients that travel together), `background` (a thread for an all-reduce
-of your own), `averaging` (what happens to a gradient on its way) and `replicas` (`DataParallel`).
+All that a model has on every rank: `buckets` (gradients that travel together), `averaging` (what happens to a gradient
+on its way) and `replicas` (`DataParallel`).
 
 States and gradients in parts: `zero_buckets` (parameters and a rank's parts of them in the same bytes),
 `zero_gradients` (reduced bucket by bucket), `norms` (of what lies on several ranks), `states` (whole, and cut again)
@@ -15,7 +15,7 @@ present), `saved` (weights that backward asks for), `sharding` (the moments: `fu
 there is only as a whole: norms and checkpoints).
 
 And what it costs: `arithmetic` (bytes a rank holds and sends, by stage), `overlap` (when sending is free) and `budget`
-(a rank's peak, and the batch that fits). `__main__` trains a small model by each technique, from a terminal.
+(a rank's peak). `__main__` trains a small model by each technique, from a terminal.
 """
 
 from memlab.data_parallelism.agreement import mean_over_ranks

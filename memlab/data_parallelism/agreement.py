@@ -7,12 +7,12 @@ company, is settled in company first.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 from memlab.ranks import place_in
 
@@ -99,6 +99,15 @@ def refuse_unfit(named: Iterable[tuple[str, Tensor]]) -> None:
             )
 
 
+def refuse_extra_state(names: Iterable[str]) -> None:
+    """Raise ValueError for what a module's `get_extra_state` returned: nobody knows which part of it a rank has."""
+    for name in names:
+        if name.endswith(_EXTRA_STATE_KEY_SUFFIX):
+            raise ValueError(
+                f"expected parameters and buffers in a state dict, found {name}, a module's extra state; save it beside"
+            )
+
+
 def _unexpanded(t: Tensor) -> Tensor:
     """A view of each number once, where `expand` shows one memory several times."""
     return t[tuple(0 if stride == 0 else slice(None) for stride in t.stride())]
@@ -157,18 +166,6 @@ def refuse_others(mine: dict[str, str], group=None) -> None:
                 f"expected the same model on all ranks, found rank {rank}'s parameters in another order than rank 0's; "
                 "build it in the same order on each"
             )
-
-
-def on_any_rank(here: Sequence[bool], device: torch.device, group=None) -> list[bool]:
-    """Whether each of these is so on any rank: one byte for each is all-reduced, and looked at where one is not here.
-
-    device: where collectives run. Imagined ranks all do what this one does.
-    """
-    anywhere = torch.tensor(here, dtype=torch.uint8).to(device)
-    distributed.all_reduce(anywhere, distributed.ReduceOp.MAX, group=group)
-    if all(here) or isinstance(anywhere, FakeTensor):
-        return list(here)
-    return [bool(one) for one in anywhere.tolist()]
 
 
 def mean_over_ranks(count: float | Tensor, group=None) -> Tensor:

@@ -34,8 +34,8 @@ from memlab.ranks import ring_bytes
 STAGES = {0: "data parallel", 1: "ZeRO-1", 2: "ZeRO-2", 3: "ZeRO-3"}
 """How the stages are called."""
 
-Buckets = int | Sequence[int] | Sequence[Sequence[int]]
-"""The elements of every tensor of every bucket; a flat list is one bucket, a number one tensor in one bucket."""
+Buckets = Sequence[Sequence[int]]
+"""The elements of every tensor of every bucket."""
 
 
 class RankBytes(NamedTuple):
@@ -78,7 +78,7 @@ def rank_bytes(
     ZeRO's own example, figure 1 of the paper, in GB: 7.5 billion parameters in 16 bits, on 64 ranks.
 
     >>> for stage in STAGES:
-    ...     held = rank_bytes(7_500_000_000, 64, stage, weight_bytes=2, gradient_bytes=2, state_bytes=12)
+    ...     held = rank_bytes([[7_500_000_000]], 64, stage, weight_bytes=2, gradient_bytes=2, state_bytes=12)
     ...     print(stage, round(held.nbytes / 1e9, 1))
     0 120.0
     1 31.4
@@ -89,12 +89,11 @@ def rank_bytes(
     positive("ranks", ranks)
     if not 0 <= rank < ranks:
         raise ValueError(f"expected a rank from 0 to {ranks - 1}, found {rank}")
-    each = _listed(buckets)
-    cut = [_cut(sum(tensors), ranks, rank) for tensors in each]
+    cut = [_cut(sum(tensors), ranks, rank) for tensors in buckets]
     whole, padded, piece, own = (sum(column) for column in zip(*cut, strict=True)) if cut else (0,) * 4
     weights = (whole, padded, padded, piece)[stage]
     gradients = (padded, whole, piece, piece)[stage]
-    states = state_bytes * (own if stage else whole) + counter_bytes * sum(map(len, each))
+    states = state_bytes * (own if stage else whole) + counter_bytes * sum(map(len, buckets))
     return RankBytes(weight_bytes * weights, gradient_bytes * gradients, states)
 
 
@@ -104,7 +103,7 @@ def padded_elements(buckets: Buckets, ranks: int) -> int:
     >>> padded_elements([[6, 4], [3]], 4)
     16
     """
-    return sum(_cut(sum(tensors), ranks, 0)[1] for tensors in _listed(buckets))
+    return sum(_cut(sum(tensors), ranks, 0)[1] for tensors in buckets)
 
 
 def sent_bytes(nbytes: int, ranks: int) -> int:
@@ -157,7 +156,7 @@ class Transient(NamedTuple):
     """What stage 3 holds for a time, on top of a rank's pieces."""
 
     weights: int
-    """Gathered: the root, the unit at work, and those that are fetched ahead."""
+    """Gathered: the root, the unit at work, and the next."""
     gradients: int
     """Whole, in backward: of one unit, on its way, and of the first tensor of the next."""
 
@@ -167,15 +166,14 @@ def transient_bytes(
     ranks: int,
     *,
     root: Sequence[int] = (),
-    prefetch: int = 1,
     weight_bytes: int = 4,
     gradient_bytes: int = 4,
 ) -> Transient:
     """The most that stage 3 has whole at once, of weights and of gradients.
 
     units: the elements of each tensor of each unit, in the order of forward; root: of the unit that encloses them and
-    stays gathered. prefetch: how many units are gathered ahead; with 0 a unit's gradients have left before the next's.
-    The root's gradients, which are made first and last, and are whole from then to the end, are left out.
+    stays gathered. The root's gradients, which are made first and last, and are whole from then to the end, are left
+    out.
 
     A model of equal blocks: one at work, one on its way.
 
@@ -184,8 +182,8 @@ def transient_bytes(
     """
     padded = [padded_elements([tensors], ranks) for tensors in units]
     gathered = padded_elements([list(root)], ranks)
-    gathered += max((sum(padded[at : at + 1 + prefetch]) for at in range(len(padded))), default=0)
-    largest = max((size for tensors in units for size in tensors), default=0) if prefetch else 0
+    gathered += max((sum(padded[at : at + 2]) for at in range(len(padded))), default=0)
+    largest = max((size for tensors in units for size in tensors), default=0)
     return Transient(weight_bytes * gathered, gradient_bytes * (max(padded, default=0) + largest))
 
 
@@ -197,16 +195,6 @@ def unit_sizes(model: Transformer) -> tuple[list[list[int]], list[int]]:
     """
     count = lambda sizes: [elements(size, model.symbols) for size in sizes.values()]  # noqa: E731
     return [count(model.block) for _ in range(model.layers)], count(model.before) + count(model.after)
-
-
-def _listed(buckets: Buckets) -> list[list[int]]:
-    """Buckets, however they were written, as a list of lists."""
-    if isinstance(buckets, int):
-        return [[buckets]]
-    buckets = list(buckets)
-    if all(isinstance(one, int) for one in buckets):
-        return [buckets]
-    return [list(one) for one in buckets]
 
 
 def _cut(whole: int, ranks: int, rank: int) -> tuple[int, int, int, int]:

@@ -23,22 +23,19 @@ from torch import Tensor, distributed, nn
 from torch.utils._pytree import tree_leaves
 
 from memlab.backward import at_end_of_backward
-from memlab.data_parallelism.agreement import on_any_rank
-from memlab.data_parallelism.background import Background
 from memlab.data_parallelism.buckets import GradientBucket, take_over
 
 
 class Averaging:
     """Hooks on the parameters of these buckets. They know nothing of the model's wrapper, so it can die before them."""
 
-    def __init__(self, buckets: list[GradientBucket], all_reduce, group, find_unused: bool):
-        self.buckets, self.group, self.find_unused = buckets, group, find_unused
+    def __init__(self, buckets: list[GradientBucket], group):
+        self.buckets, self.group = buckets, group
         self.factor = 1 / distributed.get_world_size(group)
         self.syncing = True
         self.running = self.reached = self.closed = False
         self.arrived: list[set[int]] = [set() for _ in buckets]
-        self.sent: list[Callable[[], None]] = []  # what waits for each bucket that is on its way
-        self.background = None if all_reduce is None else Background(all_reduce, group)
+        self.sent: list[distributed.Work] = []  # of each bucket that is on its way
         take_over((p for bucket in buckets for p in bucket.params), self)
         self._hooks = [
             p.register_post_accumulate_grad_hook(self._hook(at, number))
@@ -82,7 +79,7 @@ class Averaging:
                 bucket.place(number, 1)
             return
         if not self.running:
-            self.begin()
+            self.running = True
             at_end_of_backward(self.finish)
         if p.grad is None:  # a hook before this one took it: as if it had not come
             return
@@ -90,12 +87,6 @@ class Averaging:
         self.arrived[at].add(number)
         while len(self.sent) < len(self.buckets) and self.full(len(self.sent)):
             self.send()
-
-    def begin(self) -> None:
-        """From here on ranks have to send all buckets."""
-        self.running = True
-        if self.background is not None:
-            self.background.scratch_bytes = max(bucket.piece_bytes for bucket in self.buckets)
 
     def watch(self, outputs: object) -> None:
         """See to it that a backward is known from the moment that it comes to these outputs of the model."""
@@ -119,11 +110,8 @@ class Averaging:
 
     def send(self) -> None:
         """Begin to sum the next bucket over ranks."""
-        bucket = self.buckets[len(self.sent)]
-        if self.background is not None:
-            self.sent.append(self.background.begin(bucket.flat, bucket.layout.piece))
-        else:
-            self.sent.append(distributed.all_reduce(bucket.flat, group=self.group, async_op=True).wait)
+        flat = self.buckets[len(self.sent)].flat
+        self.sent.append(distributed.all_reduce(flat, group=self.group, async_op=True))
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -132,11 +120,11 @@ class Averaging:
             return
         try:
             without = self.fill_up()
-            for wait in self.sent:
-                wait()
-            frozen_since = [p for p in without if not p.requires_grad]
-            for p in self.unused_everywhere(without) if self.find_unused else frozen_since:
-                p.grad = None
+            for work in self.sent:
+                work.wait()
+            for p in without:
+                if not p.requires_grad:  # frozen since
+                    p.grad = None
         finally:
             self.forget()
 
@@ -156,26 +144,16 @@ class Averaging:
                 self.send()
         return without
 
-    def unused_everywhere(self, without: list[nn.Parameter]) -> list[nn.Parameter]:
-        """Those of the parameters without a gradient here that have none on any rank."""
-        params = [p for bucket in self.buckets for p in bucket.params]
-        absent = {id(p) for p in without}
-        used = on_any_rank([id(p) not in absent for p in params], params[0].device, self.group)
-        return [p for p, by_any in zip(params, used, strict=True) if not by_any]
-
-    def settle(self) -> None:
-        """End a backward that raised: the other ranks get what there is, and gradients here stay as they are now."""
-        params = [p for bucket in self.buckets for p in bucket.params]
-        gradients = [p.grad for p in params]
-        self.begin()
-        self.finish()
-        for p, gradient in zip(params, gradients, strict=True):
-            p.grad = gradient
-
     def begin_step(self, recorded: bool) -> None:
-        """A forward begins. recorded: for a backward, by which ranks have to be in step."""
+        """A forward begins. recorded: for a backward, by which ranks have to be in step.
+
+        Raises RuntimeError after a backward that raised: the others wait for its gradients, and would take the next's.
+        """
         if recorded and (self.running or self.reached):
-            self.settle()
+            raise RuntimeError(
+                "expected every backward to end, found that the last one raised, and other ranks may wait for its "
+                "gradients; let the launch end, or, where it raised on all ranks, close() this and wrap the model again"
+            )
         for bucket in self.buckets if not self.running else ():
             bucket.empty()
 
@@ -185,16 +163,12 @@ class Averaging:
         self.sent.clear()
         for arrived in self.arrived:
             arrived.clear()
-        if self.background is not None:
-            self.background.rest()
 
     def close(self) -> None:
-        """Take the hooks off and end the thread."""
+        """Take the hooks off."""
         self.closed = True
         for hook in self._hooks:
             hook.remove()
-        if self.background is not None:
-            self.background.close()
 
 
 def _arrive(averaging: Averaging, at: int, number: int, _: Tensor) -> None:

@@ -31,11 +31,6 @@ class GradientBucket:
         self.flat: Tensor | None = None
         self.views: list[Tensor] = []
 
-    @property
-    def piece_bytes(self) -> int:
-        """Bytes of one rank's piece, in the dtype that the parameters have by now."""
-        return self.layout.piece * self.params[0].itemsize
-
     def fill(self) -> None:
         """Have a buffer. Its values are any but for the padding, which is 0."""
         if self.flat is None or self.flat.dtype is not self.params[0].dtype:  # as after `model.double()`

@@ -1,4 +1,4 @@
-"""Budget: a training step's peak on one of N ranks, from the step on one, and the batch that fits.
+"""Budget: a training step's peak on one of N ranks, from the step on one.
 
 Every rank runs the whole step on its own part of the batch, so its activations, inputs and temporaries are those of
 that part alone. What stages divide are parameters, gradients and optimizer states; and stage 3 has, for a time,
@@ -19,7 +19,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from memlab.data_parallelism.arithmetic import RankBytes, Transient, rank_bytes, transient_bytes, unit_sizes
+from memlab.data_parallelism.arithmetic import (
+    RankBytes,
+    Transient,
+    padded_elements,
+    rank_bytes,
+    transient_bytes,
+    unit_sizes,
+)
 from memlab.memory_arithmetic import Breakdown, Term, TrainingStep
 from memlab.memory_arithmetic.passes import FORWARD, LAST, LOSS, OPTIMIZER
 from memlab.memory_arithmetic.segments import RECOMPUTATION, SEGMENTS
@@ -35,14 +42,13 @@ def rank_step(
     ranks: int,
     stage: int,
     *,
-    prefetch: int = 1,
     bucket_bytes: int | str = "25 MiB",
     state_bytes: int | None = None,
 ) -> Breakdown:
     """The fullest moment of a training step on one of so many ranks, of which each has the whole step's batch.
 
-    step: of one device with one rank's part of the batch, states on the device. prefetch: units that stage 3 gathers
-    ahead. bucket_bytes: of stage 2. state_bytes: a parameter, in the place of those that the step has.
+    step: of one device with one rank's part of the batch, states on the device. bucket_bytes: of stage 2. state_bytes:
+    a parameter, in the place of those that the step has.
     Raises ValueError for a stage that there is not, ranks below 1 and a bad size.
 
     The model of the book's story, eight texts a rank, checkpointed, on eight ranks:
@@ -68,8 +74,9 @@ def rank_step(
     bucket = min(max(parse_bytes(bucket_bytes), *sizes), step.gradients.nbytes)
     early = whole = Transient(0, min((0, bucket, 2 * bucket, 0)[stage], step.gradients.nbytes))
     if stage == 3:
-        whole = transient_bytes(units, ranks, root=root, prefetch=prefetch, **widths)
-        early = Transient(whole.weights, transient_bytes(units, ranks, prefetch=0, **widths).gradients)
+        whole = transient_bytes(units, ranks, root=root, **widths)
+        unit = max(padded_elements([unit], ranks) for unit in units)
+        early = Transient(whole.weights, widths["gradient_bytes"] * unit)
     moments = [(moment, whole) for moment in step.moments if moment.moment not in (LAST, LOSS)]
     for moment in (moment for moment in step.moments if moment.moment == LOSS):  # between the blocks' uses
         moments.append((moment, transient_bytes([], ranks, root=root, **widths) if stage == 3 else whole))

@@ -75,7 +75,7 @@ def on_the_wire(flat: Tensor) -> Tensor:
 
 
 def sharing(params: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
-    """The numbers of pairs of parameters that have an element of memory in common, or are one."""
+    """The numbers of pairs of parameters whose memory overlaps, from the first element to the last, or that are one."""
     spans = []
     for number, p in enumerate(params):
         storage = p.untyped_storage()._cdata if p.numel() else id(p)
@@ -87,14 +87,4 @@ def sharing(params: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
         for its, begin, _, other in spans[at + 1 :]:
             if its != storage or begin >= end:
                 break
-            if not _interleaved(params[number], params[other]):
-                yield min(number, other), max(number, other)
-
-
-def _interleaved(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors of one storage lie in each other's gaps, as the halves of a matrix's columns do."""
-    if a is b or a.dtype != b.dtype:
-        return False
-    taken = torch.zeros(a.untyped_storage().nbytes() // a.itemsize, dtype=torch.bool, device="cpu")
-    taken.as_strided(a.shape, a.stride(), a.storage_offset()).fill_(True)
-    return not taken.as_strided(b.shape, b.stride(), b.storage_offset()).any()
+            yield min(number, other), max(number, other)

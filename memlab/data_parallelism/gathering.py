@@ -1,13 +1,14 @@
-"""Who is gathered when: the unit that is needed and those that come next, then nobody.
+"""Who is gathered when: the unit that is needed and the one that comes next, then nobody.
 
-In the forward a unit is gathered before it runs, and while it runs the next ones are on their way; behind it it is
-freed. Backward goes through the units again from the last to the first, in the order in which the forward left them
-behind, and as each one's backward is through its gradients leave. The order is learned in each forward; until then it
-is the order of registration, and where it is wrong a unit is waited for, and nothing else.
+In the forward a unit is gathered before it runs, and while it runs the next one is on its way; behind it it is freed.
+Backward goes through the units again from the last to the first, in the order in which the forward left them behind.
+The order is learned in each forward; until then it is the order of registration, and where it is wrong a unit is waited
+for, and nothing else.
 
-Autograd takes the latest nodes first. So a unit's backward is through when the gradients of all its inputs are there,
-and also when that of a unit's output is there which was left before this one was entered: of an input that goes to many
-units, as an encoder's output does, the gradient is there only behind the last of them.
+A unit's backward is through when the gradients of all its inputs are there. Then its weights are freed, and its
+gradients leave. A unit whose inputs need no gradient is freed, and reduced, when all of backward is through. So is one
+whose input feeds later units, too, as an encoder's output feeds each block of a decoder: its gradient is complete only
+behind the last of them.
 
 On a GPU all memory is taken and given back on the stream that computes. c10d's own waits for it when a collective is
 called, and `wait()` makes it wait for c10d's: behind that, what is freed is free for whatever is computed next.
@@ -31,18 +32,11 @@ from memlab.data_parallelism.unit import Unit
 
 @dataclass(eq=False)
 class Call:
-    """A forward of a unit. calls: all within one forward of the root, or of what else was called, as they were entered.
-
-    first: the units that it is the first of these to use. In backward it is the last, and completes their gradients.
-    """
+    """A forward of a unit. counted: among the unit's calls. passed: the backward that has come through it."""
 
     unit: Unit
-    calls: list[Call]
-    first: set[Unit]
-    before: int = 0  # how many of the calls had been entered before it
-    after: int = 0  # and how many when it was left
-    needed: int = -1  # the backward in which the gradient of an output has come
-    passed: int = -1  # the backward that has come through
+    counted: bool
+    passed: int = -1
 
 
 class Gathering:
@@ -54,10 +48,7 @@ class Gathering:
         self.left = [*units[1:], *units[:1]]  # in which it left them behind: a root comes first and leaves last
         self.needed_now: list[Unit] = []
         self.left_now: list[Unit] = []
-        self.calls: list[Call] = []
-        self.used: set[Unit] = set()  # in these calls
-        self.open: list[Call] = []  # whose backward has begun, and is not through
-        self.put_off: set[Unit] = set()  # those of which a call was passed that is not the first
+        self.begun: set[Unit] = set()  # whose backward has begun, and whose gradients have not left
         self.at = 0  # the place in the order of the direction
         self.depth = 0  # forwards of units, one inside the other
         self.task = -1  # the backward that is running, or that failed
@@ -67,45 +58,35 @@ class Gathering:
     # ---- a unit is needed
 
     def need(self, unit: Unit) -> None:
-        """Have a unit's whole parameters in its modules, and the next units on their way."""
+        """Have a unit's whole parameters in its modules, and the next unit on its way."""
         backward = backward_number() != -1
         if backward:
             self.when_backward_ends()
         elif not self.depth and not unit.running:
             self.clear()
             unit.refuse_others()
-        ahead = self.ahead_of(unit, backward)
-        together = [unit, *unit.owners]
+        ahead = self.next_of(unit, backward)
         for other in self.units:
-            if other.expected and other not in ahead and other not in together:
+            if other.expected and other is not ahead and other is not unit:
                 other.free()
-        for each in together:
-            each.expected = False
-            each.begin_gathering()
-        for each in ahead:
-            if not each.gathered:
-                each.begin_gathering()
-                each.expected = True
-        for each in together:
-            each.show()
+        unit.expected = False
+        unit.begin_gathering()
+        if ahead is not None and not ahead.gathered:
+            ahead.begin_gathering()
+            ahead.expected = True
+        unit.show()
 
-    def ahead_of(self, unit: Unit, backward: bool) -> list[Unit]:
-        """The units that are expected next."""
+    def next_of(self, unit: Unit, backward: bool) -> Unit | None:
+        """The unit that is expected next."""
         order = self.left[::-1] if backward else self.order
         if backward and unit is self.root and self.at:  # what it returns is an inner unit's, whose hook came first
             unit = order[self.at]
         places = [*range(self.at, len(order)), *range(min(self.at, len(order)))]
         here = next((i for i in places if order[i] is unit), None)
         if here is None:
-            return []
+            return None
         self.at = here
-        ahead: list[Unit] = []
-        for other in order[here + 1 :]:
-            if len(ahead) == unit.prefetch:
-                break
-            if other is not unit and other not in ahead:
-                ahead.append(other)
-        return ahead
+        return next((other for other in order[here + 1 :] if other is not unit), None)
 
     # ---- forward
 
@@ -113,37 +94,28 @@ class Gathering:
         """A unit's forward begins."""
         if not unit.shown:  # its pre-hook was passed by: `forward` was called itself
             self.need(unit)
-        together = [unit, *unit.owners]
-        if backward_number() == -1:
+        call = Call(unit, torch.is_grad_enabled() and backward_number() == -1)
+        if backward_number() == -1:  # otherwise it is recomputed
             if not self.depth:
-                self.needed_now, self.left_now, self.calls, self.used = [], [], [], set()
+                self.needed_now, self.left_now = [], []
             self.needed_now.append(unit)
             unit.due = True
-            call = Call(unit, self.calls, {each for each in together if each not in self.used}, len(self.calls))
-            self.calls.append(call)
-            if torch.is_grad_enabled():
-                self.used.update(together)
-        else:  # recomputed
-            call = Call(unit, [], set(together))
+        unit.calls += call.counted
+        unit.running += 1
         self.depth += 1
-        for each in together:
-            each.running += 1
         return call
 
-    def leave(self, call: Call, for_backward: bool, failed: bool) -> None:
+    def leave(self, unit: Unit, for_backward: bool, failed: bool) -> None:
         """A unit's forward ends. for_backward: there may be a backward, for which some units are kept gathered."""
-        unit, call.after = call.unit, len(call.calls)
         self.depth -= 1
-        for each in (unit, *unit.owners):
-            each.running -= 1
+        unit.running -= 1
         if backward_number() != -1:
             return  # recomputed, and its backward comes next
         self.left_now.append(unit)
-        for each in (unit, *unit.owners):
-            if not each.running:
-                each.hide()
-                if not for_backward or self.resharded(each):
-                    each.free()
+        if not unit.running:
+            unit.hide()
+            if not for_backward or self.resharded(unit):
+                unit.free()
         if self.depth:
             return
         if not failed:
@@ -165,13 +137,14 @@ class Gathering:
         """Before a forward: nothing of an earlier one, or of a backward that failed, is left."""
         if self.task != -1:
             self.task = -1
-            self.put_off.clear()
-            self.open.clear()
+            self.begun.clear()
             for unit in self.units:
                 unit.running = 0
                 unit.forget_gradients()
             while self.reducing:
                 self.reducing.popleft()[1].work.wait()
+        for unit in self.units:
+            unit.calls = 0  # of a forward that no backward followed
         self.at = 0
         self.free(self.units)
 
@@ -189,48 +162,38 @@ class Gathering:
         self.settle()
 
     def output_needed(self, call: Call) -> None:
-        """The gradient of an output has come: the unit's backward is next, and those entered after it are through."""
-        if call.needed != (task := backward_number()):
-            call.needed = task
-            for later in [one for one in self.open if one.needed == task and one.calls is call.calls]:
-                if later.before >= call.after:
-                    self.passed(later)
-            self.open.append(call)
+        """The gradient of an output has come: the unit's backward is next."""
+        self.begun.add(call.unit)
         self.need(call.unit)
 
     def passed(self, call: Call) -> None:
-        """A call's backward is through. A unit stays for one around that uses its parameters, as in a checkpoint."""
+        """A call's backward is through. Where a unit was called several times, its gradients leave with the last."""
         if call.passed == (task := backward_number()):
             return
-        call.passed = task
-        if call in self.open:
-            self.open.remove(call)
-        for unit in (call.unit, *call.unit.owners):
-            if not unit.running and not any(other.shown and unit in other.owners for other in self.units):
-                unit.free()
-            if unit in call.first:
-                self.reduce(unit, due=True)
-            else:
-                self.put_off.add(unit)
+        call.passed, unit = task, call.unit
+        self.free([unit])
+        unit.calls = max(0, unit.calls - call.counted)
+        if not unit.calls and (unit.due or unit in self.begun):  # a recomputed call may pass behind the first
+            self.reduce(unit)
 
-    def reduce(self, unit: Unit, due: bool) -> None:
-        """Have a unit's gradients reduced, those that have come. Its weights are freed before they are put together.
+    def reduce(self, unit: Unit) -> None:
+        """Have a unit's gradients reduced, those that have come: also if none has, for another rank may have some."""
+        self.take(unit)
+        if self.syncing:
+            self.begun.discard(unit)
+            unit.due = False
+            self.settle()
+            for shard in unit.shards:
+                if (reduction := shard.begin_reducing()) is not None:
+                    self.reducing.append((shard, reduction))
 
-        due: also if none has come here since the unit's forward: they may have come on another rank, which would wait.
-        """
+    def take(self, unit: Unit) -> bool:
+        """Put the gradients that have come into their flat buffers. Returns whether there are any."""
         for shard in unit.shards:
             for number, p in enumerate(shard.full):
                 if p.grad is not None:
                     shard.take(number)
-        if not self.syncing or not (due and unit.due or any(shard.arrived for shard in unit.shards)):
-            return
-        unit.due = False
-        self.settle()
-        for shard in unit.shards:
-            if (reduction := shard.begin_reducing()) is not None:
-                self.reducing.append((shard, reduction))
-        if unit.prefetch == 0:
-            self.settle()
+        return any(shard.arrived for shard in unit.shards)
 
     def settle(self) -> None:
         """Wait for the gradients that are on their way."""
@@ -242,8 +205,8 @@ class Gathering:
         """All gradients are in their parts, and nothing is gathered."""
         self.free(self.units)
         for unit in reversed(self.units):
-            self.reduce(unit, due=unit is self.root or unit in self.put_off)
-        self.put_off.clear()
-        self.open = [call for call in self.open if call.needed != self.task]
+            if self.take(unit) or unit in self.begun or unit is self.root and unit.due:
+                self.reduce(unit)
         self.settle()
+        self.begun.clear()
         self.task = -1

@@ -12,7 +12,7 @@ Source: Li et al. 2020 (PyTorch Distributed), section 3.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
@@ -35,14 +35,10 @@ class DataParallel(nn.Module):
 
     module: a model in the memory of this rank's device. Its parameters and buffers become rank 0's.
     bucket_bytes: how many bytes of gradients travel together, an int or text; a larger one travels alone.
-    all_reduce: None is torch.distributed's. Or a function (flat, group) that sums a tensor of (n,) over ranks in place,
-      such as `ring_all_reduce`; it is called in a thread. If it has an argument `scratch`, it gets (n / ranks,) there.
-    group: the ranks, all if None. With an all_reduce of sends, one in which nobody else sends during backward.
-    find_unused_parameters: tell a parameter that no rank used from one whose gradient is 0 (see below).
+    group: the ranks, all if None.
 
     Every rank calls backward equally often. A parameter that a rank did not use counts as 0 there, whichever it is. One
-    that no rank used has a gradient of zeros, by which weight decay still shrinks it; with find_unused_parameters it
-    keeps None, as without ranks, for one byte a parameter that is summed as well, and a look at it where one is unused.
+    that no rank used has a gradient of zeros, by which weight decay still shrinks it: freeze it to leave it alone.
     Averages are of *ranks*: where they have unequal numbers of rows, sum the losses and divide by `mean_over_ranks` of
     the numbers (chapter 07's `accumulate(..., agree=mean_over_ranks)`). A rank without rows is then one with sum 0.
 
@@ -50,43 +46,39 @@ class DataParallel(nn.Module):
     gradient until, after zero_grad(), the next forward. A gradient that you keep beyond zero_grad() stays what it was;
     clone one that you keep while others of its bucket go on. Non-finite gradients of one rank are then all ranks'.
     Buffers are each rank's own once training begins: BatchNorm's statistics are of its own rows (DDP takes rank 0's
-    before every forward). A state dict is that of the model alone, without prefix.
+    before every forward). Save the state dict of its `.module`: this one's names begin with "module.", as DDP's do.
 
-    After a backward that raised in the model, the next forward ends its all-reduces with what there is, so that ranks
-    stay in step; then go on as ever, with zero_grad(). Of one that raised before, in a loss outside, nothing is known
-    here, and the others wait for it: run it again, or have the model return its loss. Checkpoint without reentrance:
+    After a backward that raised in the model, the next forward is refused, since the other ranks are out of step. Of
+    one that raised before, in a loss outside, nothing is known here: run it again. Checkpoint without reentrance:
     with it every segment is a backward of its own, after which all buckets travel. Wrapped again, as when a cell runs
     twice, a model is the new wrapper's: the old one, or any other that takes its parameters' gradients, is closed.
 
     Raises ValueError if the ranks' models differ, naming rank and parameter, or are other parts of a split one, if
     nothing is to be trained, or for a parameter without memory or with gradients of another dtype, TypeError for a
-    sparse buffer; in forward, RuntimeError if it was closed, or a parameter is trained that was frozen or not there at
-    the beginning; in backward, TypeError for a sparse gradient, RuntimeError for create_graph=True; to pickle and
-    deepcopy, TypeError.
+    sparse buffer; in forward, RuntimeError if it was closed, after a backward that raised, or if a parameter is trained
+    that was frozen or not there at the beginning; in backward, TypeError for a sparse gradient, RuntimeError for
+    create_graph=True; to pickle and deepcopy, TypeError.
     """
 
     def __init__(
         self,
         module: nn.Module,
         bucket_bytes: int | str = "25 MiB",
-        all_reduce: Callable[..., object] | None = None,
         group=None,
-        find_unused_parameters: bool = False,
     ):
         super().__init__()
-        self.module, self.group, self.find_unused_parameters = module, group, find_unused_parameters
+        self.module, self.group = module, group
         _, self.ranks = place_in(group)
         self._frozen = {p for p in module.parameters() if not p.requires_grad}
         limit = parse_bytes(bucket_bytes)
-        start_equal(module, group, bucket_bytes=limit, find_unused_parameters=find_unused_parameters)
+        start_equal(module, group, bucket_bytes=limit)
         trained = [p for p in module.parameters() if p.requires_grad]  # a tied one comes once
         if not trained:
             raise ValueError("expected a model with parameters to train, found none; call a frozen model as it is")
         self._trained = set(trained)
         self.buckets = plan_buckets(trained, limit, self.ranks)
-        self._averaging = Averaging(self.buckets, all_reduce, group, find_unused_parameters)
+        self._averaging = Averaging(self.buckets, group)
         self._take_off = weakref.finalize(self, self._averaging.close)
-        self.register_load_state_dict_pre_hook(_add_prefix)
 
     @property
     def gradient_bytes(self) -> int:
@@ -133,7 +125,7 @@ class DataParallel(nn.Module):
             self._averaging.syncing = before
 
     def close(self) -> None:
-        """Take the hooks off and end the thread; gradients stay. Also the end of a `with` block, and of the wrapper."""
+        """Take the hooks off; gradients stay. Also the end of a `with` block, and of the wrapper."""
         self._take_off()
 
     def __enter__(self) -> DataParallel:
@@ -142,22 +134,8 @@ class DataParallel(nn.Module):
     def __exit__(self, *error) -> None:
         self.close()
 
-    def state_dict(self, *args, **kwargs) -> dict:
-        """The model's own."""
-        return self.module.state_dict(*args, **kwargs)
-
-    def load_state_dict(self, *args, **kwargs):
-        """The model's own: what is missing, or too much, has the model's names."""
-        return self.module.load_state_dict(*args, **kwargs)
-
     def __getstate__(self) -> dict:
         raise TypeError(
-            "expected state_dict() to save a DataParallel, or a copy of its .module, found pickle or deepcopy of the "
-            "whole, whose hooks stay behind; wrap the copy"
+            "expected its .module, or that one's state_dict(), to save or copy, found pickle or deepcopy of a whole "
+            "DataParallel, whose hooks stay behind; wrap the copy"
         )
-
-
-def _add_prefix(_: nn.Module, state_dict: dict, prefix: str, *others) -> None:
-    """Before loading as a part of another module: the names under which nn.Module looks for the model's own."""
-    for name in [name for name in state_dict if name.startswith(prefix)]:
-        state_dict[f"{prefix}module.{name[len(prefix) :]}"] = state_dict.pop(name)

@@ -53,24 +53,18 @@ def all_gather_moves(rank: int, ranks: int) -> list[Move]:
 
 
 @torch.no_grad()
-def ring_reduce_scatter(flat: Tensor, group=None, scratch: Tensor | None = None) -> Tensor:
+def ring_reduce_scatter(flat: Tensor, group=None) -> Tensor:
     """Sum `flat` over ranks, piece by piece, and return this rank's piece of the sum, (n / ranks,), a view of `flat`.
 
     flat: (n,), contiguous, of one size and dtype on all ranks, which n divides by. Its other pieces are then parts of
-      sums, of no use.
-    scratch: (n / ranks,) of flat's dtype, for the piece that arrives; made here if it is None.
+      sums, of no use. Takes the memory of one piece.
 
     Each rank sends n · (ranks − 1) / ranks elements. A sum is rounded after each rank's part, in flat's dtype.
-    Raises ValueError for another shape, for scratch of another shape or dtype, and for a rank that is not of the group.
+    Raises ValueError for another shape, and for a rank that is not of the group.
     """
     rank, pieces = _pieces(flat, group)
-    if scratch is not None and (scratch.shape, scratch.dtype) != (pieces[0].shape, pieces[0].dtype):
-        raise ValueError(
-            f"expected scratch for a piece, {tuple(pieces[0].shape)} of {flat.dtype}, found {tuple(scratch.shape)} of "
-            f"{scratch.dtype}; leave it out to have it made"
-        )
     if len(pieces) > 1 and flat.numel():
-        arriving = torch.empty_like(pieces[0]) if scratch is None else scratch
+        arriving = torch.empty_like(pieces[0])
         left, right = (rank - 1) % len(pieces), (rank + 1) % len(pieces)
         for send, receive in reduce_scatter_moves(rank, len(pieces)):
             exchange(pieces[send], right, arriving, left, group)
@@ -94,28 +88,26 @@ def ring_all_gather(flat: Tensor, group=None) -> Tensor:
 
 
 @torch.no_grad()
-def ring_all_reduce(tensor: Tensor, group=None, scratch: Tensor | None = None) -> Tensor:
+def ring_all_reduce(tensor: Tensor, group=None) -> Tensor:
     """Replace `tensor` by its sum over the ranks of the group, bitwise the same on all of them, and return it.
 
     tensor: of one shape, any, and one dtype on all ranks. Where the ranks do not divide its size n, or it is not
       contiguous, the ring works on a padded copy.
-    scratch: (⌈n / ranks⌉,) of its dtype, as in `ring_reduce_scatter`.
 
     Each rank sends 2 · (ranks − 1) · ⌈n / ranks⌉ elements. Each piece is summed on one path, and the sum is copied: so
     ranks agree to the last bit. Between two ranks it is the library's own sum, bitwise; among more the order of adding
-    differs, and with it the last bits. Integers are exact. Raises ValueError for a rank that is not of the group, and
-    for scratch of another shape or dtype.
+    differs, and with it the last bits. Integers are exact. Raises ValueError for a rank that is not of the group.
     """
     layout = FlatLayout([tensor.shape], place_in(group)[1])
     if tensor.is_contiguous() and not layout.padding:
         flat = tensor.view(-1)
-        ring_reduce_scatter(flat, group, scratch)
+        ring_reduce_scatter(flat, group)
         ring_all_gather(flat, group)
         return tensor
     padded = tensor.new_zeros(layout.padded)
     (copy,) = layout.views(padded)
     copy.copy_(tensor)
-    ring_all_reduce(padded, group, scratch)
+    ring_all_reduce(padded, group)
     return tensor.copy_(copy)
 
 

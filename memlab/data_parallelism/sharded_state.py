@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
-from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
-from memlab.data_parallelism.agreement import fill_from_rank_0, part_of, raise_on_all
+from memlab.data_parallelism.agreement import fill_from_rank_0, part_of, raise_on_all, refuse_extra_state
 from memlab.data_parallelism.flat import on_the_wire
 from memlab.data_parallelism.norms import clip_parts_
 from memlab.data_parallelism.shard import FlatShard
@@ -34,9 +33,9 @@ def clip_grad_norm_(
     parameters: of a model that fully_shard was called on, or the model; the same on all ranks, which all must call.
     Returns the norm before, a scalar, in FP32 at least; the same on all ranks.
     Raises ValueError for a parameter that is in no unit: torch's own clip_grad_norm_ is for those; for one that is a
-    part of a split layer, of whose norm this rank knows a part: chapter 14's clip_grad_norm_ has a shard_group; for
-    units that are cut over several groups; and for a norm_type that is not above 0. RuntimeError, on every rank, for a
-    norm that is not finite, if that is asked for: it takes a wait for the GPU.
+    part of a split layer, of whose norm this rank knows a part; for units that are cut over several groups; and for a
+    norm_type that is not above 0. RuntimeError, on every rank, for a norm that is not finite, if that is asked for: it
+    takes a wait for the GPU.
     """
     if isinstance(parameters, nn.Module):
         parameters = parameters.parameters()
@@ -44,8 +43,8 @@ def clip_grad_norm_(
     shards = _of_one_group(list(dict.fromkeys(_holder(p)[1] for p in parameters)))
     if any(part_of(p) is not None for p in parameters):
         raise ValueError(
-            "expected parameters that no tensor ranks have split, found a part, whose norm is not the model's; call "
-            "memlab.tensor_parallelism.clip_grad_norm_(..., group=tensor ranks, shard_group=data ranks)"
+            "expected parameters that no tensor ranks have split, found a part, whose norm is not the model's; share "
+            "the data ranks' work with DataParallel, and call memlab.tensor_parallelism.clip_grad_norm_"
         )
     if not shards:
         return torch.tensor(0.0)
@@ -71,7 +70,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
         whole.update(zip(shard.parts, gathered(shard.layout, shard.piece, shard.group, shard.rank == 0), strict=False))
     if _rank(shards) != 0:
         return {}
-    return {key: whole[p] if isinstance(p, Tensor) and p in whole else kept(p) for key, p in state.items()}
+    return {key: whole[p] if p in whole else kept(p) for key, p in state.items()}
 
 
 @torch.no_grad()
@@ -82,11 +81,10 @@ def load_full_state_dict(model: nn.Module, state: dict[str, Tensor]) -> None:
     Raises KeyError or ValueError, on every rank, if keys or shapes are not the model's, or a value is no dense tensor;
     ValueError where a hook puts another tensor in a parameter's place in the model's state dict. Nothing is loaded.
     """
-    shards, everything = _shards(model), _own_state(model)
+    shards, slots = _shards(model), _own_state(model)
     rank, group = _rank(shards), shards[0].group
-    slots = {key: value for key, value in everything.items() if not key.endswith(_EXTRA_STATE_KEY_SUFFIX)}
     shapes = {p: shape for shard in shards for p, shape in zip(shard.parts, shard.layout.shapes, strict=True)}
-    raise_on_all(_misfit(everything, slots, shapes, state) if rank == 0 else None, group)
+    raise_on_all(_misfit(slots, shapes, state) if rank == 0 else None, group)
     names = {p: key for key, p in slots.items()}
     for shard in shards:
         whole = [state[names[p]] if p in names else None for p in shard.parts] if rank == 0 else None
@@ -98,10 +96,6 @@ def load_full_state_dict(model: nn.Module, state: dict[str, Tensor]) -> None:
             if rank == 0:
                 value.copy_(state[key])
             fill_from_rank_0([value], group)
-    if extra := [key for key in everything if key not in slots]:
-        told = [{key: state[key] for key in extra} if rank == 0 else None]
-        distributed.broadcast_object_list(told, group=group, group_src=0)
-        model.load_state_dict(told[0], strict=False)
 
 
 def full_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -177,9 +171,10 @@ def _shards(model: nn.Module, others: Iterable[Tensor] = ()) -> list[FlatShard]:
     return _of_one_group([shard for unit in units for shard in unit.shards])
 
 
-def _own_state(model: nn.Module) -> dict[str, Any]:
+def _own_state(model: nn.Module) -> dict[str, Tensor]:
     """The model's state dict, with the parts themselves: of what a hook puts in their place nobody knows the whole."""
     state = model.state_dict(keep_vars=True)
+    refuse_extra_state(state)
     for name, p in model.named_parameters(remove_duplicate=False):
         if state.get(name, p) is not p:
             raise ValueError(
@@ -220,12 +215,10 @@ def _numbers(optimizer: torch.optim.Optimizer) -> dict[Tensor, int]:
     return {p: i for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
 
 
-def _misfit(
-    keys: Iterable[str], slots: dict[str, Tensor], shapes: dict[Tensor, torch.Size], state: dict[str, Tensor]
-) -> Exception | None:
-    if missing := [key for key in keys if key not in state]:
+def _misfit(slots: dict[str, Tensor], shapes: dict[Tensor, torch.Size], state: dict[str, Tensor]) -> Exception | None:
+    if missing := [key for key in slots if key not in state]:
         return KeyError(f"expected the keys of the model, found no {', '.join(missing[:3])} ({len(missing)} missing)")
-    if extra := [key for key in state if key not in keys]:
+    if extra := [key for key in state if key not in slots]:
         return KeyError(f"expected the keys of the model, found also {', '.join(extra[:3])} ({len(extra)} too many)")
     for key, value in slots.items():
         if not isinstance(tensor := state[key], Tensor):

@@ -7,9 +7,9 @@
 
 Two moments gather a unit: its forward, and its backward, which announces itself with the gradient of an output (or, if
 that was hidden from the hook, with a saved weight that is asked for). One moment reduces its gradients: when those of
-its inputs are complete, or the backward of a unit before it begins, every node of its own has run.
+its inputs are complete, every node of its own has run.
 
-    bytes of weights = Ψ/N + (1 + prefetch) · unit, instead of Ψ        gradients = Ψ/N + unit, instead of Ψ
+    bytes of weights = Ψ/N + 2 · unit, instead of Ψ        gradients = Ψ/N + unit, instead of Ψ
     traffic of a step = (gather + gather + reduce-scatter) · Ψ·(N−1)/N = 1.5 · all-reduce's 2Ψ·(N−1)/N
 
 Sources: Rajbhandari et al. 2020 (ZeRO), sections 5.3 and 7.2.2; Zhao et al. 2023 (FSDP), sections 3 and 4.
@@ -43,7 +43,6 @@ def fully_shard(
     reshard_after_forward: bool | None = None,
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
-    prefetch: int = 1,
     group: distributed.ProcessGroup | None = None,
 ) -> nn.Module:
     """Keep only this rank's piece of a module's weights, and gather the whole while it is used. Returns the module.
@@ -58,36 +57,33 @@ def fully_shard(
       but not the root's, whose backward comes next, as in FSDP2. A unit that is kept saves a third of its traffic.
     param_dtype: gather, compute and receive gradients in this dtype, such as torch.bfloat16, while the parts stay as
       they are; floating inputs of the module are cast to it. reduce_dtype: of the sum over ranks; None: of gradients.
-    prefetch: how many units are gathered ahead of need, and 0 also waits for each reduction at once.
     group: the ranks that share the weights; None: all.
 
     The memory into which a unit is gathered is its module's buffer `gathered` (`gathered_2` and so on where dtypes or
     frozen parameters make several, or it has such a name itself), so a Meter names it. A tensor without elements stands
     for it, in no state dict.
 
-    A parameter that several units use belongs to the first that was made, and is gathered with it; weights of two units
-    that only share memory come apart. One without a gradient keeps `.grad` None. `with model.no_sync():` adds up whole
-    gradients without reducing them, which takes the bytes of a whole model's; `model.zero_grad()` drops them, and an
-    optimizer's, which knows the parts only, does not. A forward that is followed by no backward leaves the root's
-    buffer until the next. Checkpoints around units and inside them, several forwards before a backward, retain_graph,
-    no_grad work; so does create_graph, for a copy of each weight as long as its graph lives. Every rank must run the
-    same units in the same order. Not for torch.compile, nor inside torch.func's transforms.
+    Tied weights belong to one unit: leave the modules that share them to the root. A parameter without a gradient on
+    any rank keeps `.grad` None. `with model.no_sync():` adds up whole gradients without reducing them, which takes the
+    bytes of a whole model's; `model.zero_grad()` drops them, and an optimizer's, which knows the parts only, does not.
+    A forward that is followed by no backward leaves the root's buffer until the next. Checkpoints around units and
+    inside them, several forwards before a backward, retain_graph, no_grad work; so does create_graph, for a copy of
+    each weight as long as its graph lives. Every rank must run the same units in the same order. Not for
+    torch.compile, nor inside torch.func's transforms.
 
     Raises RuntimeError without a process group; ValueError for a group that this rank is not of, and for a module that
-    is in a unit already, of which ranks hold other parts, or that has gradients, parameters on several devices, without
-    memory or that share it, with gradients of another dtype, or with register_hook, which autograd would never call:
-    those of register_post_accumulate_grad_hook are called with the part and its mean gradient. Later, RuntimeError for
-    such a hook, if a parameter was replaced or put in, or if backward wants a weight that was written to after the
-    forward.
+    is in a unit already, shares a parameter with another unit, of which ranks hold other parts, or that has gradients,
+    parameters on several devices, without memory or that share it, with gradients of another dtype, or with
+    register_hook, which autograd would never call: those of register_post_accumulate_grad_hook are called with the part
+    and its mean gradient. Later, RuntimeError for such a hook, if a parameter was replaced or put in, or if backward
+    wants a weight that was written to after the forward.
     """
     place_in(group)
-    if not isinstance(prefetch, int) or prefetch < 0:
-        raise ValueError(f"expected prefetch as a number of units, 0 or more; found {prefetch!r}")
     slots = _unsharded(module)
     refuse_other_parts((p for _, _, p in slots), group)
-    unit = Unit(module, [], reshard_after_forward, prefetch)
+    unit = Unit(module, [], reshard_after_forward)
     alike: dict[tuple, list[nn.Parameter]] = {}
-    for p in dict.fromkeys(p for _, _, p in slots if not hasattr(p, UNIT)):
+    for p in dict.fromkeys(p for _, _, p in slots):
         alike.setdefault((p.dtype, p.requires_grad), []).append(p)
     buffers = _own_buffers(module)
     free = (name for n in itertools.count(1) if not hasattr(module, name := "gathered" if n == 1 else f"gathered_{n}"))
@@ -98,12 +94,9 @@ def fully_shard(
         for p, full in zip(shard.parts, shard.full, strict=True):
             setattr(p, UNIT, (unit, shard, full))
     for owner, name, p in slots:
-        holder, _, full = getattr(p, UNIT)
-        holder.slots.append((owner, name, p, full))
-        if holder is not unit and holder not in unit.owners:
-            unit.owners.append(holder)
+        unit.slots.append((owner, name, p, getattr(p, UNIT)[2]))
     inner = [getattr(each, UNIT) for each in module.modules() if hasattr(each, UNIT)]
-    gathering = Gathering(unit, list(dict.fromkeys([unit, *inner, *unit.owners])))
+    gathering = Gathering(unit, [unit, *inner])
     for each in gathering.units:
         each.gathering = gathering
     fill_from_rank_0(buffers, group)
@@ -124,7 +117,7 @@ def units_of(model: nn.Module) -> list[Unit]:
 
 
 def _unsharded(module: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
-    """Where a module holds parameters that are to be in its unit, or that lie in another: (module, name, parameter)."""
+    """Where a module holds parameters that are to be in its unit: (module, name, parameter)."""
     name = type(module).__name__
     if hasattr(module, UNIT):
         raise ValueError(f"expected a module once, found a {name} that fully_shard was called on before")
@@ -140,11 +133,16 @@ def _unsharded(module: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
                 f"expected fully_shard on the inner modules first, found {name} inside a "
                 f"{type(holder.module).__name__} that it was called on; go from the blocks to the root"
             )
-        if holder is None and p.grad is not None:
+        if holder is not None:
+            raise ValueError(
+                f"expected parameters of one unit each, found {key} of {name} tied to one in a "
+                f"{type(holder.module).__name__} that fully_shard was called on; let the root have both"
+            )
+        if p.grad is not None:
             raise ValueError(f"expected parameters without gradients, found one at {key}; shard before backward")
-        if holder is None and p._backward_hooks:
+        if p._backward_hooks:
             raise ValueError(f"expected parameters without register_hook, found one at {key}; {HOOKS}")
-    new = [(key, p) for _, key, p in slots if not hasattr(p, UNIT)]
+    new = [(key, p) for _, key, p in slots]
     refuse_unfit(new)
     devices = {str(p.device) for _, _, p in slots}
     if len(devices) > 1:
@@ -205,7 +203,7 @@ def _forward(unit: Unit, forward: Callable, param_dtype: torch.dtype | None, *ar
         failed = False
         return output
     finally:
-        gathering.leave(call, trains, failed)
+        gathering.leave(unit, trains, failed)
 
 
 def _cast(dtype: torch.dtype, tensor: Tensor) -> Tensor:
@@ -218,12 +216,11 @@ def _needed(gathering: Gathering, call: Call, gradients: tuple) -> None:
 
 def _watch_gradients(unit: Unit) -> None:
     """Catch the gradients of those parameters that are trained, also of one that is unfrozen later."""
-    for each in (unit, *unit.owners):
-        for shard in each.shards:
-            for number, p in enumerate(shard.full):
-                if p.requires_grad and number not in shard.watched:
-                    p.register_post_accumulate_grad_hook(functools.partial(_gradient_came, weakref.ref(each)))
-                    shard.watched.add(number)
+    for shard in unit.shards:
+        for number, p in enumerate(shard.full):
+            if p.requires_grad and number not in shard.watched:
+                p.register_post_accumulate_grad_hook(functools.partial(_gradient_came, weakref.ref(unit)))
+                shard.watched.add(number)
 
 
 def _gradient_came(unit: weakref.ref[Unit], _: Tensor) -> None:
@@ -235,8 +232,7 @@ def _gradient_came(unit: weakref.ref[Unit], _: Tensor) -> None:
 def _watch_inputs(call: Call, inputs: list) -> set:
     """Catch when the gradients of all inputs have come, by which a unit's backward is through. Returns their nodes.
 
-    A leaf's gradient does not say so, and of a unit whose inputs have none it is known when the next one's begins, or
-    when all of backward ends.
+    A leaf's gradient does not say so, and of a unit whose inputs have none it is known when all of backward ends.
     """
     tensors = {id(t): t for t in inputs if isinstance(t, Tensor) and t.requires_grad and t.grad_fn is not None}
     number = len(tensors)

@@ -23,12 +23,12 @@ HOOKS = (
 class Unit:
     """A module's parameters that are in no other unit, by dtype and by whether they are trained."""
 
-    def __init__(self, module: nn.Module, shards: list[FlatShard], reshard_after_forward: bool | None, prefetch: int):
+    def __init__(self, module: nn.Module, shards: list[FlatShard], reshard_after_forward: bool | None):
         self.module, self.shards = module, shards
-        self.reshard_after_forward, self.prefetch = reshard_after_forward, prefetch
+        self.reshard_after_forward = reshard_after_forward
         self.slots: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []  # (module, name, part, whole)
-        self.owners: list[Unit] = []  # other units that hold parameters which this one's module uses too
         self.running = 0  # forwards of it that are running
+        self.calls = 0  # forwards of it whose backward has not come through
         self.expected = False  # gathered ahead, and not needed yet
         self.due = False  # its gradients are to be reduced in the backward to come
         self.shown = False  # whether the modules hold whole parameters
@@ -37,11 +37,6 @@ class Unit:
     def gathered(self) -> bool:
         """Whether its buffers have bytes, be they filled or on the way."""
         return any(shard.gathered is not None for shard in self.shards)
-
-    @property
-    def gathered_bytes(self) -> int:
-        """Bytes of its buffers when it is gathered."""
-        return sum(shard.flat_bytes for shard in self.shards)
 
     def begin_gathering(self) -> None:
         """Have it gathered, if it is not."""

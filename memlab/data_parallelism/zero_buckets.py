@@ -50,10 +50,19 @@ class WeightBucket:
         """Whether any of it may have a gradient. Of a bucket that is frozen nothing is ever sent."""
         return self.layout.numel > 0 and any(p.requires_grad for p in self.params)
 
-    def check_in_place(self) -> None:
-        """Raise RuntimeError if a parameter is no longer a view of the bucket, as after `model.to(...)`."""
+    def check_unchanged(self) -> None:
+        """Raise RuntimeError if a parameter is no view of the bucket, as after `model.to(...)`, or was frozen, thawed.
+
+        Also for one that was frozen from the beginning and has a gradient, which would be dropped.
+        """
         storage = self.flat.untyped_storage()._cdata
-        for number, p, at in zip(self.numbers, self.params, self.layout.starts, strict=True):
+        for number, p, part, at in zip(self.numbers, self.params, self.parts, self.layout.starts, strict=True):
+            if p.requires_grad != part.requires_grad or p.grad is not None and not p.requires_grad:
+                found = "trained" if p.requires_grad else "frozen" if part.requires_grad else "a gradient of it"
+                raise RuntimeError(
+                    f"expected parameter {number} {'trained' if part.requires_grad else 'frozen'}, as when "
+                    f"ZeroOptimizer was made, found {found}; make another ZeroOptimizer after freezing or thawing"
+                )
             if p.untyped_storage()._cdata != storage or p.storage_offset() != at:
                 raise RuntimeError(
                     f"expected parameter {number} where ZeroOptimizer laid it, in a bucket of "
@@ -110,21 +119,21 @@ def as_groups(params) -> list[dict]:
     ]
 
 
-def check_params(known: list[Tensor], params: list[Tensor]) -> None:
-    """Raise TypeError or ValueError for parameters that cannot be laid side by side with those already known."""
-    for number, p in enumerate(params, len(known)):
+def check_params(params: list[Tensor]) -> None:
+    """Raise TypeError or ValueError for parameters that cannot be laid side by side."""
+    for number, p in enumerate(params):
         if not isinstance(p, Tensor) or p.layout is not torch.strided or not p.is_leaf:
             found = f"a tensor of {p.layout}, leaf: {p.is_leaf}" if isinstance(p, Tensor) else type(p).__name__
             raise TypeError(f"expected parameters, dense leaf tensors, found {found} as number {number}")
-    devices = sorted({str(p.device) for p in (*known, *params)})
+    devices = sorted({str(p.device) for p in params})
     if len(devices) > 1:
         raise ValueError(
             f"expected all parameters on one device, found {', '.join(devices)}; a collective runs on one: make a "
             "ZeroOptimizer for the parameters of each"
         )
-    refuse_unfit((f"number {number}", p) for number, p in enumerate(params, len(known)))
-    for other, number in sharing((*known, *params)):
-        what = "given twice" if (*known, *params)[other] is (*known, *params)[number] else "in the same memory"
+    refuse_unfit((f"number {number}", p) for number, p in enumerate(params))
+    for other, number in sharing(params):
+        what = "given twice" if params[other] is params[number] else "in the same memory"
         raise ValueError(
             f"expected every parameter once, found numbers {other} and {number} {what}; tied weights are one "
             "parameter, as model.parameters() gives it"

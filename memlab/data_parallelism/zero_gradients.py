@@ -8,79 +8,56 @@ those being filled, and what remains is
 
 At stage 1 this *round* of reduce-scatters runs after backward. At stage 2 it runs during backward: a hook takes each
 gradient when it is complete, a bucket is sent when it is full, and the whole of the gradients never exists. Ranks may
-complete buckets in different orders, and collectives must be in the same: a bucket waits for its turn. The turns are
-in reverse order of registration in the first round, and after that in the order in which rank 0 completed them then.
+complete buckets in different orders, and collectives must be in the same: so buckets are sent in reverse order of
+registration, which is about the order of backward, and one that is full waits for its turn.
 
 Source: Rajbhandari et al. 2020, section 5.2; Li et al. 2020 (PyTorch Distributed), section 3.2.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import weakref
 from collections import deque
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor, distributed
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from memlab.backward import at_end_of_backward
-from memlab.data_parallelism.agreement import on_any_rank
 from memlab.data_parallelism.buckets import take_over
 from memlab.data_parallelism.zero_buckets import Filling, WeightBucket
 from memlab.ranks import reduce_scatter
 
 
 class ReducedGradients:
-    """Averages gradients into the `.grad` of the buckets' parts.
+    """Averages gradients into the `.grad` of the buckets' parts. Gradients that are missing are zeros.
 
-    during_backward: stage 2. find_unused: agree with the other ranks on which parameters had a gradient on any rank;
-    the parts of the others get none, and are not stepped. Without, gradients that are missing are zeros.
+    during_backward: stage 2. Whoever took these parameters' gradients before is closed, with all hooks.
     """
 
-    def __init__(self, rank: int, ranks: int, group, during_backward: bool, find_unused: bool):
-        self._rank, self._ranks, self._group = rank, ranks, group
-        self._during_backward, self._find_unused = during_backward, find_unused
-        self.buckets: list[WeightBucket] = []
+    def __init__(self, buckets: list[WeightBucket], rank: int, ranks: int, group, during_backward: bool):
+        self.buckets, self._rank, self._ranks, self._group = buckets, rank, ranks, group
+        self._during_backward = during_backward
         self.syncing = True
         self.rounds = 0  # since the gradients were dropped
-        self.reduced: set[WeightBucket] = set()  # since then, too
-        self._trained: set[int] = set()  # the parameters that were not frozen at some time when `watch` looked
-        self._turns: list[WeightBucket] = []
-        self._turns_known = not during_backward
         self._hooks = WeakTensorKeyDictionary()
         self._remove_hooks = weakref.finalize(self, _remove, self._hooks)
         self._forget_round()
+        params = [p for bucket in buckets for p in bucket.params]
+        take_over(params, self, object if during_backward else ReducedGradients)
+        for bucket in buckets if during_backward else ():
+            for slot, p in enumerate(bucket.params):
+                if p.requires_grad:
+                    taking = functools.partial(_complete, weakref.ref(self), weakref.ref(bucket), slot)
+                    taking.taker = weakref.ref(self)
+                    self._hooks[p] = p.register_post_accumulate_grad_hook(taking)
 
     def _forget_round(self) -> None:
         self._begun = False  # during a backward
         self._filling: dict[WeightBucket, Filling] = {}
-        self._completed: list[WeightBucket] = []
         self._sent: deque[tuple[WeightBucket, distributed.Work, Tensor, Tensor, bool]] = deque()
         self._next = 0  # whose turn it is
-        self._arrived: list[tuple[int, Tensor, Tensor]] = []  # a parameter's number, its part, the part's gradient
-        self._used: set[int] = set()
-
-    def add(self, buckets: list[WeightBucket]) -> None:
-        """Take care of these buckets, too. Whoever took their gradients before is closed, with all hooks."""
-        params = [p for bucket in buckets for p in bucket.params]
-        take_over(params, self, object if self._during_backward else ReducedGradients)
-        self.buckets += buckets
-        self._turns, self._turns_known = list(self.buckets), not self._during_backward
-        self.watch()
-
-    def watch(self) -> None:
-        """Have a hook on every parameter that may have a gradient; one may have been frozen until now."""
-        self._trained |= {number for number, p in self._numbered() if p.requires_grad}
-        for bucket in self.buckets if self._during_backward and self.open else ():
-            for slot, p in enumerate(bucket.params):
-                if p.requires_grad and p not in self._hooks:
-                    taking = functools.partial(_complete, weakref.ref(self), weakref.ref(bucket), slot)
-                    taking.taker = weakref.ref(self)
-                    self._hooks[p] = p.register_post_accumulate_grad_hook(taking)
 
     def close(self) -> None:
         """Take the hooks off."""
@@ -97,18 +74,9 @@ class ReducedGradients:
         return any(p.grad is not None for bucket in self.buckets for p in bucket.params)
 
     def drop(self, set_to_none: bool = True) -> None:
-        """Forget all gradients: the parameters', the parts', and those of a round that a backward has not ended.
-
-        That round is ended, with zeros for what is missing, since other ranks may be in it.
-        """
-        if self._unended:
-            for _, p in self._numbered():
-                p.grad = None
-            with contextlib.suppress(RuntimeError):  # where the other ranks are gone
-                self.end_round()
-        self._forget_round()
+        """Forget all gradients: the parameters' and the parts'. Raises RuntimeError after a backward that raised."""
+        self._check_ended()
         self.rounds = 0
-        self.reduced.clear()
         for bucket in self.buckets:
             for p in (*bucket.params, *bucket.parts):
                 p.grad = None if set_to_none or p.grad is None else p.grad.detach().zero_()
@@ -125,11 +93,9 @@ class ReducedGradients:
             at_end_of_backward(self.end_round)
         if bucket.params[slot].grad is None:  # a hook before this one took it: as if it had not come
             return
-        filling = self._take(bucket, slot)
-        if filling.full(bucket):
-            self._completed.append(bucket)
-        while self._next < len(self._turns):
-            bucket = self._turns[self._next]
+        self._take(bucket, slot)
+        while self._next < len(self.buckets):
+            bucket = self.buckets[self._next]
             if bucket.trained and not (bucket in self._filling and self._filling[bucket].full(bucket)):
                 break
             self._send(bucket)
@@ -137,21 +103,10 @@ class ReducedGradients:
     @torch.no_grad()
     def end_round(self) -> None:
         """Send what has not been sent, zeros for gradients that are missing; wait for all; parts have gradients."""
-        while self._next < len(self._turns):
-            self._send(self._turns[self._next])
-        late = self._frozen_late()
-        for bucket in self.buckets:
-            if not bucket.trained and not late.isdisjoint(bucket.numbers):
-                self._filling[bucket] = Filling(bucket)
-                self._reduce(bucket)
+        while self._next < len(self.buckets):
+            self._send(self.buckets[self._next])
         while self._sent:
             self._land()
-        used = self._used_anywhere() | late
-        for number, part, gradient in self._arrived:
-            if number in used:
-                part.grad = gradient
-        if not self._turns_known:
-            self._agree_on_turns()
         self.rounds += 1
         self._forget_round()
 
@@ -172,26 +127,22 @@ class ReducedGradients:
                 "no_sync(); call reduce_gradients() when the last backward is through"
             )
 
-    @property
-    def _unended(self) -> bool:
-        return bool(self._begun or self._filling or self._next)
-
     def _check_ended(self) -> None:
-        if self._unended:
+        if self._begun or self._filling or self._next:
             raise RuntimeError(
-                "expected a backward that ended, found one that raised in the middle; call zero_grad(), which ends it "
-                "for the other ranks, and have all ranks drop this step"
+                "expected a backward that ended, found one that raised in the middle, and other ranks may wait for its "
+                "gradients; let the launch end, or, where it raised on all ranks, make another ZeroOptimizer"
             )
 
-    def _take(self, bucket: WeightBucket, slot: int) -> Filling:
+    def _take(self, bucket: WeightBucket, slot: int) -> None:
         """Copy a parameter's gradient, divided by the number of ranks, into the bucket's buffer, and let go of it."""
         filling = self._filling.get(bucket)
-        if filling is None and bucket not in self._turns[: self._next]:
+        if filling is None and bucket not in self.buckets[: self._next]:
             filling = self._filling[bucket] = Filling(bucket)
         if filling is None or slot not in filling.missing:
             raise RuntimeError(
                 f"expected one gradient of parameter {bucket.numbers[slot]} in a backward, found a second: after a "
-                "backward that raised, call zero_grad(); and checkpoint with use_reentrant=False"
+                "backward that raised, make another ZeroOptimizer; and checkpoint with use_reentrant=False"
             )
         p = bucket.params[slot]
         if p.grad.layout is not torch.strided:
@@ -202,8 +153,6 @@ class ReducedGradients:
         torch.div(p.grad.detach(), self._ranks, out=filling.views[slot])
         p.grad = None
         filling.missing.discard(slot)
-        self._used.add(bucket.numbers[slot])
-        return filling
 
     def _send(self, bucket: WeightBucket) -> None:
         """A bucket's turn: begin its reduce-scatter, if it is not frozen."""
@@ -217,11 +166,8 @@ class ReducedGradients:
             if p.grad is not None and (bucket not in self._filling or slot in self._filling[bucket].missing):
                 self._take(bucket, slot)
         filling = self._filling.pop(bucket, None) or Filling(bucket)
-        self.reduced.add(bucket)
         for slot in filling.missing:
             filling.views[slot].zero_()
-        if bucket not in self._completed:
-            self._completed.append(bucket)
         first = all(part.grad is None for part in bucket.parts)
         piece = torch.empty_like(bucket.own) if first else bucket.layout.own(filling.whole, self._rank)
         while len(self._sent) > 1:
@@ -234,55 +180,11 @@ class ReducedGradients:
         bucket, work, piece, _, first = self._sent.popleft()
         work.wait()
         views = bucket.layout.part_views(piece, self._rank)
-        for number, part, view in zip(bucket.numbers, bucket.parts, views, strict=True):
+        for part, view in zip(bucket.parts, views, strict=True):
             if part.grad is not None:
                 part.grad.add_(view)
             else:
-                self._arrived.append((number, part, view if first else view.clone()))
-
-    def _numbered(self) -> Iterator[tuple[int, Tensor]]:
-        for bucket in self.buckets:
-            yield from zip(bucket.numbers, bucket.params, strict=True)
-
-    # ---- what ranks must agree on
-
-    def _used_anywhere(self) -> set[int]:
-        """The numbers of the parameters that had a gradient on any rank: one byte for each is all-reduced."""
-        params = dict(self._numbered())
-        if not self._find_unused:
-            return {n for n, p in params.items() if p.requires_grad}
-        used = on_any_rank([n in self._used for n in range(len(params))], self.buckets[0].flat.device, self._group)
-        return {n for n, by_any in enumerate(used) if by_any}
-
-    def _frozen_late(self) -> set[int]:
-        """The numbers of parameters that are frozen, and were not when their gradients came, on any rank.
-
-        They are stepped, as by any optimizer. Asked are those that were trained at some time, which all ranks know.
-        """
-        frozen = [(n, p) for n, p in self._numbered() if not p.requires_grad]
-        for n, p in frozen:
-            if p.grad is not None and n not in self._trained:
-                raise RuntimeError(
-                    f"expected no gradient of parameter {n}, frozen when ZeroOptimizer was made and after each step, "
-                    "found one; freeze it again after step(), or set its grad to None"
-                )
-        asked = [(n, p) for n, p in frozen if n in self._trained]
-        if not asked:
-            return set()
-        came = [n in self._used or p.grad is not None for n, p in asked]
-        by_any = on_any_rank(came, self.buckets[0].flat.device, self._group)
-        return {n for (n, _), had in zip(asked, by_any, strict=True) if had}
-
-    def _agree_on_turns(self) -> None:
-        """Take turns from the next round on in the order in which rank 0 completed its buckets in this one."""
-        places = {bucket: place for place, bucket in enumerate(self._turns)}
-        order = self._completed + [bucket for bucket in self._turns if bucket not in self._completed]
-        turns = torch.tensor([places[bucket] for bucket in order], device=self.buckets[0].flat.device)
-        if len(order) > 1:
-            distributed.broadcast(turns, group=self._group, group_src=0)
-        if not isinstance(turns, FakeTensor):
-            order = [self._turns[place] for place in turns.tolist()]
-        self._turns, self._turns_known = order, True
+                part.grad = view if first else view.clone()
 
 
 def _complete(

@@ -51,11 +51,9 @@ class ZeroOptimizer(Optimizer):
       of a parameter (Adafactor, Muon, LAMB, Shampoo) would do something else on parts, which cannot be seen from here.
     stage: 1 reduces gradients at the step, 2 during backward, bucket by bucket, and keeps no others.
     bucket_bytes: how many bytes of parameters make a bucket, unless a single one is larger.
-    find_unused_parameters: a gradient that is missing on a rank is zero there; so are all of a parameter that no rank
-      used, and weight decay still shrinks it. True: such a parameter is not stepped, as without ranks, for one byte of
-      each parameter that is all-reduced, and a wait for the GPU where one is missing. Of one that was trained and is
-      frozen now this is always asked, since it may have been frozen after its backward: then it is stepped, as ever.
 
+    A gradient that is missing on a rank is zero there; so are all of a parameter that no rank used, and weight decay
+    still shrinks it: freeze it before ZeroOptimizer is made to leave it alone.
     `param_groups` hold the parts, as `optimizer_class` has them: schedulers and loss scalers work on those. The parts
     have gradients after `reduce_gradients()`, which step and clip_grad_norm_ call if nobody has; the parameters then
     have none. `step` uses them up. Clear gradients with `zero_grad()`; the model's cannot reach the parts.
@@ -65,14 +63,14 @@ class ZeroOptimizer(Optimizer):
     with a loss that is a sum, as the mean of nothing is nan.
     With a loss scaler ranks must skip together: `LossScaler(agree=...)`, for an inf reaches only the rank whose piece
     it is in. torch.amp.GradScaler cannot agree, and one rank would wait for another that skips.
-    Where a rank's backward raises (stage 2), it calls zero_grad() at once, which ends the reduce-scatters that others
-    wait for; then ranks agree to drop the step, all of them. Before its first gradient it had begun none of them.
+    After a backward that raised (stage 2) it is refused, since the other ranks are out of step.
     A new ZeroOptimizer closes an older one of the same parameters, as when a cell runs twice.
+    Not here: groups that are added later, closures, and parameters that are frozen or thawed later.
 
     Raises ValueError for another stage, parameters on several devices, without memory, in memory they share or given
     twice, with gradients of another dtype, unlike rank 0's or other parts than rank 0's, and an optimizer that is known
-    not to be elementwise; RuntimeError without a process group, and where a parameter was moved afterwards; TypeError
-    for a set of parameters, and for sparse gradients.
+    not to be elementwise; RuntimeError without a process group, and where a parameter was moved, frozen or thawed
+    afterwards; TypeError for a set of parameters, and for sparse gradients.
     """
 
     def __init__(
@@ -82,7 +80,6 @@ class ZeroOptimizer(Optimizer):
         stage: int = 1,
         *,
         bucket_bytes: int | str = "25 MiB",
-        find_unused_parameters: bool = False,
         group: distributed.ProcessGroup | None = None,
         **defaults,
     ):
@@ -91,25 +88,9 @@ class ZeroOptimizer(Optimizer):
                 f"expected stage=1 or 2, found {stage!r}; stage 3 spreads the parameters too, which changes the model "
                 "and not the optimizer: use fully_shard(module)"
             )
-        self._group, self._bucket_bytes = group, parse_bytes(bucket_bytes)
-        self._settings = {
-            "bucket_bytes": str(self._bucket_bytes),
-            "stage": str(stage),
-            "find_unused_parameters": str(find_unused_parameters),
-        }
+        self._group, self._bucket_bytes, self.stage = group, parse_bytes(bucket_bytes), stage
         self._rank, self._ranks = place_in(group)
-        self.stage = stage
-        self._params: list[Tensor] = []
-        self._buckets: list[WeightBucket] = []
-        self._gradients = ReducedGradients(self._rank, self._ranks, group, stage == 2, find_unused_parameters)
-        try:
-            self._build(as_groups(params), optimizer_class, defaults)
-        except BaseException:  # which may be kept, as sys.last_exc is, and would hold this with its hooks
-            self._gradients.close()
-            raise
-
-    def _build(self, groups: list[dict], optimizer_class: Callable[..., Optimizer], defaults: dict) -> None:
-        self._inner = optimizer_class(self._sharded(groups), **defaults)
+        self._inner = optimizer_class(self._sharded(as_groups(params)), **defaults)
         for kind, what in ((Adafactor, "a parameter's rows and columns"), (LBFGS, "all parameters at once")):
             if isinstance(self._inner, kind):
                 raise ValueError(
@@ -119,45 +100,39 @@ class ZeroOptimizer(Optimizer):
         refuse_class(type(self._inner))
         super().__init__(self._inner.param_groups, self._inner.defaults)
         self.param_groups, self.state = self._inner.param_groups, self._inner.state
+        self._gradients = ReducedGradients(self._buckets, self._rank, self._ranks, group, stage == 2)
 
     def add_param_group(self, param_group: dict) -> None:
-        """Add parameters, as to any optimizer, between two steps."""
-        if any(param_group is known for known in self._inner.param_groups):  # while Optimizer.__init__ runs
-            super().add_param_group(param_group)
-        else:
-            (parts,) = self._sharded(as_groups([param_group]))
-            self._inner.add_param_group(parts)
+        """Raise RuntimeError: all groups are given when it is made."""
+        if not any(param_group is known for known in self._inner.param_groups):  # those while Optimizer.__init__ runs
+            raise RuntimeError(
+                "expected all parameters when ZeroOptimizer is made, found another group; make one of all groups"
+            )
+        super().add_param_group(param_group)
 
     @torch.no_grad()
     def _sharded(self, groups: list[dict]) -> list[dict]:
         """The groups with this rank's parts in place of the parameters, which move into buckets."""
         entries = [(number, entry) for number, group in enumerate(groups) for entry in group["params"]]
         params = [entry[1] if isinstance(entry, tuple) else entry for _, entry in entries]  # some come with names
-        check_params(self._params, params)
-        first = len(self._params)
-        shown = (f"{said(p)}, in group {number}" for p, (number, _) in zip(params, entries, strict=True))
-        mine = {f"parameter {number}": one for number, one in enumerate(shown, first)}
-        refuse_others(self._settings | mine, self._group)
+        check_params(params)
+        mine = {"bucket_bytes": str(self._bucket_bytes), "stage": str(self.stage)}
+        for n, (p, (number, _)) in enumerate(zip(params, entries, strict=True)):
+            mine[f"parameter {n}"] = f"{said(p)}, in group {number}"
+        refuse_others(mine, self._group)
         refuse_other_parts(params, self._group)
         keys = [(p.dtype, number, p.requires_grad) for p, (number, _) in zip(params, entries, strict=True)]
-        buckets = [
-            WeightBucket([params[n] for n in numbers], [first + n for n in numbers], self._rank, self._ranks)
+        self._buckets = [
+            WeightBucket([params[n] for n in numbers], numbers, self._rank, self._ranks)
             for numbers in bucketed(params, keys, self._bucket_bytes)
         ]
-        for bucket in buckets:
+        for bucket in self._buckets:
             if bucket.layout.numel:
                 distributed.broadcast(on_the_wire(bucket.flat), group=self._group, group_src=0)
-        self._params += params
-        self._buckets += buckets
-        self._gradients.add(buckets)
-        parts = {n: part for bucket in buckets for n, part in zip(bucket.numbers, bucket.parts, strict=True)}
-        sharded, number = [], first
-        for group in groups:
-            entries = []
-            for entry in group["params"]:
-                entries.append((entry[0], parts[number]) if isinstance(entry, tuple) else parts[number])
-                number += 1
-            sharded.append(group | {"params": entries})
+        parts = {n: part for bucket in self._buckets for n, part in zip(bucket.numbers, bucket.parts, strict=True)}
+        sharded = [group | {"params": []} for group in groups]
+        for n, (number, entry) in enumerate(entries):
+            sharded[number]["params"].append((entry[0], parts[n]) if isinstance(entry, tuple) else parts[n])
         return sharded
 
     # ---- gradients
@@ -189,7 +164,7 @@ class ZeroOptimizer(Optimizer):
         if not self._gradients.open:
             raise RuntimeError("expected an optimizer to use, found one that was closed; make another")
         for bucket in self._buckets:
-            bucket.check_in_place()
+            bucket.check_unchanged()
 
     def _settle(self) -> None:
         self._check_usable()
@@ -205,29 +180,22 @@ class ZeroOptimizer(Optimizer):
         """
         self._settle()
         parts = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
-        device = self._params[0].device
+        device = self._buckets[0].flat.device
         return clip_parts_(parts, max_norm, norm_type, error_if_nonfinite, device=device, group=self._group)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients: whole ones, parts, and what a backward that raised has left, whose round it ends."""
+        """Drop the gradients: whole ones and parts. Raises RuntimeError after a backward that raised."""
         self._gradients.drop(set_to_none)
 
     # ---- the step
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Tensor] | None = None):
-        """Step this rank's parts, and fill the buckets with every rank's. Uses the gradients up; returns the loss.
-
-        Every rank calls it.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def step(self) -> None:
+        """Step this rank's parts, and fill the buckets with every rank's. Every rank calls it. Uses gradients up."""
         self._settle()
         for bucket in self._buckets:
             bucket.notice_writes()
-        changed = [bucket for bucket in self._buckets if bucket.trained or bucket in self._gradients.reduced]
+        changed = [bucket for bucket in self._buckets if bucket.trained]
         step = type(self._inner).step
         getattr(step, "__wrapped__", step)(self._inner)  # without the hooks: they are for the whole step, and run there
         for work in [bucket.gather(self._group) for bucket in changed]:
@@ -235,8 +203,6 @@ class ZeroOptimizer(Optimizer):
         for bucket in changed:
             bucket.written()
         self._gradients.drop()
-        self._gradients.watch()
-        return loss
 
     def close(self) -> None:
         """Take the hooks off. It cannot step afterwards; the model is whole on every rank, and can be used."""

@@ -25,7 +25,7 @@ from memlab.pipeline_parallelism.gpt import gpt_layers, gpt_loss
 from memlab.pipeline_parallelism.layout import Way, axis_seconds, ways
 from memlab.pipeline_parallelism.line import StageCost
 from memlab.pipeline_parallelism.norms import clip_grad_norm_
-from memlab.pipeline_parallelism.orders import forward_only, gpipe, interleaved, one_forward_one_backward, with_messages
+from memlab.pipeline_parallelism.orders import gpipe, interleaved, one_forward_one_backward, with_messages
 from memlab.pipeline_parallelism.plan import PipelinePlan, plan_pipeline
 from memlab.pipeline_parallelism.rehearsal import Wire
 from memlab.pipeline_parallelism.runtime import Pipeline
@@ -50,7 +50,6 @@ __all__ = [
     "bytes_on_stages",
     "check_schedule",
     "clip_grad_norm_",
-    "forward_only",
     "full_state_dict",
     "gpipe",
     "gpt_layers",

@@ -100,7 +100,7 @@ def stage_shares(
     for name, value in (("batch", batch), ("data", data), ("pipeline", pipeline), ("micro_batches", micro_batches)):
         positive(name, value)
     one_of("precision", precision, tuple(ITEMSIZES))
-    refuse_ranks(model, tensor, None)
+    refuse_ranks(model, tensor)
     if batch % (data * micro_batches):
         raise ValueError(
             f"{batch} texts cannot be split over {data} data ranks with {micro_batches} micro-batches each; pick "

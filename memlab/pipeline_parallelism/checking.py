@@ -27,28 +27,23 @@ from memlab.pipeline_parallelism.schedule import (
 )
 
 
-def check_schedule(schedule: Schedule, *, together: bool = True) -> None:
-    """Raise ValueError, naming rank and action, if ranks that follow this schedule would compute wrong, or never end.
-
-    together: False asks whether it would also end if messages side by side began one after the other.
-    """
+def check_schedule(schedule: Schedule) -> None:
+    """Raise ValueError, naming rank and action, if ranks that follow a schedule would compute wrong, or never end."""
     _complete(schedule)
     _ordered(schedule)
     _matched(schedule)
-    _alive(schedule, together)
+    _alive(schedule)
 
 
 def expected_actions(schedule: Schedule) -> list[set[Action]]:
     """For each rank, which actions its stages take, in whatever order."""
-    at, trains, wanted = schedule.ranks_of_stages, schedule.trains, [set() for _ in schedule.actions]
+    at, wanted = schedule.ranks_of_stages, [set() for _ in schedule.actions]
     for stage, rank in enumerate(at):
         kinds = [FORWARD, BACKWARD]
         if stage > 0 and at[stage - 1] != rank:
             kinds += [RECEIVE_ACTIVATION, SEND_GRADIENT]
         if stage < len(at) - 1 and at[stage + 1] != rank:
             kinds += [SEND_ACTIVATION, RECEIVE_GRADIENT]
-        if not trains:
-            kinds = [kind for kind in kinds if kind in (FORWARD, SEND_ACTIVATION, RECEIVE_ACTIVATION)]
         wanted[rank].update(Action(kind, stage, i) for kind in kinds for i in range(schedule.micro_batches))
     return wanted
 
@@ -137,9 +132,9 @@ def groups_of(actions: Sequence[Action]) -> list[list[Action]]:
     return groups
 
 
-def _alive(schedule: Schedule, together: bool) -> None:
+def _alive(schedule: Schedule) -> None:
     """Play the messages: a rank goes on when the other end of each one in its group has begun, too."""
-    groups = [groups_of(actions) if together else [[a] for a in actions] for actions in schedule.actions]
+    groups = [groups_of(actions) for actions in schedule.actions]
     at = [0] * schedule.ranks
     begun: set[Action] = set()
 
@@ -162,10 +157,10 @@ def _alive(schedule: Schedule, together: bool) -> None:
                 moved = True
     stuck = [rank for rank in range(schedule.ranks) if at[rank] < len(groups[rank])]
     if stuck:
-        advice = ", or let them stand side by side" if together else ""
         raise ValueError(
             f"expected ranks that all come to their end, found some that wait for each other: "
-            f"{_circle(stuck[0], waits_for, schedule)}; give these messages one order on all ranks{advice}"
+            f"{_circle(stuck[0], waits_for, schedule)}; give these messages one order on all ranks, or let them stand "
+            "side by side"
         )
 
 

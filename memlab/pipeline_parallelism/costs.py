@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from memlab.memory_timeline import Meter, Timeline
-from memlab.pipeline_parallelism.imagined_layers import Layer, make_layer, random_numbers_kept
+from memlab.pipeline_parallelism.imagined_layers import Layer, make_layer
 from memlab.pipeline_parallelism.line import StageCost
 from memlab.pipeline_parallelism.orders import gpipe
 from memlab.pipeline_parallelism.plan import PipelinePlan, plan_pipeline, split_batch
@@ -34,8 +34,8 @@ Optimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 def measure_stages(
     plan: PipelinePlan,
-    x: Tensor | Sequence[Tensor],
-    y: Tensor | Sequence[Tensor],
+    x: Tensor,
+    y: Tensor,
     loss_fn: Callable[..., Tensor],
     *,
     optimizer: Optimizer | None = None,
@@ -47,7 +47,7 @@ def measure_stages(
     """Run the first micro-batch through all stages, one stage after the other, and return what each costs.
 
     x, y: a mini-batch as of `Pipeline.step`. Its bytes are the caller's and count nowhere. loss_fn, checkpointed,
-      wrap: as of `Pipeline`; layers given as modules are copied, and no random state is used up.
+      wrap: as of `Pipeline`; layers given as modules are copied, and PyTorch's random state is not used up.
     optimizer: a function that makes one, such as torch.optim.AdamW; its states then count as static, after one step.
     repeats: how often a stage is timed, beside the one run that is metered; the medians count. Imagined tensors take
       no time: there it is the FLOPs over flops_per_second, without what only moves bytes.
@@ -63,7 +63,7 @@ def measure_stages(
     shares = plan.schedule.micro_batches
     costs = []
     for stage in range(len(plan.parts)):
-        with random_numbers_kept([stream[0].device] if stream[0].is_cuda else []):
+        with torch.random.fork_rng(devices=[stream[0].device] if stream[0].is_cuda else []):
             module = _stage_module(plan, stage).to(stream[0].device)
             module = wrap(module) if wrap else module
             last = stage == len(plan.parts) - 1

@@ -1,8 +1,8 @@
 """Imagined copies of layers: made without memory, run without values, and without a trace.
 
 A layer that is a function is called, and makes imagined weights. A module is copied first: its weights, buffers,
-counters and its mode stay as they are, and so does the state of random numbers: PyTorch's, Python's and NumPy's. What
-layers would send each other is not sent. Hooks are part of a forward, since they may change what it returns: they run,
+counters and its mode stay as they are, and so does the state of PyTorch's random numbers. What layers would send each
+other is not sent. Hooks are part of a forward, since they may change what it returns: they run,
 and see imagined tensors.
 """
 
@@ -11,8 +11,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-import random
-import sys
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -46,24 +44,10 @@ def nobody_else(device: torch.device) -> Iterator[None]:
     before, log.disabled = log.disabled, True
     imagined = FakeTensorMode(allow_non_fake_inputs=True)
     try:
-        with random_numbers_kept(gpus), _disable_current_modes(), imagined, _Silent():
+        with torch.random.fork_rng(devices=gpus), _disable_current_modes(), imagined, _Silent():
             yield
     finally:
         log.disabled = before
-
-
-@contextlib.contextmanager
-def random_numbers_kept(gpus: Sequence[torch.device]) -> Iterator[None]:
-    """Afterwards PyTorch's generators, also of these GPUs, Python's and NumPy's are where they were."""
-    of_python, numpy = random.getstate(), sys.modules.get("numpy.random")
-    of_numpy = numpy.get_state() if numpy else None
-    try:
-        with torch.random.fork_rng(devices=gpus):
-            yield
-    finally:
-        random.setstate(of_python)
-        if numpy:
-            numpy.set_state(of_numpy)
 
 
 class _Silent(TorchDispatchMode):

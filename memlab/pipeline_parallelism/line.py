@@ -11,8 +11,8 @@ too soon or not yet gone. While a computation runs, a rank holds more than befor
 shows (`StageCost`).
 
 At storages level, as the meter counts. If neighbouring stages are on one rank, a tensor that both save counts twice.
-Ties between stages are not known here: a parameter that is one for several stages of a rank counts on each, and of the
-sum at a step's end, room for the others' gradients, in pieces of up to 4 MiB, counts nowhere.
+Ties between stages are not known here: a parameter that is one for several stages of a rank counts on each, and room
+for the others' gradients, and the sum, at a step's end counts nowhere.
 """
 
 from __future__ import annotations
@@ -95,14 +95,14 @@ def bytes_along(schedule: Schedule, costs: Sequence[StageCost], rank: int) -> tu
     """
     stages = schedule.stages_of(rank)
     now = most = sum(costs[stage].static_bytes for stage in stages)
-    after, leaving, begun, trains = [], {}, [], schedule.trains
+    after, leaving, begun = [], {}, []
     for group in groups_of(schedule.actions[rank]):
         action = group[0]
         if action.kind in COMPUTATIONS:
             cost = costs[action.stage]
             now -= sum(leaving.pop(send) for send in gone_before(action, begun))
             most = max(most, now + cost.extra_bytes(action.kind))
-            now += _made(action, schedule, costs, trains) - sum(leaving.values())
+            now += _made(action, schedule, costs) - sum(leaving.values())
             leaving, begun = {}, []
         else:
             begun = group
@@ -135,7 +135,7 @@ def moved_bytes(message: Action, costs: Sequence[StageCost]) -> int:
     return costs[message.stage].gradient_bytes
 
 
-def _made(action: Action, schedule: Schedule, costs: Sequence[StageCost], trains: bool) -> int:
+def _made(action: Action, schedule: Schedule, costs: Sequence[StageCost]) -> int:
     """By how much a computation changes what the rank holds: made, less consumed."""
     stage, at = action.stage, schedule.ranks_of_stages
     cost, first, last = costs[stage], stage == 0, stage == len(at) - 1
@@ -153,4 +153,4 @@ def _made(action: Action, schedule: Schedule, costs: Sequence[StageCost], trains
         arrived = costs[stage - 1].output_bytes
     else:
         arrived = cost.input_bytes
-    return (cost.saved_bytes if trains else 0) + cost.output_bytes - arrived
+    return cost.saved_bytes + cost.output_bytes - arrived

@@ -7,33 +7,25 @@ until that begins, if it is a backward whose gradient was received beside them (
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, distributed
 
 from memlab.pipeline_parallelism.plan import PipelinePlan
 from memlab.pipeline_parallelism.rehearsal import Wire
-from memlab.pipeline_parallelism.schedule import COMPUTATIONS, RECEIVE_ACTIVATION, SEND_ACTIVATION, SENDS, Action
-from memlab.pipeline_parallelism.tied import TiedParameters
-from memlab.ranks.point_to_point import Transfer, begin
+from memlab.pipeline_parallelism.schedule import RECEIVE_ACTIVATION, SEND_ACTIVATION, SENDS, Action
+from memlab.ranks import Transfer, begin
 
 
 class Messages:
     """The messages of one rank of a pipeline, each known by the action that receives it.
 
-    group: the pipeline's ranks, all if None.   device: where tensors are received.   missed: called with each
-    computation that `catch_up` comes by, in its place.
+    group: the pipeline's ranks, all if None.   device: where tensors are received.
     """
 
-    def __init__(
-        self,
-        plan: PipelinePlan,
-        group=None,
-        device: torch.device | str = "cpu",
-        missed: Callable[[Action], None] | None = None,
-    ):
-        self.plan, self.group, self.device, self.missed = plan, group, device, missed
+    def __init__(self, plan: PipelinePlan, group=None, device: torch.device | str = "cpu"):
+        self.plan, self.group, self.device = plan, group, device
         self.ready: dict[Action, Sequence[Tensor]] = {}  # made here: to be sent, or for another stage of this rank
         self.arriving: dict[Action, list[Transfer]] = {}
         self.leaving: dict[Action, list[Transfer]] = {}
@@ -78,33 +70,6 @@ class Messages:
         """What a message carries: of activations all tensors, of gradients those that have one."""
         forward = action.kind in (SEND_ACTIVATION, RECEIVE_ACTIVATION)
         return [wire for wire in self.plan.wires[min(action.stage, action.peer_stage)] if forward or wire.gradient]
-
-    def catch_up(self, missed: Sequence[Sequence[Action]], tied: TiedParameters | None = None) -> None:
-        """After a step that raised here: end it for the others, who wait for its messages. They get zeros.
-
-        missed: what the list had left.   tied: whose sum they wait for, after training.
-        """
-        self.ready.clear()
-        for actions in [[], *missed]:
-            messages = [action for action in actions if action.kind not in COMPUTATIONS]
-            for send in messages:
-                if send.kind in SENDS:
-                    self.ready[send.counterpart] = [torch.zeros_like(room) for room in self._room(send)]
-            self.begin(messages)
-            self.settle()
-            for receive in list(self.arriving):
-                self.take(receive)
-            if self.missed is not None and actions and not messages:
-                self.missed(actions[0])
-        if tied is not None:
-            copies = [p for tie in tied.ties for p in tie.copies]
-            gradients = [p.grad for p in copies]
-            for p in copies:
-                p.grad = None
-            tied.begin_step()
-            tied.sum_gradients()
-            for p, gradient in zip(copies, gradients, strict=True):
-                p.grad = gradient
 
     def _room(self, action: Action) -> list[Tensor]:
         return [torch.empty(wire.shape, dtype=wire.dtype, device=self.device) for wire in self.wires(action)]

@@ -40,12 +40,8 @@ def gpipe(stages: int, micro_batches: int) -> Schedule:
     return with_messages("GPipe", [[Action(kind, stage, i) for kind, i in turns] for stage in range(stages)])
 
 
-def one_forward_one_backward(stages: int, micro_batches: int, *, in_flight: Sequence[int] | None = None) -> Schedule:
+def one_forward_one_backward(stages: int, micro_batches: int) -> Schedule:
     """1F1B: stage s begins with stages − s forwards, and from then on each is paid for by a backward.
-
-    in_flight: with how many forwards each stage begins instead. Fewer keep less, and ranks wait. More keep more: with m
-      this is GPipe, with 2·(stages − s) − 1 less of a slow link shows. No stage may begin with more than the
-      one before it, which feeds it: that is a ValueError, as is another number of stages.
 
     >>> print(one_forward_one_backward(2, 3))
     1F1B: 2 stages, 3 micro-batches
@@ -54,15 +50,11 @@ def one_forward_one_backward(stages: int, micro_batches: int, *, in_flight: Sequ
     """
     positive("stages", stages)
     positive("micro_batches", micro_batches)
-    ahead = [stages - stage for stage in range(stages)] if in_flight is None else list(in_flight)
-    if len(ahead) != stages or ahead != sorted(ahead, reverse=True):
-        raise ValueError(f"expected in_flight for each of {stages} stages, none above the one before, found {ahead}")
     orders = []
-    for stage, most in enumerate(ahead):
-        positive("in_flight", most)
+    for stage in range(stages):
         forwards = [Action(FORWARD, stage, i) for i in range(micro_batches)]
         backwards = [Action(BACKWARD, stage, i) for i in range(micro_batches)]
-        orders.append(_in_turns(forwards, backwards, most))
+        orders.append(_in_turns(forwards, backwards, stages - stage))
     return with_messages("1F1B", orders)
 
 
@@ -103,16 +95,8 @@ def _in_turns(forwards: list[Action], backwards: list[Action], ahead: int) -> li
     return order
 
 
-def forward_only(stages: int, micro_batches: int) -> Schedule:
-    """Forwards without backwards: evaluation."""
-    positive("stages", stages)
-    positive("micro_batches", micro_batches)
-    orders = [[Action(FORWARD, stage, i) for i in range(micro_batches)] for stage in range(stages)]
-    return with_messages("forward only", orders)
-
-
 def forwards_of(schedule: Schedule) -> Schedule:
-    """Each rank's forwards in their order, with the messages that they take."""
+    """Each rank's forwards in their order, with the messages that they take: evaluation, and nothing to simulate."""
     orders = [[action for action in actions if action.kind == FORWARD] for actions in schedule.actions]
     return with_messages("forwards", orders)
 

@@ -34,17 +34,16 @@ class PipelinePlan:
       tuple each.
     tied: names of parameters that are one, such as ("0.token_embedding.weight", "5.head.weight"); two or more of one
       shape.
-    facts: what is known of each layer without making it. batch: the mini-batch's shape and dtype; None where x was a
-      list.
+    facts: what is known of each layer without making it. batch: the mini-batch's shape and dtype.
     """
 
     layers: tuple[Layer, ...]
     schedule: Schedule
     parts: tuple[range, ...]
     wires: tuple[tuple[Wire, ...], ...]
+    batch: Wire
     tied: tuple[tuple[str, ...], ...] = field(default=())
     facts: tuple[LayerFacts, ...] = field(default=(), repr=False)
-    batch: Wire | None = None
 
     def stage_of(self, name: str) -> int:
         """The stage that has a layer, or a parameter: "3" or "3.weight" is layer 3's."""
@@ -81,7 +80,7 @@ class PipelinePlan:
 def plan_pipeline(
     layers: Sequence[Layer],
     schedule: Schedule,
-    x: Tensor | Sequence[Tensor],
+    x: Tensor,
     *,
     parts: Sequence[range] | None = None,
     tied: Sequence[Sequence[str]] = (),
@@ -89,10 +88,9 @@ def plan_pipeline(
     """Cut layers into the schedule's stages and see that everything fits.
 
     layers: modules or functions that make one (an nn.Sequential or nn.ModuleList is a list, too). Of modules imagined
-      copies run, with their hooks. One without parameters may stand on several stages: each then has its own buffers.
-    x: a mini-batch (batch, …) as training will give it, on the device of training, or its micro-batches as a list;
-      values are not used. Autocast that is on now is taken to be on in training: it decides the dtypes of what
-      travels.
+      copies run, with their hooks. One without parameters and buffers may stand on several stages.
+    x: a mini-batch (batch, …) as training will give it, on the device of training; values are not used. Autocast that
+      is on now is taken to be on in training: it decides the dtypes of what travels.
     parts: consecutive layers of each stage, as of `balance`; None: equally many.
     tied: groups of parameter names, "<layer>.<name>", that are one parameter. Names of one group may be on one stage.
 
@@ -102,7 +100,7 @@ def plan_pipeline(
     Raises ValueError for more stages than layers, a batch that the micro-batches do not divide, parts that leave
     layers out, a layer that refuses what the one before returns, or that returns no tensors, shapes that depend on
     values, a stage whose output changes its shape between micro-batches, tied names that are no parameters of one
-    shape, one module or parameter on two stages, and an invalid schedule (`check_schedule`). Raises TypeError for
+    shape, one parameter or buffer on two stages, and an invalid schedule (`check_schedule`). Raises TypeError for
     layers that are neither modules nor functions.
 
     >>> import functools
@@ -127,29 +125,21 @@ def plan_pipeline(
         )
     parts = parts_of_stages(parts, len(layers), schedule.stages)
     with _disable_current_modes():  # only shapes count, whatever watches or imagines tensors now
-        micro_batches = split_batch(_shapes(x), schedule.micro_batches)
+        shape = torch.empty(x.shape, dtype=x.dtype, device="meta") if isinstance(x, Tensor) else x
+        one = split_batch(shape, schedule.micro_batches)[0]
     tied = tuple(tied_names(tied))
-    device = next((t.device for t in (x if isinstance(x, (list, tuple)) else [x])), torch.device("cpu"))
-    made = rehearse(layers, parts, micro_batches, device, trains=schedule.trains, tied=tied)
-    shape = micro_batches[0].shape
-    batch = None
-    if shape and all(one.shape == shape for one in micro_batches):
-        batch = Wire((shape[0] * schedule.micro_batches, *shape[1:]), micro_batches[0].dtype, False)
-    return PipelinePlan(layers, schedule, parts, made.wires, tied, made.facts, batch)
+    wires, facts = rehearse(layers, parts, one, x.device, tied=tied, more=schedule.micro_batches > 1)
+    return PipelinePlan(layers, schedule, parts, wires, Wire(tuple(x.shape), x.dtype, False), tied, facts)
 
 
-def split_batch(x: Tensor | Sequence[Tensor], micro_batches: int) -> tuple[Tensor, ...]:
-    """Cut (batch, …) into equal micro-batches, without a copy. A list of so many tensors is taken as it is.
+def split_batch(x: Tensor, micro_batches: int) -> tuple[Tensor, ...]:
+    """Cut (batch, …) into equal micro-batches, without a copy.
 
     Raises ValueError for a batch without rows, or whose rows the micro-batches do not divide, and TypeError for no
     tensor.
     """
-    if isinstance(x, (list, tuple)) and all(isinstance(one, Tensor) for one in x):
-        if len(x) != micro_batches:
-            raise ValueError(f"expected a list of {micro_batches} micro-batches, found {len(x)}")
-        return tuple(x)
     if not isinstance(x, Tensor):
-        raise TypeError(f"expected a tensor (batch, …), or a list of micro-batches, found {type(x).__name__}")
+        raise TypeError(f"expected a tensor (batch, …), found {type(x).__name__}")
     if x.dim() == 0 or x.shape[0] == 0:
         raise ValueError(f"expected a batch of at least one row, (batch, …), found shape {tuple(x.shape)}")
     if x.shape[0] % micro_batches:
@@ -158,13 +148,6 @@ def split_batch(x: Tensor | Sequence[Tensor], micro_batches: int) -> tuple[Tenso
             f"that divide it ({divisors(x.shape[0])}), or {-(-x.shape[0] // micro_batches) * micro_batches} rows"
         )
     return x.chunk(micro_batches)
-
-
-def _shapes(x):
-    """The batch without values."""
-    if isinstance(x, (list, tuple)):
-        return [_shapes(one) for one in x]
-    return torch.empty(x.shape, dtype=x.dtype, device="meta") if isinstance(x, Tensor) else x
 
 
 def _listed(layers) -> tuple[Layer, ...]:

@@ -6,12 +6,10 @@ somewhere inside its network library, and it would be the wrong one to blame.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from memlab.pipeline_parallelism.plan import PipelinePlan, split_batch
 from memlab.pipeline_parallelism.rehearsal import Wire
@@ -27,23 +25,18 @@ def planned_micro_batches(plan: PipelinePlan, name: str, batch: Tensor | None) -
             f"expected {name} on the rank of the {'first' if name == 'x' else 'last'} stage, found None; pass it there"
         )
     parts = split_batch(batch, plan.schedule.micro_batches)
-    if name == "x" and torch.is_grad_enabled() and any(part.requires_grad for part in parts):
+    if name == "x" and torch.is_grad_enabled() and batch.requires_grad:
         raise ValueError(
             "expected x that needs no gradient, for none is sent back to it, found one that does; let what makes x be "
             "layer 0, or detach it"
         )
-    if plan.batch is not None:
-        rows, *rest = plan.batch.shape
-        rows //= len(parts)
-        for i, part in enumerate(parts):
-            alike = part.shape == (rows, *rest) and part.dtype == plan.batch.dtype
-            if not alike if name == "x" else part.dim() == 0 or part.shape[0] != rows:
-                wanted = Wire((rows, *rest), plan.batch.dtype, False) if name == "x" else f"{rows} rows"
-                raise ValueError(
-                    f"expected {name} whose micro-batches are {wanted}, as planned, found "
-                    f"{Wire(tuple(part.shape), part.dtype, False)} for micro-batch {i} of {len(parts)}; give step what "
-                    "plan_pipeline was given, or plan again"
-                )
+    found = Wire(tuple(batch.shape), batch.dtype, False)
+    if found != plan.batch if name == "x" else len(batch) != plan.batch.shape[0]:
+        wanted = plan.batch if name == "x" else f"{plan.batch.shape[0]} rows"
+        raise ValueError(
+            f"expected {name} of {wanted}, as planned, found {found}; give step what plan_pipeline was given, or plan "
+            "again"
+        )
     return parts
 
 
@@ -81,22 +74,6 @@ def scalar_loss(loss: Tensor) -> Tensor:
             "expected a loss that depends on a parameter to train, found none; leave one that is not frozen"
         )
     return loss.reshape(())
-
-
-def divisor_of_losses(divide_by: float | Tensor | None, micro_batches: int) -> float | Tensor:
-    """What each micro-batch's loss is divided by: what was given, or the number of micro-batches for None.
-
-    Raises ValueError where it is not above 0 and finite. A tensor on a GPU is not asked: the GPU would be waited for.
-    """
-    if divide_by is None:
-        return micro_batches
-    known = not isinstance(divide_by, Tensor) or divide_by.is_cpu and not isinstance(divide_by, FakeTensor)
-    if known and not 0 < divide_by < math.inf:
-        raise ValueError(
-            f"expected divide_by above 0 and finite, such as the labels in the whole batch, found {divide_by}; "
-            "leave out a batch without labels, on all ranks"
-        )
-    return divide_by
 
 
 def _described(wires: Sequence[Wire]) -> str:

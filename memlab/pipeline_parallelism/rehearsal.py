@@ -6,7 +6,6 @@ memory, and without a trace (page `imagined_layers`).
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -37,82 +36,66 @@ class Wire:
 
 @dataclass(frozen=True)
 class LayerFacts:
-    """What a layer is. name: its class. Bytes of its parameters, and of its buffers."""
+    """What a layer is. name: its class."""
 
     name: str
     parameter_bytes: int
-    buffer_bytes: int
-
-
-@dataclass(frozen=True)
-class Rehearsal:
-    """What the run has shown: the wires between stages, and what each layer is."""
-
-    wires: tuple[tuple[Wire, ...], ...]
-    facts: tuple[LayerFacts, ...]
 
 
 def rehearse(
     layers: Sequence[Layer],
     parts: Sequence[range],
-    micro_batches: Sequence[Tensor],
+    micro_batch: Tensor,
     device: torch.device,
     *,
-    trains: bool = True,
     tied: Sequence[Sequence[str]] = (),
-) -> Rehearsal:
-    """Run micro-batches through imagined copies of the layers, stage by stage, and note what crosses each cut.
+    more: bool = True,
+) -> tuple[tuple[tuple[Wire, ...], ...], tuple[LayerFacts, ...]]:
+    """Run a micro-batch through imagined copies of the layers, stage by stage. Returns what crosses each cut, and what
+    each layer is.
 
-    Of micro-batches of one shape two are run; the runtime looks at the others.
-    micro_batches: of which the shapes count. device: where layers will run. trains: whether there will be a backward;
-      without, no gradients travel. Raises as `plan_pipeline` does.
+    micro_batch: whose shape counts. device: where layers will run. more: run a second one, too, which shows what a
+      layer that counts would do; the runtime looks at the others. Raises as `plan_pipeline` does.
     """
     device = torch.device("cpu") if device.type == "meta" else device
     with nobody_else(device):
         made = imagined_copies(layers, device)
         _refuse_shared(made, parts)
         check_tied(made, tied)
-        first: list[tuple[Wire, ...]] = []
-        runs: Counter[tuple] = Counter()
-        for i, micro_batch in enumerate(micro_batches):
-            kind = (micro_batch.shape, micro_batch.dtype)
-            runs[kind] += 1
-            if runs[kind] > 2:  # the second shows what a layer that counts would do
-                continue
-            with torch.set_grad_enabled(trains and i == 0):  # later ones can only show another shape
-                stream = torch.empty(micro_batch.shape, dtype=micro_batch.dtype, device=device)
-                crossing = _crossing(made, parts, stream)
-            if i == 0:
-                first = crossing
-            for stage, (now, before) in enumerate(zip(crossing, first, strict=True)):
-                if [(w.shape, w.dtype) for w in now] != [(w.shape, w.dtype) for w in before]:
-                    raise ValueError(
-                        f"expected stage {stage} to return one shape for every micro-batch, found {_said(now)} for "
-                        f"micro-batch {i} and {_said(before)} for micro-batch 0; receivers make room before they "
-                        "know, and a mean over micro-batches is one of equal sizes: pad them to one shape"
-                    )
-        if trains and not any(wire.gradient for wire in first[-1]):
+        stream = torch.empty(micro_batch.shape, dtype=micro_batch.dtype, device=device)
+        with torch.enable_grad():
+            first = _crossing(made, parts, stream)
+        with torch.no_grad():  # it can only show another shape
+            second = _crossing(made, parts, stream) if more else first
+        for stage, (now, before) in enumerate(zip(second, first, strict=True)):
+            if [(w.shape, w.dtype) for w in now] != [(w.shape, w.dtype) for w in before]:
+                raise ValueError(
+                    f"expected stage {stage} to return one shape for every micro-batch, found {_said(now)} for "
+                    f"micro-batch 1 and {_said(before)} for micro-batch 0; receivers make room before they know, and a "
+                    "mean over micro-batches is one of equal sizes: pad them to one shape"
+                )
+        if not any(wire.gradient for wire in first[-1]):
             raise ValueError(
                 "expected an output of the last stage that depends on parameters to train, found none; set "
-                "requires_grad, or take forward_only(stages, micro_batches)"
+                "requires_grad on some"
             )
-        count = lambda tensors: sum(t.nbytes for t in tensors)  # noqa: E731
-        facts = tuple(LayerFacts(type(m).__name__, count(m.parameters()), count(m.buffers())) for m in made)
-    return Rehearsal(tuple(first[:-1]), facts)
+        facts = tuple(LayerFacts(type(m).__name__, sum(p.nbytes for p in m.parameters())) for m in made)
+    return tuple(first[:-1]), facts
 
 
 def _refuse_shared(made: Sequence[nn.Module], parts: Sequence[range]) -> None:
-    """A parameter that is one object on two stages would be two after the journey."""
+    """A parameter or buffer that is one object on two stages would be two after the journey."""
     owners: dict[int, tuple[int, str]] = {}
     for stage, part in enumerate(parts):
         for number in part:
-            for name, p in made[number].named_parameters():
+            for name, p in (*made[number].named_parameters(), *made[number].named_buffers()):
                 name = f"{number}.{name}"
                 other, first = owners.setdefault(id(p), (stage, name))
                 if other != stage:
                     raise ValueError(
-                        f"expected parameters of one stage each, found {first!r} of stage {other} to be {name!r} "
-                        f"of stage {stage}; make them separately and say tied=[({first!r}, {name!r})]"
+                        f"expected parameters and buffers of one stage each, found {first!r} of stage {other} to be "
+                        f"{name!r} of stage {stage}; make them separately, and of parameters say tied=[({first!r}, "
+                        f"{name!r})]"
                     )
 
 

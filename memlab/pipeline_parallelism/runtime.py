@@ -21,7 +21,7 @@ from memlab.pipeline_parallelism.line import gone_before
 from memlab.pipeline_parallelism.messages import Messages
 from memlab.pipeline_parallelism.orders import forwards_of
 from memlab.pipeline_parallelism.plan import PipelinePlan
-from memlab.pipeline_parallelism.promises import divisor_of_losses, planned_micro_batches, scalar_loss
+from memlab.pipeline_parallelism.promises import planned_micro_batches, scalar_loss
 from memlab.pipeline_parallelism.schedule import (
     BACKWARD,
     COMPUTATIONS,
@@ -63,11 +63,8 @@ class Pipeline:
     `spans` are the last step's forwards and backwards, by `time.perf_counter`, without the wait for what they need:
     1 − busy time / (ranks · whole time) is the bubble. (On a GPU: when work was handed over, which says little.)
 
-    A step that raises leaves nothing in flight, and the others in mid-step, where they wait for this rank. To go on,
-    `catch_up`, or the next step, ends its messages for them, and what `DataParallel` has to average, with zeros: so
-    ranks stay in step. The others notice nothing, and their loss and gradients come of zeros: so where a step may fail,
-    let the rank that failed catch up, all ranks agree before optimizer.step(), and call zero_grad(). Not so with
-    fully_shard, whose other ranks wait for this one's weights: let the launch end.
+    A step that raises leaves nothing in flight, and the others in mid-step, where they wait for this rank. So no other
+    step or evaluation can follow it, but in a pipeline of one rank: let the launch end.
 
     Ranks that are seeded alike draw the same masks for dropout on every stage. With dropout, give them seeds of their
     own once the pipeline is made: torch.manual_seed(seed + plan.schedule.stages_of(rank)[0]).
@@ -106,12 +103,12 @@ class Pipeline:
             )
         wires = (*plan.wires, None)
         self.runs = {s: StageRun(m, checkpointed, stage=s, planned=wires[s]) for s, m in self.modules.items()}
-        self.messages = Messages(plan, group, self.device, self._average_nothing)
+        self.messages = Messages(plan, group, self.device)
         self.spans: list[Span] = []
         self._training = groups_of(schedule.actions[self.rank])
         self._evaluation = groups_of(forwards_of(schedule).actions[self.rank])
         self._last_backward = {a.stage: a for a in schedule.actions[self.rank] if a.kind == BACKWARD}
-        self._failed = None  # of a step that raised: its list, from where it ended, and whose sum is to come
+        self._failed = False  # in mid-step, where other ranks wait
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Of this rank's stages, each once."""
@@ -126,24 +123,20 @@ class Pipeline:
                     seen.add(p)
                     yield name, p
 
-    def step(
-        self, x: Tensor | None = None, y: Tensor | None = None, *, divide_by: float | Tensor | None = None
-    ) -> Tensor | None:
+    def step(self, x: Tensor | None = None, y: Tensor | None = None) -> Tensor | None:
         """Forward and backward of a mini-batch; afterwards `p.grad` has the gradient of its loss added.
 
         x: (batch, …), read on the first stage's rank; y: (batch, …), on the last's. Elsewhere they may be None.
-        divide_by: None: the loss is the mean over micro-batches, whose own losses are means. Or a number: loss_fn gives
-        sums, and their sum is divided by it, such as the labels in the whole batch (chapter 07). Read where y is.
+        The loss is the mean over micro-batches, whose own losses are means.
 
-        Returns the loss on the last stage's rank, detached, 0-dim; None elsewhere. Raises ValueError for a batch or a
-        stage's output that is not as planned, an x that needs a gradient (what makes it is a layer, too), and a
-        divide_by that is not above 0 (one on a GPU is not looked at); TypeError for a loss that is no scalar;
-        RuntimeError for a schedule without backwards, or gradients off.
+        Returns it on the last stage's rank, detached, 0-dim; None elsewhere. Raises ValueError for a batch or a stage's
+        output that is not as planned, and an x that needs a gradient (what makes it is a layer, too); TypeError for a
+        loss that is no scalar; RuntimeError for gradients that are off, and after a step that raised.
         """
-        if not (self._last_backward and torch.is_grad_enabled()):
-            raise RuntimeError("expected a schedule with backwards, and gradients on, found none; call evaluate")
-        shares = lambda: divisor_of_losses(divide_by, self.plan.schedule.micro_batches)  # noqa: E731
-        head = lambda out, i, ys: scalar_loss(self.loss_fn(out, ys[i])) / shares()  # noqa: E731
+        if not torch.is_grad_enabled():
+            raise RuntimeError("expected gradients on, found them off; call evaluate")
+        shares = self.plan.schedule.micro_batches
+        head = lambda out, i, ys: scalar_loss(self.loss_fn(out, ys[i])) / shares  # noqa: E731
         losses = self._play(self._training, x, y, head)
         self.tied.sum_gradients()
         return torch.stack([loss for (loss,) in losses]).sum() if losses else None
@@ -162,26 +155,23 @@ class Pipeline:
                 return None
             return whole_batch(made) if y is None else torch.stack([loss for (loss,) in made]).mean()
 
-    def catch_up(self) -> None:
-        """After a step or an evaluation that raised here: end it for the others, who get zeros. Else do nothing."""
-        failed, self._failed = self._failed, None
-        if failed is not None:
-            self.messages.catch_up(*failed)
-
     def _read(self, name: str, batch: Tensor | None, stage: int) -> Sequence[Tensor]:
         return planned_micro_batches(self.plan, name, batch) if stage in self.runs else ()
 
     def _play(self, groups: list[list[Action]], x, y, head) -> list[tuple[Tensor, ...]]:
         """Do what the list says. head: (output, micro-batch, ys) → what is made of it. Returns all that it made."""
-        self.catch_up()
+        if self._failed:
+            raise RuntimeError(
+                "expected steps that end, found that one has raised, in which the other ranks wait for this one; let "
+                "the launch end, and go on from a saved state"
+            )
         if groups is self._training:
             self.tied.begin_step()
         self.spans, made = [], []
-        waiting = iter(groups)
         try:  # a batch that is refused fails the step, too: others begin it, and wait for this rank
             xs = self._read("x", x, 0)
             ys = () if y is None and groups is self._evaluation else self._read("y", y, self.last_stage)
-            for actions in waiting:
+            for actions in groups:
                 if actions[0].kind not in COMPUTATIONS:
                     self.messages.begin(actions)
                 elif actions[0].kind == FORWARD:
@@ -193,7 +183,7 @@ class Pipeline:
                         self.after(action)
             self.messages.settle()
         except BaseException:
-            self._failed = list(waiting), self.tied if groups is self._training else None
+            self._failed = self.plan.schedule.ranks > 1
             self.messages.ready.clear()
             for run in self.runs.values():
                 run.in_flight.clear()
@@ -226,18 +216,6 @@ class Pipeline:
         if stage > 0:
             self.messages.ready[Action(RECEIVE_GRADIENT, stage - 1, i)] = made
 
-    def _average_nothing(self, action: Action) -> None:
-        """In the place of a last backward that a step missed: zeros, for replicas that average with a wrapped stage."""
-        module = self.modules[action.stage]
-        if action != self._last_backward.get(action.stage) or module is self.layers[action.stage]:
-            return
-        kept = [(p, p.grad, None if p.grad is None else p.grad.clone()) for p in module.parameters() if p.requires_grad]
-        for p, _, _ in kept:
-            p.grad = None
-        torch.autograd.backward([p for p, _, _ in kept], [torch.zeros_like(p) for p, _, _ in kept])
-        for p, gradient, values in kept:
-            p.grad = gradient if values is None else gradient.copy_(values)
-
     def _done(self, action: Action, begun: float) -> None:
         self.spans.append(Span(self.rank, action, begun, time.perf_counter()))
         self.messages.settle()
@@ -252,16 +230,12 @@ def evaluating(modules: Iterable[nn.Module]) -> Iterator[None]:
     modes = {part: part.training for module in modules for part in module.modules()}
     try:
         for part in modes:
-            if part.training:
-                part.eval()
+            part.eval()
         with torch.no_grad():
             yield
     finally:
         for part, mode in modes.items():
-            if part.training != mode:
-                part.train(mode)
-        for part, mode in modes.items():
-            part.training = mode
+            part.train(mode)
 
 
 def whole_batch(made: list[tuple[Tensor, ...]]) -> Tensor | tuple[Tensor, ...]:

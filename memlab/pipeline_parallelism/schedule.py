@@ -92,19 +92,14 @@ class Schedule:
         """How many stages there are on all ranks."""
         return len(self.ranks_of_stages)
 
-    @property
-    def trains(self) -> bool:
-        """Whether there are backwards, so that forwards keep something."""
-        return any(action.kind == BACKWARD for actions in self.actions for action in actions)
-
     def stages_of(self, rank: int) -> list[int]:
         """The stages that a rank has."""
         return [stage for stage, at in enumerate(self.ranks_of_stages) if at == rank]
 
     def most_in_flight(self, stages: Sequence[int]) -> int:
-        """How many micro-batches some stages of one rank have at most between forward and backward; 0 if none comes."""
+        """How many micro-batches some stages of one rank have at most between their forward and their backward."""
         held = most = 0
-        for action in self.actions[self.ranks_of_stages[stages[0]]] if self.trains else ():
+        for action in self.actions[self.ranks_of_stages[stages[0]]]:
             if action.kind in COMPUTATIONS and action.stage in stages:
                 held += 1 if action.kind == FORWARD else -1
                 most = max(most, held)

@@ -56,10 +56,6 @@ class Simulation:
         """Of the whole step."""
         return max(span.end for span in self.spans)
 
-    def busy_seconds(self, rank: int) -> float:
-        """How long a rank computes."""
-        return sum(span.end - span.begin for span in self.spans if span.rank == rank)
-
     @property
     def bubble_share(self) -> float:
         """The share of all ranks' time in which they idle."""
@@ -67,12 +63,8 @@ class Simulation:
         return 1 - busy / (self.schedule.ranks * self.seconds) if self.seconds else 0.0
 
     def in_flight(self, stage: int) -> int:
-        """How many micro-batches a stage has at most between their forward and their backward; 0 without backwards."""
+        """How many micro-batches a stage has at most between their forward and their backward."""
         return self.schedule.most_in_flight([stage])
-
-    def rank_in_flight(self, rank: int) -> int:
-        """The same of all stages on a rank together."""
-        return self.schedule.most_in_flight(self.schedule.stages_of(rank))
 
     def line(self, rank: int) -> list[Moment]:
         """What a rank holds after each of its actions, in order: (seconds, bytes, action), at storages level.

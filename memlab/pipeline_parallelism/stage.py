@@ -7,7 +7,6 @@ the input's unless an op has saved them.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -26,11 +25,9 @@ def build_stages(plan: PipelinePlan, stages: Sequence[int]) -> dict[int, nn.Sequ
     """The layers of some stages, under their numbers in the whole model: "3.weight" is layer 3's.
 
     Every rank makes all layers once, one after the other, and keeps its own: so with one seed on all ranks the weights
-    are those that one process would draw, and no rank ever holds more than its stages and one layer. A stage with
-    buffers that an earlier one of this rank has, too, is copied, but for its weights.
+    are those that one process would draw, and no rank ever holds more than its stages and one layer.
     """
     modules = {stage: nn.Sequential() for stage in stages}
-    stage_of: dict[Tensor, int] = {}
     for stage, part in enumerate(plan.parts):
         for number in part:
             layer = plan.layers[number]
@@ -38,10 +35,6 @@ def build_stages(plan: PipelinePlan, stages: Sequence[int]) -> dict[int, nn.Sequ
                 modules[stage].add_module(str(number), make_layer(layer))
             elif not isinstance(layer, nn.Module):
                 make_layer(layer)
-        if stage in modules:
-            made = modules[stage]
-            if any(stage_of.setdefault(buffer, stage) != stage for buffer in made.buffers()):
-                modules[stage] = copy.deepcopy(made, {id(p): p for p in made.parameters()})
     return modules
 
 

@@ -20,7 +20,6 @@ from memlab.pipeline_parallelism.tied import tied_names
 from memlab.ranks import ALONE, receive, send
 from memlab.tensor_parallelism import state as of_parts
 from memlab.tensor_parallelism.cuts import cut_of
-from memlab.tensor_parallelism.state import is_extra
 
 Outline = dict[str, tuple[tuple[int, ...], torch.dtype]]
 """Shape and dtype of each tensor."""
@@ -38,12 +37,10 @@ def full_state_dict(pipeline: Pipeline, tensor_group=None) -> dict[str, Tensor]:
     for module in pipeline.layers.values():
         own |= of_parts.full_state_dict(module, tensor_group)
     group, rank = pipeline.group, pipeline.rank
-    extra = {name: value for name, value in own.items() if is_extra(name)}
     first_of: dict[int, str] = {}
-    alike = {name: first_of.setdefault(id(t), name) for name, t in own.items() if name not in extra}
+    alike = {name: first_of.setdefault(id(t), name) for name, t in own.items()}
     again = {name: names[0] for names in tied_names(pipeline.plan.tied) for name in names[1:]}
-    for other, (outline, theirs, extras) in enumerate(told_by_all((_outline(own), alike, extra), group)):
-        own |= extras
+    for other, (outline, theirs) in enumerate(told_by_all((_outline(own), alike), group)):
         again |= {name: first for name, first in theirs.items() if first != name and name not in again}
         for name, (shape, dtype) in outline.items():
             if name in again or not other:
@@ -76,11 +73,9 @@ def load_full_state_dict(pipeline: Pipeline, state: Mapping[str, Tensor], tensor
     slots = {}
     for module in pipeline.layers.values():
         slots |= of_parts.slots_of(module, tensor_group)
-    tensors = {name: p for name, p in slots.items() if not is_extra(name)}
-    mine = {name: (tuple(p.shape) if (cut := cut_of(p)) is None else cut.shape, p.dtype) for name, p in tensors.items()}
-    outlines, named = zip(*told_by_all((mine, list(slots)), group), strict=True)
-    having = told_by_all(bool(state), group)
-    expected = {name: outline.get(name) for outline, names in zip(outlines, named, strict=True) for name in names}
+    mine = {name: (tuple(p.shape) if (cut := cut_of(p)) is None else cut.shape, p.dtype) for name, p in slots.items()}
+    outlines, having = zip(*told_by_all((mine, bool(state)), group), strict=True)
+    expected = {name: kind for outline in outlines for name, kind in outline.items()}
     if distributed.get_backend(group) == "fake":  # imagined ranks tell no names of their stages, and send nothing
         if not state:
             return
@@ -96,11 +91,9 @@ def load_full_state_dict(pipeline: Pipeline, state: Mapping[str, Tensor], tensor
     firsts = {name: names[0] for names in tied_names(pipeline.plan.tied) for name in names}
     state = {name: state.get(firsts.get(name, name), t) for name, t in state.items()}
     if having[0] and not all(having):
-        told = [{name: state[name] for name in expected if is_extra(name)} if rank == 0 else None]
-        distributed.broadcast_object_list(told, group=group, group_src=0)
         for other, outline in enumerate(outlines[1:], 1):
             if rank == other:
-                state = dict(told[0])
+                state = {}
             for name, (shape, dtype) in outline.items():
                 if rank == 0:
                     send(state[name].to(dtype), other, group)
@@ -112,7 +105,7 @@ def load_full_state_dict(pipeline: Pipeline, state: Mapping[str, Tensor], tensor
 
 
 def _outline(state: Mapping[str, Tensor]) -> Outline:
-    return {name: (tuple(t.shape), t.dtype) for name, t in state.items() if not is_extra(name)}
+    return {name: (tuple(t.shape), t.dtype) for name, t in state.items()}
 
 
 def _misfit(expected: Mapping[str, Any], state: Mapping[str, Any]) -> Exception | None:
@@ -120,7 +113,7 @@ def _misfit(expected: Mapping[str, Any], state: Mapping[str, Any]) -> Exception 
         return KeyError(f"expected the names of the model, found no {', '.join(missing[:3])} ({len(missing)} missing)")
     if extra := [name for name in state if name not in expected]:
         return KeyError(f"expected the names of the model, found also {', '.join(extra[:3])} ({len(extra)} too many)")
-    for name, kind in expected.items():
-        if kind is not None and tuple(state[name].shape) != (shape := kind[0]):
+    for name, (shape, _) in expected.items():
+        if tuple(state[name].shape) != shape:
             return ValueError(f"expected {name} of shape {shape}, found {tuple(state[name].shape)}; of another model?")
     return None

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,9 +28,6 @@ from memlab.tensor_parallelism.cuts import cut_of
 
 if TYPE_CHECKING:
     from memlab.pipeline_parallelism.plan import PipelinePlan
-
-SCRATCH_BYTES = 2**22
-"""Gradients are summed in pieces of so many bytes, for each of which there is room for the others'."""
 
 
 def tied_names(tied: Iterable[Sequence[str]]) -> list[tuple[str, ...]]:
@@ -80,75 +78,68 @@ def put_in_place(old: nn.Parameter, new: nn.Parameter, stage: nn.Module) -> None
             setattr(part, name, new)
 
 
+@dataclass(eq=False)
 class Tie:
-    """A parameter that this rank has a copy of; or several, one for each of its wrapped stages.
+    """A parameter that this rank and others have a copy of.
 
-    slots: where this rank's copies are, as (module, attribute). ranks: all holders, in the order of the names; the
-    first gives the values. counts: whether this rank's first copy is the first of all.
+    module, attribute: where this rank's copy is. ranks: all holders. first: whether this one gives the values.
+    arrived: whether a gradient of the copy came in this step.
     """
 
-    def __init__(self, names, slots: list[tuple[nn.Module, str]], ranks: list[int], counts: bool):
-        self.names, self.slots, self.ranks, self.counts = names, slots, ranks, counts
-        self.copies: list[nn.Parameter] = [getattr(module, name) for module, name in slots]
-        self.trained = _trained(self.copies[0])
-        self.arrived: set[int] = set()  # which copies had a gradient in this step
+    names: tuple[str, ...]
+    module: nn.Module
+    attribute: str
+    parameter: nn.Parameter
+    ranks: list[int]
+    first: bool
+    trained: str
+    arrived: bool = False
 
 
 class TiedParameters:
     """The tied parameters that this rank has copies of. Every rank of the pipeline makes it, before stages are wrapped.
 
-    modules: this rank's stages, each layer under its number. The first name's values become all copies'. Names in one
-    stage become one Parameter, and so do those in several stages of one rank; unless these are wrapped, since two
-    wrappers would both average it: then each keeps a copy.
+    modules: this rank's stages, each layer under its number. The first name's values become all copies'. Names on one
+    rank become one Parameter.
 
     A copy that was not used counts as 0, and has the sum as its gradient. Gradients from earlier steps, which zero_grad
     did not clear, are counted once.
 
-    Raises ValueError, on every rank, for copies of other shapes, dtypes, parts or frozenness.
+    Raises ValueError, on every rank, where stages are wrapped and one rank has several that share a parameter: each
+    wrapper would average it.
     """
 
     def __init__(self, plan: PipelinePlan, modules: dict[int, nn.Module], group=None, wrapped: bool = False):
-        self.group = group
-        self.rank, _ = place_in(group)
+        self.group, (self.rank, _) = group, place_in(group)
         self.ties: list[Tie] = []
-        self._begun = False
-        self._sets = tied_names(plan.tied)
+        self._begun, self._sets = False, tied_names(plan.tied)
         own = {name: p for m in modules.values() for name, p in m.named_parameters(remove_duplicate=False)}
-        self._check({(names, name): _kind(own[name]) for names in self._sets for name in names if name in own})
         for names in self._sets:
-            stages = [plan.stage_of(name) for name in names]
-            holders = [plan.schedule.ranks_of_stages[stage] for stage in stages]
-            slots: dict[int, tuple[nn.Module, str]] = {}
-            for name, stage in zip(names, stages, strict=True):
-                if stage in modules:
-                    path, _, leaf = name.rpartition(".")
-                    module = modules[stage].get_submodule(path)
-                    holder, attribute = slots.setdefault(stage if wrapped else -1, (module, leaf))
-                    put_in_place(getattr(module, leaf), getattr(holder, attribute), modules[stage])
-            if slots:
-                ranks = list(dict.fromkeys(holders))
-                self._make(Tie(names, list(slots.values()), ranks, self.rank == holders[0]))
-
-    @torch.no_grad()
-    def _make(self, tie: Tie) -> None:
-        """Give all copies the first one's values, and see which have gradients."""
-        first, *others = tie.copies
-        if tie.counts:
-            for rank in tie.ranks[1:]:
-                send(first.detach(), rank, self.group)
-        else:
-            receive(first.detach(), tie.ranks[0], self.group)
-        for other in others:
-            other.copy_(first)
-        if len(tie.ranks) + len(tie.copies) > 2:
-            for number, p in enumerate(tie.copies):
+            stages = dict.fromkeys(plan.stage_of(name) for name in names)
+            ranks = list(dict.fromkeys(plan.schedule.ranks_of_stages[stage] for stage in stages))
+            if wrapped and len(ranks) < len(stages):
+                raise ValueError(
+                    f"expected tied parameters in one stage of each rank where stages are wrapped, found {names[0]} in "
+                    f"stages {', '.join(map(str, stages))} on ranks {', '.join(map(str, ranks))}; leave out wrap, or "
+                    "take a schedule with fewer stages a rank"
+                )
+            here = [name for name in names if name in own]
+            for name in here[1:]:
+                put_in_place(own[name], own[here[0]], modules[plan.stage_of(name)])
+            if here and len(ranks) > 1:
+                path, _, attribute = here[0].rpartition(".")
+                module, p = modules[plan.stage_of(here[0])].get_submodule(path), own[here[0]]
+                self.ties.append(Tie(names, module, attribute, p, ranks, self.rank == ranks[0], _trained(p)))
                 if p.requires_grad:
-                    p.register_post_accumulate_grad_hook(functools.partial(_arrive, tie.arrived, number))
-            self.ties.append(tie)
+                    p.register_post_accumulate_grad_hook(functools.partial(_arrive, self.ties[-1]))
+                if self.rank != ranks[0]:
+                    receive(p.detach(), ranks[0], group)
+                for rank in ranks[1:] if self.rank == ranks[0] else ():
+                    send(p.detach(), rank, group)
 
     def counted_elsewhere(self) -> list[nn.Parameter]:
         """Copies that are not the first of all, for whoever counts every parameter once."""
-        return [p for tie in self.ties for p in (tie.copies[1:] if tie.counts else tie.copies)]
+        return [tie.parameter for tie in self.ties if not tie.first]
 
     @torch.no_grad()
     def begin_step(self) -> None:
@@ -158,25 +149,21 @@ class TiedParameters:
         if wrappers have cut the copies in different ways, or some are frozen since they were made; each time, on a rank
         whose copy another parameter has replaced, or that has been frozen or unfrozen.
         """
-        if not self._begun:
-            own = ((t.names, tuple(p.shape), _trained(p)) for t in self.ties for p in t.copies)
-            self._check({(names, f"{names[0]} on rank {self.rank}"): tuple(kind) for names, *kind in own})
+        if self._sets and not self._begun:
+            every = told_by_all({tie.names: _kind(tie.parameter) for tie in self.ties}, self.group)
+            for names in self._sets:
+                here = {f"{names[0]} on rank {rank}": own[names] for rank, own in enumerate(every) if names in own}
+                _check_alike(here)
             self._begun = True
         for tie in self.ties:
-            tie.arrived.clear()
-            if any(getattr(module, name) is not p for (module, name), p in zip(tie.slots, tie.copies, strict=True)):
+            tie.arrived, p = False, tie.parameter
+            if getattr(tie.module, tie.attribute) is not p or _trained(p) != tie.trained:
                 raise ValueError(
-                    f"expected {tie.names[0]} and what is tied to it to stay the same Parameter objects, found another "
-                    "in a stage; wrap stages with DataParallel or memlab's fully_shard"
+                    f"expected {tie.names[0]} and what is tied to it to stay the same Parameter objects, and "
+                    f"{tie.trained}, found a change; wrap stages with DataParallel or memlab's fully_shard, and freeze "
+                    "or unfreeze before the pipeline is made"
                 )
-            if any(_trained(p) != tie.trained for p in tie.copies):
-                raise ValueError(
-                    f"expected {tie.names[0]} and what is tied to it to stay {tie.trained}, found a copy that is not; "
-                    "who waits for whose gradient was agreed on when the pipeline was made: freeze or unfreeze it on "
-                    "all ranks, then plan and make another"
-                )
-        for p in self.counted_elsewhere():
-            if p.grad is not None:
+            if not tie.first and p.grad is not None:
                 p.grad.zero_()
 
     @torch.no_grad()
@@ -187,50 +174,30 @@ class TiedParameters:
         Raises RuntimeError for a gradient that was used up during backward, as ZeroOptimizer's stage 2 does.
         """
         for tie in self.ties:
-            trained = [p for p in tie.copies if p.requires_grad]
-            for number, p in enumerate(tie.copies):
-                if p.grad is None and number in tie.arrived:
-                    raise RuntimeError(
-                        f"expected the gradient of {tie.names[0]}, which is tied to {', '.join(tie.names[1:])}, after "
-                        "the step, found that something used it up during backward; with ties take ZeroOptimizer's "
-                        "stage 1, and step the optimizer afterwards"
-                    )
-                if p.grad is None and p.requires_grad:
-                    p.grad = torch.zeros_like(p)
-                elif p.grad is not None and p.grad.layout != torch.strided:
-                    p.grad = p.grad.to_dense()
-            for p in trained[1:]:
-                trained[0].grad.add_(p.grad)
-            if trained and len(tie.ranks) > 1:
-                self._sum(trained[0].grad, tie.ranks)
-            for p in trained[1:]:
-                p.grad.copy_(trained[0].grad)
+            p = tie.parameter
+            if not p.requires_grad:
+                continue
+            if p.grad is None and tie.arrived:
+                raise RuntimeError(
+                    f"expected the gradient of {tie.names[0]}, which is tied to {', '.join(tie.names[1:])}, after the "
+                    "step, found that something used it up during backward; with ties take ZeroOptimizer's stage 1, "
+                    "and step the optimizer afterwards"
+                )
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+            elif p.grad.layout != torch.strided:
+                p.grad = p.grad.to_dense()
+            self._sum(p.grad, tie.ranks)
 
     def _sum(self, gradient: Tensor, ranks: list[int]) -> None:
         """Replace it by the sum over these ranks, added in their order on each: equal to the bit."""
-        flat = gradient.reshape(-1)
-        for piece in flat.split(max(1, SCRATCH_BYTES // flat.element_size())):
-            parts = {rank: piece if rank == self.rank else torch.empty_like(piece) for rank in ranks}
-            others = [rank for rank in ranks if rank != self.rank]
-            messages = [("send", piece, rank) for rank in others]
-            messages += [("receive", parts[rank], rank) for rank in others]
-            for transfer in begin(messages, self.group):
-                transfer.wait()
-            first, second, *more = parts.values()
-            total = torch.add(first, second, out=piece) if not more else first + second
-            for part in more:
-                total = total.add_(part)
-            if total is not piece:
-                piece.copy_(total)
-        if not gradient.is_contiguous():
-            gradient.copy_(flat.view_as(gradient))
-
-    def _check(self, own: dict[tuple[tuple[str, ...], str], tuple]) -> None:
-        """Raise on every rank if tied parameters are not alike. own: what this rank knows of its copies."""
-        every = told_by_all(own, self.group) if self._sets else [own]
-        known = {key: kind for found in every for key, kind in found.items()}
-        for names in self._sets:
-            _check_alike({name: kind for (of, name), kind in known.items() if of == names})
+        dense = gradient.contiguous()
+        parts = {rank: dense if rank == self.rank else torch.empty_like(dense) for rank in ranks}
+        others = [rank for rank in ranks if rank != self.rank]
+        messages = [("send", dense, rank) for rank in others] + [("receive", parts[rank], rank) for rank in others]
+        for transfer in begin(messages, self.group):
+            transfer.wait()
+        gradient.copy_(functools.reduce(torch.add, parts.values()))
 
 
 def _kind(p: Tensor) -> tuple:
@@ -257,5 +224,5 @@ def _said(kind: tuple) -> str:
     return " ".join(str(word) for word in kind)
 
 
-def _arrive(arrived: set[int], number: int, _: Tensor) -> None:
-    arrived.add(number)
+def _arrive(tie: Tie, _: Tensor) -> None:
+    tie.arrived = True

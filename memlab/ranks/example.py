@@ -1,11 +1,8 @@
 """One command line for the packages' own examples: ranks of its own, torchrun's, or imagined ones.
 
-    python -m PACKAGE --ranks 4
-    torchrun --nproc-per-node 4 -m PACKAGE
-    python -m PACKAGE --imagined 64
-
-The first launches its ranks, the second is started once for each, on several machines as `run_ranks` says; the third is
-rank 0 of 64 on imagined hardware, in this process: bytes without values.
+python -m PACKAGE --ranks 4
+torchrun --nproc-per-node 4 -m PACKAGE
+python -m PACKAGE --imagined 64
 """
 
 from __future__ import annotations
@@ -30,10 +27,7 @@ CARD = "H100-80GB"
 
 @dataclass
 class Trained:
-    """A rank's results. losses: of each step, the mean over ranks; none where there are no values.
-
-    device: where it computed, `example_device()`.
-    """
+    """A rank's results. losses: of each step, the mean over ranks; none where there are no values."""
 
     losses: list[float]
     peak_bytes: int
@@ -86,17 +80,10 @@ def run_example(
     else:
         results = run_ranks(train, ranks, *chosen, given.steps)
     if not launched or os.environ["RANK"] == "0":
-        on = "imagined hardware" if given.imagined is not None else place(results)
+        on = "the CPU" if results[0].device == "cpu" else results[0].device
+        on = "imagined hardware" if given.imagined is not None else on
         print(report(f"{title}, {ranks} rank{'s' * (ranks > 1)} on {on}", results))
     return 0
-
-
-def place(results: Sequence[Trained]) -> str:
-    """Where ranks computed: "the CPU", "cuda:0" or "cuda:0 to cuda:3". A GPU draws other random numbers than a CPU."""
-    first, last = results[0].device, results[-1].device
-    if first == "cpu":
-        return "the CPU"
-    return first if first == last else f"{first} to {last}"
 
 
 def report(title: str, results: Sequence[Trained]) -> str:

@@ -28,15 +28,7 @@ def imagined_ranks(world: int, rank: int = 0) -> Iterator[DeviceMesh]:
     collective delivers has the right shape, and values that mean nothing. The mesh is (world,), of device "cpu", which
     imagined cards use too; under `imagine`, FSDP2 must be given it, since making one reads values. DDP reads its
     model's bytes, so it runs on imagined ranks and not on imagined hardware; and it wants to know when a bucket is
-    through, which PyTorch's imagined group does not say, so it needs a hook that does:
-
-        def reduced(state, bucket):
-            torch.distributed.all_reduce(bucket.buffer())
-            done = torch.futures.Future()
-            done.set_result(bucket.buffer())
-            return done
-
-        ddp.register_comm_hook(None, reduced)
+    through, which PyTorch's imagined group does not say, so it needs a communication hook that returns a future.
 
     Afterwards there is no process group. Raises RuntimeError where there is one already, TypeError for numbers that
     are no int, and ValueError for a rank that is not in 0 … world − 1.

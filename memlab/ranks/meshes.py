@@ -18,7 +18,7 @@ from torch import distributed
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import _disable_current_modes
 
-from memlab.ranks.membership import place_in
+from memlab.ranks.talk import place_in
 
 
 def mesh(device: str | None = None, **axes: int) -> DeviceMesh:
@@ -74,19 +74,10 @@ def _sizes(axes: Mapping[str, int], ranks: int | None) -> dict[str, int]:
         raise ValueError(f"expected one axis of -1, which is what is left, found {' and '.join(left)}; give sizes")
     known = math.prod(size for name, size in axes.items() if name not in left)
     if ranks is not None and (ranks % known or not left and known != ranks):
-        raise ValueError(_hint(axes, ranks, known))
-    return {name: ranks // known if name in left else size for name, size in axes.items()}
-
-
-def _hint(axes: Mapping[str, int], ranks: int, known: int) -> str:
-    """What to do about sizes that make another number of ranks."""
-    found = " · ".join(f"{name}={size}" for name, size in axes.items())
-    others = {name: known // abs(size) for name, size in axes.items()}
-    fitting = [f"{name}={ranks // other}" for name, other in others.items() if ranks % other == 0]
-    if -1 in axes.values() or not fitting:
+        found = " · ".join(f"{name}={size}" for name, size in axes.items())
         dividing = ", ".join(str(size) for size in range(1, ranks + 1) if ranks % size == 0)
-        fitting = [f"sizes whose product divides {ranks} ({dividing}), and -1 for what is left,"]
-    return (
-        f"expected axes whose product is {ranks}, the number of ranks, found {found}; {' or '.join(fitting)} would do, "
-        f"or another number of ranks"
-    )
+        raise ValueError(
+            f"expected axes whose product is {ranks}, the number of ranks, found {found}; take sizes whose product "
+            f"divides {ranks} ({dividing}), and -1 for what is left, or another number of ranks"
+        )
+    return {name: ranks // known if name in left else size for name, size in axes.items()}

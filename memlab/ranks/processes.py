@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from memlab.ranks import worker
-from memlab.ranks.failures import Failure, RankError, culprit, of_death
+from memlab.ranks.failures import Failure, Place, RankError, culprit, frames_of, of_death, of_timeout
 from memlab.ranks.server import fork_server, uninterrupted, without_program
-from memlab.ranks.timeouts import of_timeout, place_of
 
 START_SECONDS = 120.0  # until all ranks have formed a group, on a slow machine and a slow disk
 LEAVE_SECONDS = 10.0
@@ -198,7 +197,7 @@ class Processes:
             if texts == before and all(texts.values()):
                 break
             time.sleep(0.05)
-        return [place_of(rank.state, texts.get(rank.number, "")) for rank in self.ranks]
+        return [Place(rank.state, frames_of(texts.get(rank.number, ""))) for rank in self.ranks]
 
     def _read(self, kind: str, rank: _Rank) -> str:
         try:

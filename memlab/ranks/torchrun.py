@@ -35,8 +35,7 @@ def run_this_rank(fn: Callable[..., Any], world: int, args: tuple, timeout: floa
     if found != world:
         raise ValueError(
             f"expected {world} ranks, since run_ranks(fn, {world}) was called; found {found} (WORLD_SIZE): start it as "
-            f"`torchrun --nproc-per-node {world} …`, or with nodes × processes per node = {world} on several machines; "
-            "if no launcher started this process, remove RANK and WORLD_SIZE from its environment"
+            f"`torchrun --nproc-per-node {world} …`; if no launcher started this process, remove RANK and WORLD_SIZE"
         )
     if distributed.is_initialized():
         raise RuntimeError(

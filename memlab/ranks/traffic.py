@@ -17,10 +17,8 @@ Source: Patarasuk and Yuan 2009; Thakur, Rabenseifner and Gropp 2005; Rajbhandar
 
 from __future__ import annotations
 
-import contextlib
 import math
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -61,10 +59,6 @@ _KNOWN = {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast
 _KNOWN |= {"send", "receive"}
 _WHERE_INPUT = {"all_gather": 1, "reduce_scatter": 1, "all_to_all": 1, "scatter": 1, "gather": 1}  # c10d: outputs first
 
-_OPEN: list[Traffic] = []  # of all threads: a send in a thread of its own belongs to the process's traffic
-_GUARD = threading.Lock()
-_THREAD = threading.local()
-
 
 @dataclass(frozen=True)
 class Message:
@@ -93,10 +87,10 @@ class Traffic(TorchDispatchMode):
             ...
         traffic.sent_bytes, traffic.records
 
-    Sees what is called in this thread and in backward: torch.distributed's collectives, DDP's, FSDP2's, DTensor's. In
-    other threads it sees memlab's own send, receive and exchange, and nothing else. Inside a Meter's block, it also
-    notes at which moment of the timeline each one began. Several may be open; each counts everything. Sparse tensors
-    count with their indices, by a dense one's formula.
+    Sees what is called in this thread and in backward: torch.distributed's collectives and sends, DDP's, FSDP2's,
+    DTensor's; of other threads nothing. Inside a Meter's block, it also notes at which moment of the timeline each one
+    began. Several may be open; each counts everything. Sparse tensors count with their indices, by a dense one's
+    formula.
 
     Travels as its records: return it from a rank.
     """
@@ -138,51 +132,20 @@ class Traffic(TorchDispatchMode):
     def __enter__(self) -> Traffic:
         meters = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, Meter)]
         self._meter = meters[-1] if meters else None
-        with _GUARD:
-            _OPEN.append(self)
         super().__enter__()
         return self
 
     def __exit__(self, *error) -> None:
         super().__exit__(*error)
-        with _GUARD:
-            _OPEN.remove(self)
         self._meter = None
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ and kind is not FakeTensor for kind in types):
             return NotImplemented  # a wrapper such as DTensor: let it unwrap itself, and see the ops on what is inside
-        if func.namespace in ("c10d", "_c10d_functional", "_dtensor") and not getattr(_THREAD, "counting", False):
-            for record in _read(func, args, kwargs or {}):
-                self._add(record)
+        if func.namespace in ("c10d", "_c10d_functional", "_dtensor"):
+            event = None if self._meter is None else self._meter.event
+            self.records += [replace(record, event=event) for record in _read(func, args, kwargs or {})]
         return func(*args, **(kwargs or {}))
-
-    def _add(self, record: Message) -> None:
-        event = None if self._meter is None else self._meter.event
-        self.records.append(replace(record, event=event))
-
-
-@contextlib.contextmanager
-def counted(sent: Sequence[Tensor], received: Sequence[Tensor], group=None) -> Iterator[None]:
-    """Count these tensors as sent and received by this rank, in every open Traffic, and nothing else in the block.
-
-    If the block raises, nothing was sent, and nothing is counted.
-    """
-    if not _OPEN:
-        yield
-        return
-    ranks = distributed.get_world_size(group)
-    records = [Message("send", tensor.nbytes, tensor.nbytes, 0, ranks, True) for tensor in sent]
-    records += [Message("receive", tensor.nbytes, 0, tensor.nbytes, ranks, True) for tensor in received]
-    _THREAD.counting = True
-    try:
-        yield
-    finally:
-        _THREAD.counting = False
-    with _GUARD:
-        for traffic in _OPEN:
-            for record in records:
-                traffic._add(record)
 
 
 def ring_bytes(name: str, tensor_bytes: int, ranks: int) -> int:

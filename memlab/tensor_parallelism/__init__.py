@@ -6,8 +6,8 @@ in conjugate pairs) and `parameters` (parts that were never whole).
 Layers: `overlap` (a matmul whose backward sends while it computes), `linear` (by columns and by rows), `embedding` and
 `cross_entropy` (the vocabulary in parts).
 
-Models: `random` (dropout: the same on all ranks, or not), `blocks` (a GPT's layer), `gpt` (all of it), `splitting`
-(layers of any model) and `replicas` (is the same what must be?).
+Models: `random` (dropout: the same on all ranks, or not), `blocks` (a GPT's layer), `gpt` (all of it) and `replicas`
+(is the same what must be?).
 
 What there is only as a whole: `state` (a full checkpoint in main memory), `files` (and as a file that ranks write in
 pieces) and `norms` (of gradients).
@@ -27,7 +27,7 @@ from memlab.tensor_parallelism.blocks import (
 from memlab.tensor_parallelism.cross_entropy import vocabulary_parallel_cross_entropy
 from memlab.tensor_parallelism.cuts import Cut, cut_evenly, cut_of
 from memlab.tensor_parallelism.embedding import VocabularyParallelEmbedding
-from memlab.tensor_parallelism.files import load_full, load_full_optimizer, save_full, save_full_optimizer
+from memlab.tensor_parallelism.files import load_full, save_full
 from memlab.tensor_parallelism.gpt import TensorParallelGPT
 from memlab.tensor_parallelism.linear import ColumnParallelLinear, RowParallelLinear
 from memlab.tensor_parallelism.norms import clip_grad_norm_
@@ -42,7 +42,6 @@ from memlab.tensor_parallelism.regions import (
     scatter_to_ranks,
 )
 from memlab.tensor_parallelism.replicas import check_replicas
-from memlab.tensor_parallelism.splitting import split_layers
 from memlab.tensor_parallelism.state import (
     full_optimizer_state,
     full_state_dict,
@@ -77,7 +76,6 @@ __all__ = [
     "gather_from_ranks",
     "gather_sequence",
     "load_full",
-    "load_full_optimizer",
     "load_full_optimizer_state",
     "load_full_state_dict",
     "rank_parameters",
@@ -85,10 +83,8 @@ __all__ = [
     "reduce_from_ranks",
     "reduce_scatter_sequence",
     "save_full",
-    "save_full_optimizer",
     "scatter_to_ranks",
     "sent_bytes",
-    "split_layers",
     "step_activations",
     "step_traffic",
     "vocabulary_parallel_cross_entropy",

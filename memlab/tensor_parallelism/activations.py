@@ -44,12 +44,11 @@ def block_activations(
     dropout: float = 0.0,
     sequence_parallel: bool = False,
     keep_gathered: bool = False,
-    kv_heads: int | None = None,
 ) -> Breakdown:
     """What one block's forward keeps for backward on one of so many ranks, term by term.
 
     batch, tokens: of the whole batch, which all ranks work on. hardware: "gpu" (cuDNN's attention in 16 bits, the
-    memory-efficient kernel in FP32) or "cpu". sequence_parallel, keep_gathered, kv_heads: as of `TensorParallelGPT`.
+    memory-efficient kernel in FP32) or "cpu". sequence_parallel, keep_gathered: as of `TensorParallelGPT`.
 
     Raises ValueError for sizes that the ranks do not divide, and for attention that no fused kernel computes.
 
@@ -75,7 +74,6 @@ def block_activations(
         dropout=dropout,
         sequence_parallel=sequence_parallel,
         keep_gathered=keep_gathered,
-        kv_heads=kv_heads,
     )
     return Breakdown("end of forward", "one block", tuple(count.block()))
 
@@ -110,9 +108,8 @@ class _Count:
         dropout: float = 0.0,
         sequence_parallel: bool = False,
         keep_gathered: bool = False,
-        kv_heads: int | None = None,
     ):
-        self.kv_heads = refuse_ranks(model, ranks, kv_heads)
+        refuse_ranks(model, ranks)
         one_of("precision", precision, tuple(ITEMSIZES))
         one_of("hardware", hardware, HARDWARE)
         refuse_sizes(model, batch, tokens)
@@ -120,14 +117,6 @@ class _Count:
         refuse_attention(model, tokens, "fp32" if precision == "fp32" else "bf16", "fused", dropout, hardware)
         if sequence_parallel:
             share(batch * tokens, "rows (batch · tokens)", ranks)
-        if self.kv_heads != model.heads and (
-            hardware == "gpu" and precision == "fp32" or hardware == "cpu" and dropout
-        ):
-            where = "in fp32" if hardware == "gpu" else "with dropout"
-            raise ValueError(
-                f"a {hardware.upper()}'s fused attention {where} reads no grouped keys, found {kv_heads} kv_heads for "
-                f"{model.heads} heads; pick another precision or dropout, or as many kv_heads as heads"
-            )
         e = ITEMSIZES[precision]
         self.model, self.ranks = model, ranks
         self.between = ranks if sequence_parallel else 1
@@ -142,7 +131,7 @@ class _Count:
             batch=batch,
             heads=model.heads // ranks,
         )
-        self.symbols = model.symbols | {"b": batch, "s": tokens, "S": -(-tokens // 32) * 32, "g": self.kv_heads}
+        self.symbols = model.symbols | {"b": batch, "s": tokens, "S": -(-tokens // 32) * 32}
 
     def block(self, layers: int = 1) -> list[Term]:
         """What blocks keep: the pieces of a whole one, each by who holds it."""
@@ -159,10 +148,10 @@ class _Count:
                 kept("positions that are elsewhere", "s", 1, "masked_fill saves its bool mask"),
             ]
         pieces.append(kept("rows of the positions", "s", 8, "embedding saves its indices, int64"))
-        made = [self._made(piece, 1, [(piece.size, 1)]) for piece in pieces]
+        made = [self._made(piece, 1, 1) for piece in pieces]
         if self.setting.dropout:
             mask = kept("mask of embeddings", STREAM, 1 if self.setting.gpu else self.setting.stream, "dropout's mask")
-            made.append(self._made(mask, 1, [(STREAM, self.between)]))
+            made.append(self._made(mask, 1, self.between))
         return made
 
     def end(self) -> list[Term]:
@@ -170,21 +159,14 @@ class _Count:
         c = self.setting
         norm = layer_norm(c, "norm", "input of norm", "output of norm").forward
         pieces = [kept("input of norm", STREAM, c.stream, "residual sum; the final norm saves its input"), *norm]
-        made = [
-            self._made(p, 1, [(p.size, self.gathered if p.name.startswith("output") else self.between)]) for p in pieces
-        ]
+        made = [self._made(p, 1, self.gathered if p.name.startswith("output") else self.between) for p in pieces]
         logits = kept("gradient of the logits", "b·s·v", c.compute, "the loss makes it in forward, where they were")
         one = [kept("loss", "1", 4, "a variable holds it"), kept("number of targets", "1", 8, "the mean is over these")]
-        return [*made, self._made(logits, 1, [(logits.size, self.ranks)]), *(self._made(p, 1, [("1", 1)]) for p in one)]
+        return [*made, self._made(logits, 1, self.ranks), *(self._made(p, 1, 1) for p in one)]
 
     def term(self, piece: Piece, times: int = 1) -> Term:
         """A piece as a rank has it."""
-        if piece.name == gpt.QKV and self.kv_heads != self.model.heads:
-            return self._made(piece, times, [(STREAM, self.ranks), *self._keys()])
-        return self._made(piece, times, [(piece.size, self._parts(piece))])
-
-    def _keys(self) -> list[tuple[str, int]]:
-        return [("2·b·s·g·d", self.ranks) if self.kv_heads >= self.ranks else ("2·b·s·d", 1)]
+        return self._made(piece, times, self._parts(piece))
 
     def _parts(self, piece: Piece) -> int:
         """Into how many parts the ranks have cut it."""
@@ -194,13 +176,10 @@ class _Count:
             return self.between
         return self.ranks if "b" in piece.size.split("·") else 1
 
-    def _made(self, piece: Piece, times: int, sizes: list[tuple[str, int]]) -> Term:
-        cut = lambda text, parts, sign: f"{text} / {sign}" if parts > 1 else text  # noqa: E731
-        words = " + ".join(cut(size, parts, "t") for size, parts in sizes)
-        numbers = " + ".join(cut(in_numbers(size, self.symbols), parts, parts) for size, parts in sizes)
-        count = sum(elements(size, self.symbols) // parts for size, parts in sizes)
-        if len(sizes) > 1:
-            words, numbers = f"({words})", f"({numbers})"
+    def _made(self, piece: Piece, times: int, parts: int) -> Term:
+        cut = lambda text, sign: f"{text} / {sign}" if parts > 1 else text  # noqa: E731
+        words, numbers = cut(piece.size, "t"), cut(in_numbers(piece.size, self.symbols), parts)
         many = f"{times} × " if times > 1 else ""
         formula = f"{many}{words} × {piece.itemsize} B = {many}{numbers} × {piece.itemsize}"
-        return Term(piece.name, piece.category, times * count * piece.itemsize, formula, piece.source)
+        nbytes = times * elements(piece.size, self.symbols) // parts * piece.itemsize
+        return Term(piece.name, piece.category, nbytes, formula, piece.source)

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from memlab.checking import balanced, divisors, one_of, positive
+from memlab.checking import one_of, positive
 from memlab.data_parallelism.arithmetic import RankBytes
 from memlab.memory_arithmetic import Transformer
 from memlab.memory_arithmetic.ledger import elements
@@ -66,34 +66,27 @@ class Sent(NamedTuple):
 # ---- parameters
 
 
-def rank_parameters(model: Transformer, ranks: int, *, kv_heads: int | None = None) -> RankParameters:
+def rank_parameters(model: Transformer, ranks: int) -> RankParameters:
     """How many parameters a rank of `TensorParallelGPT` holds.
 
-    kv_heads: of grouped queries, in the place of the model's. With fewer than ranks, neighbours hold the same.
     Raises ValueError for sizes that the ranks do not divide, and for a family that is not "gpt".
 
     >>> story = Transformer(layers=24, width=2048, heads=16, vocabulary=256, context=1024)
     >>> rank_parameters(story, 8)
     RankParameters(cut=151431168, whole=299008)
     """
-    kv_heads = refuse_ranks(model, ranks, kv_heads)
+    refuse_ranks(model, ranks)
     cut = whole = 0
     for name, size in model.tensors.items():
         count = elements(size, model.symbols)
-        if "attention.qkv" in name:
-            inputs = model.width if name.endswith("weight") else 1
-            of_keys = 2 * max(1, kv_heads // ranks) * (model.width // model.heads)
-            cut += (model.width // ranks + of_keys) * inputs
-        elif "norm" in name or name.endswith(("out.bias", "down.bias")):
+        if "norm" in name or name.endswith(("out.bias", "down.bias")):
             whole += count
         else:
             cut += count // ranks
     return RankParameters(cut, whole)
 
 
-def rank_states(
-    model: Transformer, ranks: int, *, precision: str = "mixed", kv_heads: int | None = None, counter_bytes: int = 0
-) -> RankBytes:
+def rank_states(model: Transformer, ranks: int, *, precision: str = "mixed", counter_bytes: int = 0) -> RankBytes:
     """Bytes of a rank's parameters, gradients and AdamW's states. counter_bytes: 4 a tensor where AdamW is fused.
 
     >>> story = Transformer(layers=24, width=2048, heads=16, vocabulary=256, context=1024)
@@ -101,7 +94,7 @@ def rank_states(
     [18.06, 9.03, 4.52, 2.26]
     """
     one_of("precision", precision, tuple(ITEMSIZES))
-    count = rank_parameters(model, ranks, kv_heads=kv_heads).parameters
+    count = rank_parameters(model, ranks).parameters
     states = STATE_BYTES[precision] * count + counter_bytes * model.parameter_tensors
     return RankBytes(ITEMSIZES[precision] * count, ITEMSIZES[precision] * count, states)
 
@@ -118,13 +111,10 @@ def step_traffic(
     precision: str = "mixed",
     sequence_parallel: bool = False,
     keep_gathered: bool = False,
-    kv_heads: int | None = None,
-    segments: int | None = None,
 ) -> list[Sent]:
     """What one rank sends in a forward and a backward, by place and collective; nothing on one rank.
 
-    The optimizer's step sends nothing. segments: how many checkpoints the blocks are in. What they run again they send
-    again, but for the sum at each one's end, for a checkpoint runs no further than to the last tensor saved.
+    The optimizer's step sends nothing. Not here: what checkpoints send again, and queries that share keys.
 
     A step of the story's model on eight ranks, eight texts; 32 MiB a message, 98 all-reduces of them:
 
@@ -134,7 +124,7 @@ def step_traffic(
     5.36
     6.7
     """
-    kv_heads = refuse_ranks(model, ranks, kv_heads)
+    refuse_ranks(model, ranks)
     one_of("precision", precision, tuple(ITEMSIZES))
     refuse_sizes(model, batch, tokens)
     if ranks == 1:
@@ -164,18 +154,6 @@ def step_traffic(
     else:
         add("head", "backward", "all_reduce", 1, stream)
         add("blocks", "backward", "all_reduce", 2 * layers, stream)
-    if segments is not None:
-        balanced(layers, segments)
-        where = "blocks, run again"
-        if sequence_parallel:
-            add(where, "backward", "all_gather", 2 * layers, stream)
-        half = "reduce_scatter" if sequence_parallel else "all_reduce"
-        add(where, "backward", half, 2 * layers - segments, stream)
-    if kv_heads < ranks:
-        part = 2 * (model.width // model.heads) * e
-        for where, nbytes in (("weights", part * model.width), ("biases", part)):
-            which = f"gradients of keys' and values' {where}, held by neighbours"
-            sent.append(Sent(which, "backward", "all_reduce", layers, nbytes, ranks // kv_heads))
     return sent
 
 
@@ -195,17 +173,10 @@ def by_collective(sent: Iterable[Sent]) -> dict[str, int]:
 # ---- what cannot be
 
 
-def refuse_ranks(model: Transformer, ranks: int, kv_heads: int | None) -> int:
-    """How many key-value heads there are. Raises ValueError for a model that cannot be split over so many ranks."""
+def refuse_ranks(model: Transformer, ranks: int) -> None:
+    """Raise ValueError for a model that cannot be split over so many ranks."""
     positive("ranks", ranks)
     one_of("family", model.family, ("gpt",))
-    kv_heads = model.heads if kv_heads is None else kv_heads
-    positive("kv_heads", kv_heads)
-    if model.heads % kv_heads:
-        raise ValueError(
-            f"{kv_heads} key-value heads cannot serve {model.heads} heads; pick kv_heads that divide them "
-            f"({divisors(model.heads)})"
-        )
     for size, what in (
         (model.heads, "heads"),
         (model.hidden, "hidden features"),
@@ -213,9 +184,3 @@ def refuse_ranks(model: Transformer, ranks: int, kv_heads: int | None) -> int:
         (model.context, "positions of the context"),
     ):
         share(size, what, ranks)
-    if kv_heads % ranks and ranks % kv_heads:
-        raise ValueError(
-            f"{kv_heads} key-value heads cannot be split over {ranks} ranks, nor shared by them; pick a "
-            f"tensor-parallel size that divides them ({divisors(kv_heads)}) or a multiple"
-        )
-    return kv_heads

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
-from torch.overrides import handle_torch_function, has_torch_function
 
 from memlab.ranks import all_gather, place_in
 
@@ -31,40 +30,30 @@ def vocabulary_parallel_cross_entropy(
     targets: Tensor,
     *,
     ignore_index: int = -100,
-    reduction: str = "mean",
-    vocabulary: int | None = None,
     in_place: bool = False,
     group=None,
 ) -> Tensor:
-    """Cross-entropy as F.cross_entropy's, of logits that are cut along the vocabulary.
+    """Mean cross-entropy as F.cross_entropy's, of logits that are cut along the vocabulary.
 
     logits: (..., vocabulary / ranks), this rank's part, on rank 0 the first.  targets: (...,) of int64.
-    All parts are of one width, and targets the same on all ranks: `check_replicas` looks, here nobody asks the others.
-    reduction: "mean" over the targets that are not ignored, "sum" or "none".
-    vocabulary: of a vocabulary that was padded so that ranks divide it, how many count; logits after these do not.
+    All parts are of one width, and targets the same on all ranks: nobody asks the others.
     in_place: the logits' memory becomes the gradient's. Only for logits that nobody reads afterwards.
-    Returns the same scalar on all ranks, or with reduction="none" (...,): of the logits' dtype, FP32 for FP16 and BF16.
+    Returns the mean over the targets that are not ignored, the same scalar on all ranks: of the logits' dtype, FP32 for
+    FP16 and BF16.
 
     With n targets, v = vocabulary / ranks and e bytes a logit:
-        saved for backward    n · v · e; and 8, the divisor, for a mean
+        saved for backward    n · v · e; and 8, the divisor of the mean
         held at the peak      n · v · e beside the logits, or nothing in place; for FP16 and BF16, and where there is
                               no backward, scratch of 4 MiB; and some 10 + 5 · ranks numbers a target
         backward              nothing: what is saved becomes the gradient; with retain_graph n · v · e
         sent                  one all-gather of 3 · n numbers, FP32 or FP64, from each rank; in backward nothing
     Sums are of FP32 at least. The gradient of FP16 and BF16 logits is rounded to their dtype here, and once more when
-    it is multiplied by the loss's.
+    it is multiplied by the loss's. Not here: sums, and a vocabulary that was padded.
 
-    Raises ValueError for shapes that do not go together, a vocabulary that is not there and an unknown reduction,
-    TypeError for other dtypes; IndexError, on all ranks, for targets that are not in the vocabulary. A GPU notices
-    those by itself, as F.cross_entropy's: a device-side assert, later.
+    Raises ValueError for shapes that do not go together, TypeError for other dtypes; IndexError, on all ranks, for
+    targets that are not in the vocabulary. A GPU notices those by itself, as F.cross_entropy's: a device-side assert,
+    later.
     """
-    if has_torch_function((logits, targets)):  # such as check_replicas, which looks at the targets
-        options = {"ignore_index": ignore_index, "reduction": reduction, "vocabulary": vocabulary}
-        options |= {"in_place": in_place, "group": group}
-        call = vocabulary_parallel_cross_entropy
-        return handle_torch_function(call, (logits, targets), logits, targets, **options)
-    if reduction not in ("mean", "sum", "none"):
-        raise ValueError(f"expected reduction 'mean', 'sum' or 'none', found {reduction!r}")
     if targets.shape != logits.shape[:-1]:
         raise ValueError(
             f"expected a target for each row of logits, {tuple(logits.shape[:-1])}, found {tuple(targets.shape)}; "
@@ -72,35 +61,30 @@ def vocabulary_parallel_cross_entropy(
         )
     if targets.dtype != torch.int64 or not logits.is_floating_point():
         raise TypeError(f"expected floating logits and targets of int64, found {logits.dtype} and {targets.dtype}")
-    return _CrossEntropy.apply(logits, targets, ignore_index, reduction, vocabulary, in_place, group)
+    return _CrossEntropy.apply(logits, targets, ignore_index, in_place, group)
 
 
 class _CrossEntropy(Function):
     @staticmethod
-    def forward(ctx, logits, targets, ignore_index, reduction, vocabulary, in_place, group):
-        ctx.shape, shape, width = logits.shape, targets.shape, logits.shape[-1]
+    def forward(ctx, logits, targets, ignore_index, in_place, group):
+        ctx.shape, width = logits.shape, logits.shape[-1]
         rank, ranks = place_in(group)
-        vocabulary = ranks * width if vocabulary is None else vocabulary
-        if not 0 < vocabulary <= ranks * width:
-            raise ValueError(f"expected a vocabulary of at most {ranks} · {width} logits, found {vocabulary}")
-        start = rank * width
         z, targets = logits.detach().reshape(-1, width), targets.reshape(-1)
         ignored = targets == ignore_index
-        here, place = _find(targets, ignored, start, width, vocabulary)
-        counted = z[:, : max(0, min(width, vocabulary - start))]
+        here, place = _find(targets, ignored, rank * width, width, ranks * width)
 
         # m, s and t of this rank
         keep = ctx.needs_input_grad[0]
         wide = torch.promote_types(z.dtype, torch.float32)
         own = torch.empty(3, len(z), dtype=wide, device=z.device)
-        own[0] = counted.amax(-1) if counted.shape[1] else -torch.inf
-        own[2] = _at_target(z, place, targets, vocabulary).masked_fill_(~here, 0)
+        own[0] = z.amax(-1)
+        own[2] = _at_target(z, place, targets, ranks * width).masked_fill_(~here, 0)
         weights = (z if in_place else torch.empty_like(z)) if keep else None
         whole = keep and z.dtype == wide  # exp(z − m) is written where the gradient will lie
         finite = own[0].masked_fill(own[0] == -torch.inf, 0)  # −inf − −inf would be nan
-        places = list(_rows(counted, wide, weights if whole else None))
+        places = list(_rows(z, wide, weights if whole else None))
         for rows, into in places:
-            torch.sub(counted[rows], finite[rows, None], out=into)
+            torch.sub(z[rows], finite[rows, None], out=into)
             torch.sum(into.exp_(), -1, out=own[1, rows])
 
         # M, S and the loss, of all
@@ -119,19 +103,15 @@ class _CrossEntropy(Function):
                 if whole:
                     scale = torch.exp(own[0, rows] - largest[rows]) / total[rows]
                 else:
-                    torch.sub(counted[rows], largest[rows, None], out=into).exp_()
+                    torch.sub(z[rows], largest[rows, None], out=into).exp_()
                     scale = 1 / total[rows]
                 into.mul_(scale.masked_fill_(ignored[rows], 0)[:, None])
                 if not whole:
-                    weights[rows, : into.shape[1]] = into
-            weights[:, counted.shape[1] :] = 0
+                    weights[rows] = into
             softmax = weights.gather(-1, place[:, None])[:, 0]
             weights.scatter_(-1, place[:, None], torch.where(here, torch.expm1(-losses).to(z.dtype), softmax)[:, None])
-            ctx.save_for_backward(weights, count.clamp(min=1) if reduction == "mean" else None)
-        losses = losses.masked_fill_(ignored, 0)
-        if reduction == "none":
-            return losses.view(shape)
-        return losses.sum() if reduction == "sum" else losses.sum() / count
+            ctx.save_for_backward(weights, count.clamp(min=1))
+        return losses.masked_fill_(ignored, 0).sum() / count
 
     @staticmethod
     @once_differentiable
@@ -139,9 +119,7 @@ class _CrossEntropy(Function):
         gradient, count = ctx.saved_tensors
         if _graph_is_kept():
             gradient = gradient.clone()
-        d = d_loss if count is None else d_loss / count
-        gradient.mul_(d.reshape(-1, 1) if d.dim() else d)
-        return gradient.view(ctx.shape), None, None, None, None, None, None
+        return gradient.mul_(d_loss / count).view(ctx.shape), None, None, None, None
 
 
 def _find(targets: Tensor, ignored: Tensor, start: int, width: int, vocabulary: int) -> tuple[Tensor, Tensor]:
@@ -166,13 +144,13 @@ def _at_target(z: Tensor, place: Tensor, targets: Tensor, vocabulary: int) -> Te
         ) from error
 
 
-def _rows(counted: Tensor, wide: torch.dtype, weights: Tensor | None):
+def _rows(z: Tensor, wide: torch.dtype, weights: Tensor | None):
     """Rows in groups, and where to compute each: in `weights` all at once; without, in scratch, some at a time."""
-    count, columns = counted.shape
+    count, columns = z.shape
     if weights is not None:
-        yield slice(None), weights[:, :columns]
+        yield slice(None), weights
         return
     step = max(1, SCRATCH_BYTES // (wide.itemsize * max(1, columns)))
-    scratch = torch.empty(min(step, count), columns, dtype=wide, device=counted.device)
+    scratch = torch.empty(min(step, count), columns, dtype=wide, device=z.device)
     for begin in range(0, count, step):
         yield slice(begin, begin + step), scratch[: min(step, count - begin)]

@@ -5,8 +5,7 @@ Source: Shoeybi et al. 2019 (Megatron-LM), section 3.
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from memlab.ranks import place_in
@@ -18,10 +17,7 @@ from memlab.tensor_parallelism.regions import reduce_from_ranks
 class VocabularyParallelEmbedding(SplitLayer):
     """An embedding of which each rank holds num_embeddings / ranks rows, one after the other.
 
-    num_embeddings, embedding_dim: of the full table, as nn.Embedding's. A vocabulary that the ranks do not divide is
-      padded: with more rows, such as the error names, that no token asks for. (As weight of the head those rows make
-      logits, too: `vocabulary_parallel_cross_entropy(..., vocabulary=)` leaves them out.)
-    padding_idx: a token whose vector is zero to begin with and gets no gradient, as nn.Embedding's.
+    num_embeddings, embedding_dim: of the full table, as nn.Embedding's. The ranks divide it.
     reduce: True, all ranks return the whole; False, this rank's summand, zero where it has no row. Summands of several
       tables may be added before one sum.
 
@@ -37,7 +33,6 @@ class VocabularyParallelEmbedding(SplitLayer):
         self,
         num_embeddings: int,
         embedding_dim: int,
-        padding_idx: int | None = None,
         *,
         reduce: bool = True,
         group=None,
@@ -45,40 +40,15 @@ class VocabularyParallelEmbedding(SplitLayer):
         dtype=None,
     ):
         super().__init__()
-        if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
-            raise ValueError(f"expected padding_idx in the vocabulary of {num_embeddings}, found {padding_idx}")
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
-        self.padding_idx = None if padding_idx is None else padding_idx % num_embeddings
         self.reduce, self.group = reduce, group
         cut = cut_evenly((num_embeddings, embedding_dim), 0, *place_in(group), what="vocabulary")
         self.make_part("weight", cut, device, dtype)
         self.reset_parameters()
 
-    @classmethod
-    def from_embedding(cls, embedding: nn.Embedding, **options) -> VocabularyParallelEmbedding:
-        """This rank's part of a table that exists whole. options: as of the class. One on "meta" has no values yet.
-
-        Raises ValueError for an embedding with max_norm, scale_grad_by_freq or sparse, which this one has not.
-        """
-        unknown = [name for name in ("max_norm", "scale_grad_by_freq", "sparse") if getattr(embedding, name)]
-        if unknown:
-            raise ValueError(f"expected an embedding without {unknown[0]}, found it set; a split one does not have it")
-        sizes = embedding.num_embeddings, embedding.embedding_dim
-        return cls._from_whole(embedding, *sizes, **{"padding_idx": embedding.padding_idx, **options})
-
-    @property
-    def _own_padding(self) -> int | None:
-        """The padding's place in this rank's table."""
-        ((start, stop),) = self.cuts["weight"].ranges()
-        here = self.padding_idx is not None and start <= self.padding_idx < stop
-        return self.padding_idx - start if here else None
-
     def reset_parameters(self) -> None:
         """What nn.Embedding begins with, a part of it on each rank."""
         draw_part_(self.weight, self.cuts["weight"], lambda numbers: numbers.normal_())
-        if (padding := self._own_padding) is not None:
-            with torch.no_grad():
-                self.weight[padding].zero_()
 
     def forward(self, tokens: Tensor) -> Tensor:
         ((start, stop),) = self.cuts["weight"].ranges()
@@ -94,7 +64,7 @@ class VocabularyParallelEmbedding(SplitLayer):
 
     def _look_up(self, places: Tensor, tokens: Tensor) -> Tensor:
         try:
-            return F.embedding(places, self.weight, self._own_padding)
+            return F.embedding(places, self.weight)
         except IndexError as error:
             raise IndexError(
                 f"expected tokens from 0 to {self.num_embeddings - 1}, found some from {tokens.min()} to "

@@ -20,17 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from memlab.data_parallelism.agreement import raise_on_all, refuse_other_models, told_by_all
 from memlab.ranks import place_in
-from memlab.tensor_parallelism.cuts import Cut, cut_of
-from memlab.tensor_parallelism.state import (
-    cuts_of_states,
-    load_full_optimizer_state,
-    load_full_state_dict,
-    slots_of,
-)
+from memlab.tensor_parallelism.cuts import cut_of
+from memlab.tensor_parallelism.state import load_full_state_dict, slots_of
 
 
 def load_full(model: nn.Module, path: str | os.PathLike, group=None) -> None:
@@ -39,7 +33,8 @@ def load_full(model: nn.Module, path: str | os.PathLike, group=None) -> None:
     path: of what torch.save wrote of a plain model's state_dict(), or `save_full` on any number of ranks.
     Raises what torch.load and `load_full_state_dict` raise.
     """
-    load_full_state_dict(model, _mapped(path, group), group)
+    state = _on_all(lambda: torch.load(path, map_location="cpu", mmap=True, weights_only=True), group)
+    load_full_state_dict(model, state, group)
 
 
 def save_full(model: nn.Module, path: str | os.PathLike, group=None) -> None:
@@ -55,30 +50,16 @@ def save_full(model: nn.Module, path: str | os.PathLike, group=None) -> None:
     slots = slots_of(model, group)
     cuts = {f"the cut of {name}": (cut.shape, cut.sections) for name, p in slots.items() if (cut := cut_of(p))}
     refuse_other_models(model, group, **cuts)
-    _save(slots, {id(p): cut for p in slots.values() if (cut := cut_of(p))}, Path(path), group)
-
-
-def load_full_optimizer(optimizer: torch.optim.Optimizer, path: str | os.PathLike, group=None) -> None:
-    """Load the optimizer's state that lies in a file, of `save_full_optimizer` or a plain model's, into this rank's.
-
-    Raises what torch.load and `load_full_optimizer_state` raise.
-    """
-    load_full_optimizer_state(optimizer, _mapped(path, group), group)
-
-
-def save_full_optimizer(optimizer: torch.optim.Optimizer, path: str | os.PathLike, group=None) -> None:
-    """Write an optimizer's state dict into a file as that of the plain model's optimizer, each rank its pieces.
-
-    As `save_full`; and raises ValueError for states that are neither of their parameters' shapes nor single numbers.
-    """
-    _save(optimizer.state_dict(), cuts_of_states(optimizer), Path(path), group)
-
-
-# ---- the steps of all of these
-
-
-def _mapped(path: str | os.PathLike, group) -> Any:
-    return _on_all(lambda: torch.load(path, map_location="cpu", mmap=True, weights_only=True), group)
+    path, first = Path(path), place_in(group)[0] == 0
+    token = told_by_all(secrets.token_hex(4), group)[0]  # a name that these ranks know, and no other group
+    unfinished = path.with_name(f"{path.name}.{token}.unfinished")
+    try:
+        _on_all(lambda: first and _write_outline(slots, unfinished), group)
+        _on_all(lambda: _write_pieces(slots, unfinished, first), group)
+        _on_all(lambda: first and unfinished.replace(path), group)
+    finally:
+        if first:
+            unfinished.unlink(missing_ok=True)
 
 
 def _on_all(step: Callable[[], Any], group) -> Any:
@@ -92,37 +73,17 @@ def _on_all(step: Callable[[], Any], group) -> Any:
     return result
 
 
-@torch.no_grad()
-def _save(tree: Mapping, cuts: dict[int, Cut], path: Path, group) -> None:
-    """Write dicts and lists with tensors, some of which are parts: `cuts` has the cut of each, by its id."""
-    first = place_in(group)[0] == 0
-    unfinished = _draft_of(path, group)
-    try:
-        _on_all(lambda: first and _write_outline(tree, cuts, unfinished), group)
-        _on_all(lambda: _write_pieces(tree, cuts, unfinished, first), group)
-        _on_all(lambda: first and unfinished.replace(path), group)
-    finally:
-        if first:
-            unfinished.unlink(missing_ok=True)
-
-
-def _draft_of(path: Path, group) -> Path:
-    """A name beside `path` that the ranks of this group know, and no other that saves there."""
-    token = told_by_all(secrets.token_hex(4), group)[0]
-    return path.with_name(f"{path.name}.{token}.unfinished")
-
-
-def _write_outline(tree: Mapping, cuts: dict[int, Cut], path: Path) -> None:
+def _write_outline(slots: Mapping, path: Path) -> None:
     """A file with room for every tensor, and nothing in it."""
-    full: dict[int, Tensor] = {}
+    full: dict[int, Tensor] = {}  # a tied parameter once
 
     def room(t: Tensor) -> Tensor:
-        shape = cuts[id(t)].shape if id(t) in cuts else t.shape
+        shape = t.shape if (cut := cut_of(t)) is None else cut.shape
         return full.setdefault(id(t), torch.empty(shape, dtype=t.dtype, device="cpu"))
 
     with FakeTensorMode(), torch.serialization.skip_data(materialize_fake_tensors=True):
         try:
-            torch.save(tree_map_only(Tensor, room, dict(tree)), path)
+            torch.save({name: room(t) for name, t in slots.items()}, path)
         except RuntimeError as error:  # a missing folder, a full disk
             raise OSError(f"expected a file that can be written, found {path.name} cannot: {error}") from error
     if hasattr(os, "posix_fallocate"):  # a full disk is told of here; later, writing to the map would kill the process
@@ -130,15 +91,14 @@ def _write_outline(tree: Mapping, cuts: dict[int, Cut], path: Path) -> None:
             os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
 
 
-def _write_pieces(tree: Mapping, cuts: dict[int, Cut], path: Path, first_rank: bool) -> None:
+@torch.no_grad()
+def _write_pieces(slots: Mapping, path: Path, first_rank: bool) -> None:
     with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):  # what is written there is written to the file
         file = torch.load(path, mmap=True, weights_only=True)
-    for mine, full in zip(tree_leaves(dict(tree)), tree_leaves(file), strict=True):
-        if not isinstance(mine, Tensor):
-            continue
-        if (cut := cuts.get(id(mine))) is not None:
-            cut.write(mine, full)
+    for name, mine in slots.items():
+        if (cut := cut_of(mine)) is not None:
+            cut.write(mine, file[name])
         elif first_rank:
-            full.copy_(mine)
+            file[name].copy_(mine)
     with open(path, "rb+") as written:
         os.fsync(written.fileno())

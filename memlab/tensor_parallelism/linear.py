@@ -23,27 +23,11 @@ from memlab.ranks import place_in
 from memlab.tensor_parallelism.cuts import cut_evenly
 from memlab.tensor_parallelism.overlap import Sending, column_linear
 from memlab.tensor_parallelism.parameters import SplitLayer, draw_part_
-from memlab.tensor_parallelism.regions import (
-    gather_from_ranks,
-    neighbours,
-    reduce_from_ranks,
-    reduce_scatter_sequence,
-    scatter_to_ranks,
-)
+from memlab.tensor_parallelism.regions import neighbours, reduce_from_ranks, reduce_scatter_sequence
 
 
 class SplitLinear(SplitLayer):
     """What the two have in common: what they begin with."""
-
-    @classmethod
-    def from_linear(cls, linear: nn.Linear, **options) -> SplitLinear:
-        """This rank's part of a layer that exists whole. options: as of the class. One on "meta" has no values yet.
-
-        Raises TypeError for what is no nn.Linear.
-        """
-        if not isinstance(linear, nn.Linear):
-            raise TypeError(f"expected an nn.Linear, whole, found {type(linear).__name__}")
-        return cls._from_whole(linear, linear.in_features, linear.out_features, linear.bias is not None, **options)
 
     def reset_parameters(self) -> None:
         """What nn.Linear begins with, a part of it on each rank.
@@ -69,15 +53,13 @@ class ColumnParallelLinear(SplitLinear):
     sections: sizes of several outputs stacked on each other, as (width, width, width) of queries, keys and values: each
       rank has its piece of every one. A pair (size, pieces) makes fewer pieces than there are ranks; neighbours hold
       the same one, and the sum of its gradient, over them: an all-reduce of the bytes of that piece in every backward.
-    gather_output: False, y is this rank's part; True, the whole on every rank.
     sequence_parallel: x is this rank's rows (rows / ranks, ..., in_features), and they are gathered here. Only the own
       rows are kept for backward and gathered once more there, while dx is computed. keep_gathered: all rows are kept,
       for the traffic of a layer without; also the choice inside a checkpoint, which has just gathered them again.
 
-    x: (..., in_features), the same on all ranks → (..., out_features / ranks), or (..., out_features). Backward sums dx
-    over ranks while it computes the weight's gradient. It cannot be differentiated again.
-    Raises ValueError for sizes that the ranks do not divide, for gather_output with several sections, and for an x that
-    is already split.
+    x: (..., in_features), the same on all ranks → (..., out_features / ranks): `gather_from_ranks` makes it whole.
+    Backward sums dx over ranks while it computes the weight's gradient. It cannot be differentiated again.
+    Raises ValueError for sizes that the ranks do not divide, and for an x that is already split.
 
     >>> from memlab.ranks import imagined_ranks
     >>> with imagined_ranks(4):
@@ -92,7 +74,6 @@ class ColumnParallelLinear(SplitLinear):
         bias: bool = True,
         *,
         sections: Sequence[int | tuple[int, int]] | None = None,
-        gather_output: bool = False,
         sequence_parallel: bool = False,
         keep_gathered: bool = False,
         group=None,
@@ -102,14 +83,9 @@ class ColumnParallelLinear(SplitLinear):
         super().__init__()
         rank, ranks = place_in(group)
         self.in_features, self.out_features, self.ranks, self.group = in_features, out_features, ranks, group
-        self.gather_output, self.sequence_parallel = gather_output, sequence_parallel
+        self.sequence_parallel = sequence_parallel
         what = "number of outputs"
         cut = cut_evenly((out_features, in_features), 0, rank, ranks, sections, what)
-        if gather_output and (len(cut.sections) > 1 or cut.shared()):
-            raise ValueError(
-                f"expected outputs that lie in order when gathered, found gather_output with sections {cut.sections}; "
-                "make a layer for each section"
-            )
         self.make_part("weight", cut, device, dtype)
         if bias:
             self.make_part("bias", cut_evenly((out_features,), 0, rank, ranks, sections, what), device, dtype)
@@ -124,8 +100,7 @@ class ColumnParallelLinear(SplitLinear):
         _expect(x, self, whole=True)
         if self.ranks == 1:
             return F.linear(x, self.weight, self.bias)
-        y = column_linear(x, self.weight, self.bias, self.sending)
-        return gather_from_ranks(y, self.group) if self.gather_output else y
+        return column_linear(x, self.weight, self.bias, self.sending)
 
 
 class RowParallelLinear(SplitLinear):
@@ -133,11 +108,11 @@ class RowParallelLinear(SplitLinear):
 
     in_features, out_features: of the full layer. This rank's weight is (out_features, in_features / ranks); the bias is
       (out_features,) on every rank, with the same gradient, and is added once: to rank 0's summand.
-    input_is_parallel: True, x is this rank's part; False, x is whole, and its part is taken here.
     sequence_parallel: y is this rank's rows of the sum, (rows / ranks, ..., out_features).
 
-    x: (..., in_features / ranks), or (..., in_features) → (..., out_features), the same on all ranks.
-    Raises ValueError for sizes that the ranks do not divide, and for an x that is split and should not be, or should.
+    x: (..., in_features / ranks), this rank's part, as `scatter_to_ranks` takes it of a whole one →
+    (..., out_features), the same on all ranks.
+    Raises ValueError for sizes that the ranks do not divide, and for an x that is whole.
 
     >>> from memlab.ranks import imagined_ranks
     >>> with imagined_ranks(4):
@@ -151,7 +126,6 @@ class RowParallelLinear(SplitLinear):
         out_features: int,
         bias: bool = True,
         *,
-        input_is_parallel: bool = True,
         sequence_parallel: bool = False,
         group=None,
         device=None,
@@ -160,16 +134,14 @@ class RowParallelLinear(SplitLinear):
         super().__init__()
         rank, ranks = place_in(group)
         self.in_features, self.out_features, self.ranks, self.group = in_features, out_features, ranks, group
-        self.input_is_parallel, self.sequence_parallel = input_is_parallel, sequence_parallel
+        self.sequence_parallel = sequence_parallel
         cut = cut_evenly((out_features, in_features), 1, rank, ranks, what="number of inputs")
         self.make_part("weight", cut, device, dtype)
         self.bias = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype)) if bias else None
         self.reset_parameters()
 
     def forward(self, x: Tensor) -> Tensor:
-        _expect(x, self, whole=not self.input_is_parallel)
-        if not self.input_is_parallel:
-            x = scatter_to_ranks(x, self.group)
+        _expect(x, self, whole=False)
         bias = None if self.bias is None else _OnRank0.apply(self.bias, place_in(self.group)[0])
         summand = F.linear(x, self.weight, bias)
         if self.sequence_parallel:
@@ -190,21 +162,14 @@ class _OnRank0(Function):
 
 
 def _expect(x: Tensor, layer: SplitLinear, whole: bool) -> None:
-    """Raise ValueError if x is not of the shape that a layer reads, saying what it looks like instead."""
-    features, part = layer.in_features, layer.in_features // layer.ranks
-    expected, other = (features, part) if whole else (part, features)
-    found = x.shape[-1] if x.dim() else None
+    """Raise ValueError if x is not of the shape that a layer reads."""
+    part = layer.in_features // layer.ranks
+    expected = layer.in_features if whole else part
     if layer.sequence_parallel and x.dim() == 1:
         raise ValueError(f"expected rows, (rows, ..., features), for sequence_parallel; found x of {tuple(x.shape)}")
-    if found == expected:
-        return
-    hint = f"the layer reads {features} features" + ("" if whole else f", {part} on each of {layer.ranks} ranks")
-    if found == other and not whole:
-        hint = "it is whole: pass input_is_parallel=False to the layer, or give it scatter_to_ranks(x)"
-    elif found == other and isinstance(layer, RowParallelLinear):
-        hint = "it is a part already: pass input_is_parallel=True to the layer"
-    elif found == other:
-        hint = "it is a part already: RowParallelLinear reads parts, and gather_from_ranks(x) is whole"
-    raise ValueError(
-        f"expected {'a whole x' if whole else 'a part of x'}, (..., {expected}), found {tuple(x.shape)}; {hint}"
-    )
+    if not x.dim() or x.shape[-1] != expected:
+        raise ValueError(
+            f"expected {'a whole x' if whole else 'a part of x'}, (..., {expected}), found {tuple(x.shape)}; the layer "
+            f"reads {layer.in_features} features, {part} on each of {layer.ranks} ranks, and "
+            f"{'gather_from_ranks makes parts whole' if whole else 'scatter_to_ranks takes the part of a whole x'}"
+        )

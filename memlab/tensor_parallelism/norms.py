@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from memlab.data_parallelism.norms import norm_of_parts
 from memlab.data_parallelism.unit import UNIT
 from memlab.ranks import place_in
-from memlab.tensor_parallelism.cuts import Cut, cut_of, refuse_other_group
+from memlab.tensor_parallelism.cuts import cut_of, refuse_other_group
 
 
 @torch.no_grad()
@@ -30,15 +30,13 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     *,
     group=None,
-    shard_group=None,
 ) -> Tensor:
     """Scale the gradients of parameters, split ones and whole ones, so that the full model's norm is at most max_norm.
 
     parameters: of a split model, or the model; the same on all ranks of the group, which all must call.
-    shard_group: the data ranks that fully_shard has cut the parts over; None: data ranks hold the same.
     Returns the norm before, a scalar, in FP32 at least: the same on all ranks.
     Raises ValueError for a norm_type that is not above 0, for parts that were cut for another number of ranks, and for
-    sharded ones without their shard_group. RuntimeError, on every rank, for a norm that is not finite, if that is asked
+    parts that fully_shard has cut again. RuntimeError, on every rank, for a norm that is not finite, if that is asked
     for: it takes a wait for the GPU.
     """
     if isinstance(parameters, nn.Module):
@@ -47,48 +45,28 @@ def clip_grad_norm_(
     trained = [p for p in parameters if p.grad is not None]
     if not parameters:
         return torch.tensor(0.0)
-    counted, device = counted_parts(trained, group, shard_group), parameters[0].device
-    if shard_group is not None:
-        counted = [norm_of_parts(counted, norm_type, device=device, group=shard_group)]
+    counted, device = counted_parts(trained, group), parameters[0].device
     norm = norm_of_parts(counted, norm_type, error_if_nonfinite, device=device, group=group)
     torch.nn.utils.clip_grads_with_norm_(trained, max_norm, norm)
     return norm.to(functools.reduce(torch.promote_types, {p.dtype for p in parameters}, torch.float32))
 
 
-def counted_parts(trained: Iterable[Tensor], group=None, shard_group=None) -> list[Tensor]:
-    """Of the gradients of these parameters, what this rank is the first to have, of both groups, and so counts.
+def counted_parts(trained: Iterable[Tensor], group=None) -> list[Tensor]:
+    """Of the gradients of these parameters, what this rank is the first of the group to have, and so counts.
 
-    Raises ValueError for parts that were cut for another number of ranks, and for sharded ones without shard_group.
+    Raises ValueError for parts that were cut for another number of ranks, or that fully_shard has cut again.
     """
     rank, ranks = place_in(group)
     counted = []
     for p in trained:
         refuse_other_group(p, f"a part of {tuple(p.shape)}", ranks)
-        cut, sharded = cut_of(p), hasattr(p, UNIT)
-        if sharded and shard_group is None:
+        if hasattr(p, UNIT):
             raise ValueError(
-                "expected the group that fully_shard cut the parameters over, found none for a sharded one of "
-                f"{p.numel()} numbers; give it as shard_group"
+                f"expected parameters that no data ranks have cut, found one of {p.numel()} numbers that fully_shard "
+                "has left of one; share the data ranks' work with DataParallel, or clip without tensor ranks"
             )
-        if not sharded and shard_group is not None and place_in(shard_group)[0]:
-            continue  # the data ranks have the same
-        if cut is None:
+        if (cut := cut_of(p)) is None:
             counted += [p.grad] if rank == 0 else []
-        elif all(cut.firsts()):
-            counted.append(p.grad)
-        elif sharded:
-            counted.append(p.grad[_first_here(p, cut)])
         else:
             counted += [piece for piece, first in zip(cut.pieces_in(p.grad), cut.firsts(), strict=True) if first]
     return counted
-
-
-def _first_here(p: Tensor, cut: Cut) -> Tensor:
-    """Which of a sharded part's numbers this rank of the tensor group is the first to have. (numbers,) of bool."""
-    firsts = torch.empty(cut.part_shape, dtype=torch.bool, device=p.device)
-    for piece, first in zip(cut.pieces_in(firsts), cut.firsts(), strict=True):
-        piece.fill_(first)
-    _, shard, _ = getattr(p, UNIT)
-    number = next(n for n, part in enumerate(shard.parts) if part is p)
-    begin, end = shard.layout.parts(shard.rank)[number]
-    return firsts.flatten()[begin:end]

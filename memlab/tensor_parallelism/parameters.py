@@ -42,20 +42,6 @@ class SplitLayer(nn.Module):
         self.cuts[name] = cut
         setattr(self, name, nn.Parameter(torch.empty(cut.part_shape, device=device, dtype=dtype)))
 
-    @classmethod
-    def _from_whole(cls, whole: nn.Module, *sizes, **options) -> SplitLayer:
-        """This rank's parts of a layer that has the same parameters whole, as trainable as they are there."""
-        options = {"dtype": whole.weight.dtype, "device": whole.weight.device, **options}
-        has_values = not whole.weight.is_meta
-        layer = cls(*sizes, **options | ({"device": "meta"} if has_values else {}))  # there nothing is drawn
-        for name, full in whole.named_parameters():
-            if has_values:
-                cut = layer.cuts.get(name)
-                part = full.detach().clone() if cut is None else cut.part_of(full.detach())
-                setattr(layer, name, nn.Parameter(part.to(options["device"], options["dtype"])))
-            getattr(layer, name).requires_grad_(full.requires_grad)
-        return layer
-
     def __setattr__(self, name: str, value) -> None:
         cut = self.__dict__.get("cuts", {}).get(name)
         if cut is not None and isinstance(value, nn.Parameter):
@@ -100,30 +86,34 @@ def draw_part_(part: Tensor, cut: Cut | None, draw: Callable[[Tensor], object]) 
     """
     if part.is_meta or isinstance(part, FakeTensor):
         return
-    shape = tuple(part.shape) if cut is None else cut.shape
-    total = math.prod(shape)
-    dim, size = (0, total) if cut is None else (cut.dim, shape[cut.dim])
-    ranges = [(0, total)] if cut is None else cut.ranges()
-    inner = math.prod(shape[dim + 1 :]) if cut else 1
-    row = size * inner  # of the full tensor, as rows that are all cut alike
+    total = part.numel() if cut is None else math.prod(cut.shape)
     own = part if part.is_contiguous() else torch.empty_like(part, memory_format=torch.contiguous_format)
-    rows = own.view(-1, sum(stop - start for start, stop in ranges) * inner) if total else own
+    flat, done = own.view(-1), 0
     chunk = max(_TOGETHER, CHUNK_BYTES // part.element_size() // _TOGETHER * _TOGETHER)
     buffer = torch.empty(min(total, chunk + _TOGETHER - 1), dtype=part.dtype, device="cpu")
+    spans = iter([(0, total)] if cut is None else _spans(cut))
+    start, stop = next(spans, (total, total))
     for begin, end in _chunks(total, chunk):
         numbers = buffer[: end - begin]
         draw(numbers)
-        for first, last, left, right in _rectangles(begin, end, row):
-            drawn = numbers[first * row + left - begin : (last - 1) * row + right - begin].view(last - first, -1)
-            place = 0
-            for start, stop in ranges:
-                low, high = max(start * inner, left), min(stop * inner, right)
-                if low < high:
-                    to = place + low - start * inner
-                    rows[first:last, to : to + high - low].copy_(drawn[:, low - left : high - left])
-                place += (stop - start) * inner
+        while start < end:
+            here = numbers[start - begin : min(stop, end) - begin]
+            flat[done : done + len(here)] = here
+            done, start = done + len(here), start + len(here)
+            if start == stop:
+                start, stop = next(spans, (total, total))
     if own is not part:
         part.copy_(own)
+
+
+def _spans(cut: Cut) -> Iterator[tuple[int, int]]:
+    """From where to where this rank's numbers go in the full tensor, flattened, in the order of its part."""
+    inner = math.prod(cut.shape[cut.dim + 1 :])
+    row = cut.shape[cut.dim] * inner
+    for begin in range(0, math.prod(cut.shape), row or 1):
+        for start, stop in cut.ranges():
+            if start < stop and inner:
+                yield begin + start * inner, begin + stop * inner
 
 
 def _chunks(total: int, chunk: int) -> Iterator[tuple[int, int]]:
@@ -139,15 +129,3 @@ def _chunks(total: int, chunk: int) -> Iterator[tuple[int, int]]:
             end = total
         yield begin, end
         begin = end
-
-
-def _rectangles(begin: int, end: int, row: int) -> Iterator[tuple[int, int, int, int]]:
-    """Numbers begin … end of a matrix with rows of `row`, as rectangles: rows from, to, columns from, to."""
-    while begin < end:
-        first, left = divmod(begin, row)
-        if left or end - begin < row:
-            last, right = first + 1, min(row, left + end - begin)
-        else:
-            last, right = end // row, row
-        yield first, last, left, right
-        begin = (last - 1) * row + right

@@ -17,12 +17,10 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, distributed, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from memlab.ranks import all_gather, place_in
 from memlab.tensor_parallelism.blocks import ReplicatedLayerNorm
-from memlab.tensor_parallelism.cross_entropy import vocabulary_parallel_cross_entropy
 from memlab.tensor_parallelism.cuts import cut_of
 from memlab.tensor_parallelism.embedding import VocabularyParallelEmbedding
 from memlab.tensor_parallelism.gpt import TensorParallelGPT
@@ -45,13 +43,9 @@ _INPUTS = (
 _BEGIN = "seed all ranks alike (torch.manual_seed) before the model is made, or load one checkpoint on all"
 _GRADIENTS = (
     "every rank must run the same backward; what a rank computes with its own part or rows only, send through "
-    "copy_to_ranks first (sequence_parallel=True of norms and row parallel layers does, and so does copy_to_ranks in "
-    "the plan of split_layers)"
+    "copy_to_ranks first (sequence_parallel=True of norms and row parallel layers does)"
 )
 _ORDER = "every rank must call the same layers, in one order"
-_PARTS = (
-    "all parts of the logits are of one width: pad the vocabulary to a multiple of the ranks, and give `vocabulary`"
-)
 
 
 @contextlib.contextmanager
@@ -63,20 +57,20 @@ def check_replicas(model: nn.Module) -> Iterator[None]:
 
     Compared bit by bit are parameters and buffers that are not cut, at the beginning (of a cut one, pieces that several
     ranks hold), and which parameters are trained; inputs of every parallel layer, when it is called (of a layer that
-    takes a part, their shapes); of the loss the targets, and the shapes of the logits' parts; and the gradients of all
-    such parameters at the end. The error names the layer or parameter, the ranks that differ from the group's rank 0,
-    and what to do. Ranks that call different layers in the model's forward, or bring other shapes, are told and do not
-    hang; those of which one runs another backward may.
+    takes a part, their shapes); and the gradients of all such parameters at the end. The error names the layer or
+    parameter, the ranks that differ from the group's rank 0, and what to do. Ranks that call different layers in the
+    model's forward, or bring other shapes, are told and do not hang; those of which one runs another backward may.
 
-    Costs: every such tensor is read once more; for each call of a layer, at each end of forward (and twice for the
-    loss) 24 bytes go from each rank to each, and a GPU is waited for. So it is for a step in doubt, not for every step.
+    Costs: every such tensor is read once more; for each call of a layer, and at each end of forward, 24 bytes go from
+    each rank to each, and a GPU is waited for. So it is for a step in doubt, not for every step.
     On imagined ranks and alone it does nothing. Its hooks go with the block, also on errors. Gradients are equal to the
     bit where ranks run on one kind of device.
     """
     layers = {name: module for name, module in model.named_modules() if isinstance(module, _LAYERS)}
     if not layers:
         raise ValueError(
-            f"expected a model with parallel layers, found none in {type(model).__name__}; split_layers makes them"
+            f"expected a model with parallel layers, found none in {type(model).__name__}; build it of such, as "
+            "TensorParallelGPT is"
         )
     group = next(iter(layers.values())).group
     if place_in(group)[1] == 1 or distributed.get_backend(group) == "fake":
@@ -90,7 +84,6 @@ def check_replicas(model: nn.Module) -> Iterator[None]:
         device = next(model.parameters()).device
         end = model.register_forward_hook(lambda *_: _meet("the end of forward", (), False, device, group))
         stack.callback(end.remove)
-        stack.enter_context(_Targets())
         yield
     _compare_held(model, "the block's end", _GRADIENTS, group, gradients=True)
 
@@ -118,26 +111,14 @@ class _Hook:
         _meet(self.place, inputs, _takes_whole(layer), inputs[0].device, layer.group)
 
 
-class _Targets(TorchFunctionMode):
-    """Compares what the loss is given, which is no layer: targets, and how wide the logits are."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if func is vocabulary_parallel_cross_entropy:
-            logits, targets = args
-            _meet(func.__name__, (targets,), True, targets.device, kwargs["group"])
-            _meet(f"logits for {func.__name__}", (logits,), False, logits.device, kwargs["group"], _PARTS)
-        return func(*args, **kwargs)
-
-
 def _takes_whole(layer: nn.Module) -> bool:
     """Whether a layer's inputs have the same values on all ranks."""
     if isinstance(layer, RowParallelLinear):
-        return not layer.input_is_parallel
+        return False
     return isinstance(layer, (TensorParallelGPT, VocabularyParallelEmbedding)) or not layer.sequence_parallel
 
 
-def _meet(place: str, inputs: Sequence[Tensor], whole: bool, device: torch.device, group, hint: str = _INPUTS) -> None:
+def _meet(place: str, inputs: Sequence[Tensor], whole: bool, device: torch.device, group) -> None:
     """One small collective: is every rank here, with inputs of one shape and, where they are whole, one value?"""
     _, ranks = place_in(group)
     shapes = " and ".join(f"{tuple(x.shape)} of {x.dtype}" for x in inputs)
@@ -152,7 +133,7 @@ def _meet(place: str, inputs: Sequence[Tensor], whole: bool, device: torch.devic
     distributed.all_gather_object(said, (place, shapes), group=group)
     _refuse_difference("layer, called at the same time,", {rank: place for rank, (place, _) in enumerate(said)}, _ORDER)
     found = {rank: f"{shapes}, bits {rows[rank, 2].item():x}" for rank, (_, shapes) in enumerate(said)}
-    _refuse_difference(f"input of {place}", found, hint)
+    _refuse_difference(f"input of {place}", found, _INPUTS)
 
 
 def _compare_held(model: nn.Module, place: str, hint: str, group, gradients: bool = False) -> None:

@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
-from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
-from memlab.data_parallelism.agreement import raise_on_all, told_by_all
+from memlab.data_parallelism.agreement import raise_on_all, refuse_extra_state, told_by_all
 from memlab.data_parallelism.unit import UNIT
 from memlab.data_parallelism.zero_optimizer import ZeroOptimizer
 from memlab.memory_timeline import main_memory
@@ -29,13 +28,11 @@ def full_state_dict(model: nn.Module, group=None) -> dict[str, Tensor]:
     """The full model's state dict, in main memory on rank 0; {} on the others. All ranks must call it.
 
     group: the one that the model was made with. Keys, shapes, dtypes are the plain model's, and parameters that are
-    tied share memory; of a module's extra state, rank 0's counts. Raises ValueError for a model that was cut for
-    another number of ranks, for one that fully_shard was called on, and where a hook puts other tensors into its state
-    dict.
+    tied share memory. Raises ValueError for a model that was cut for another number of ranks, for one that fully_shard
+    was called on, for modules with extra state, and where a hook puts other tensors into its state dict.
     """
     slots = slots_of(model, group)
-    tensors = {id(p): p for p in slots.values()}
-    full = {key: _gathered(p, cut_of(p), group) if isinstance(p, Tensor) else p for key, p in tensors.items()}
+    full = {key: _gathered(p, cut_of(p), group) for key, p in {id(p): p for p in slots.values()}.items()}
     return {name: full[id(p)] for name, p in slots.items()} if place_in(group)[0] == 0 else {}
 
 
@@ -51,15 +48,10 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor], group=No
     """
     slots = slots_of(model, group)
     rank, _ = place_in(group)
-    bare = lambda name, t: t if is_extra(name) else t.to("meta")  # noqa: E731
-    state, sent = _given(state, group, lambda: {name: bare(name, t) for name, t in state.items()})
+    state, sent = _given(state, group, lambda: {name: t.to("meta") for name, t in state.items()})
     raise_on_all(_misfit(slots, state), group)
-    extra = {name: state[name] for name in slots if is_extra(name)}
     for name, p in slots.items():
-        if name not in extra:
-            _deliver(state[name], p, cut_of(p), sent, group)
-    if extra:
-        model.load_state_dict(extra, strict=False)
+        _deliver(state[name], p, cut_of(p), sent, group)
 
 
 @torch.no_grad()
@@ -70,12 +62,26 @@ def full_optimizer_state(optimizer: torch.optim.Optimizer, group=None) -> dict[s
     All ranks must call it. Raises ValueError for a state that is neither, such as a factored one, and for what data
     ranks have cut again: a ZeroOptimizer, or over a model that fully_shard was called on.
     """
-    cuts, packed = cuts_of_states(optimizer), optimizer.state_dict()
+    if isinstance(optimizer, ZeroOptimizer):
+        raise ValueError(
+            "expected an optimizer over the parts of a split model, found a ZeroOptimizer, whose parts know no cut; "
+            "its own state_dict() has the states of this tensor rank's parts, whole: save one for each tensor rank"
+        )
+    packed, parameters = optimizer.state_dict(), _parameters(optimizer)
     states: dict[int, dict] = {}
     for number, values in sorted(packed["state"].items()):
+        p = parameters[number]
+        _refuse_cut_again(p, "a parameter")
         for name, value in values.items():
             if isinstance(value, Tensor):
-                value = _gathered(value, cuts.get(id(value)), group)
+                cut = cut_of(p) if value.dim() else None
+                if cut is not None and value.shape != p.shape:
+                    raise ValueError(
+                        f"expected states of their parameter's shape, or single numbers, found {name!r} of "
+                        f"{tuple(value.shape)} for a part of {tuple(p.shape)}: such an optimizer looks at whole "
+                        "parameters, and is wrong on parts"
+                    )
+                value = _gathered(value, cut, group)
             states.setdefault(number, {})[name] = value
     return packed | {"state": states} if place_in(group)[0] == 0 else {}
 
@@ -104,53 +110,22 @@ def load_full_optimizer_state(optimizer: torch.optim.Optimizer, state: Mapping[s
     optimizer.load_state_dict({"state": states, "param_groups": state["param_groups"]})
 
 
-def cuts_of_states(optimizer: torch.optim.Optimizer) -> dict[int, Cut]:
-    """The cuts of those of an optimizer's states that are parts, by their ids. The others are whole on every rank.
-
-    Raises ValueError for a state that is neither of its parameter's shape nor a single number, and for an optimizer
-    whose parts are cut again, over data ranks.
-    """
-    if isinstance(optimizer, ZeroOptimizer):
-        raise ValueError(
-            "expected an optimizer over the parts of a split model, found a ZeroOptimizer, whose parts know no cut; "
-            "its own state_dict() has the states of this tensor rank's parts, whole: save one for each tensor rank"
-        )
-    cuts = {}
-    for p, values in optimizer.state.items():
-        _refuse_cut_again(p, "a parameter")
-        for name, value in values.items():
-            if (cut := cut_of(p)) is None or not isinstance(value, Tensor) or not value.dim():
-                continue
-            if value.shape != p.shape:
-                raise ValueError(
-                    f"expected states of their parameter's shape, or single numbers, found {name!r} of "
-                    f"{tuple(value.shape)} for a part of {tuple(p.shape)}: such an optimizer looks at whole "
-                    "parameters, and is wrong on parts"
-                )
-            cuts[id(value)] = cut
-    return cuts
-
-
 # ---- the steps of all of these
 
 
-def is_extra(name: str) -> bool:
-    """Whether a state dict has what a module's `get_extra_state` returned under this name: anything, a tensor too."""
-    return name.endswith(_EXTRA_STATE_KEY_SUFFIX)
-
-
-def slots_of(model: nn.Module, group) -> dict[str, Any]:
-    """The model's parameters and buffers by their names, each knowing its cut, and its modules' extra states.
+def slots_of(model: nn.Module, group) -> dict[str, Tensor]:
+    """The model's parameters and buffers by their names, each knowing its cut.
 
     Raises ValueError for a group of another size than the model was cut for, and for a tensor that is not the model's:
     nobody knows its cut, and what is loaded into it is lost.
     """
     ranks = place_in(group)[1]
     slots = model.state_dict(keep_vars=True)
+    refuse_extra_state(slots)
     _refuse_parametrized(model)
     own = {id(t) for t in (*model.parameters(), *model.buffers())}
     for name, p in slots.items():
-        if isinstance(p, Tensor) and id(p) not in own and not is_extra(name):
+        if id(p) not in own:
             raise ValueError(
                 f"expected the model's own parameters and buffers in its state dict, found another tensor as {name}: a "
                 "state-dict hook replaced it; remove the hook, or leave the block that set it"
@@ -240,8 +215,6 @@ def _misfit(slots: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> Excepti
     if extra := [name for name in state if name not in slots]:
         return KeyError(f"expected the keys of the model, found also {', '.join(extra[:3])} ({len(extra)} too many)")
     for name, p in slots.items():
-        if is_extra(name):
-            continue
         cut = cut_of(p)
         expected, found = tuple(p.shape) if cut is None else cut.shape, tuple(state[name].shape)
         if expected != found:

@@ -1,4 +1,8 @@
-"""From one rank to another: send, receive, and both at once.
+"""Talking: who is in a group, the two halves of an all-reduce, and messages from one rank to another.
+
+    all_gather        everyone brings one piece and leaves with the whole
+    reduce_scatter    everyone brings the whole and leaves with the sum of one piece
+    exchange          everyone sends one tensor while it receives another
 
 A ring needs both at once. If every rank first sent to the right and only then listened to the left, each would wait for
 a neighbour that is itself still sending. `exchange` begins both, and returns when both are done.
@@ -13,21 +17,74 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.distributed.nn.functional
 from torch import Tensor, distributed
 
-from memlab.ranks.membership import place_in
-from memlab.ranks.traffic import counted
+# PyTorch 2.13 renamed both, and warns of the older names, the only ones that 2.11 has.
+_gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
+_scatter = getattr(distributed, "reduce_scatter_single", None) or distributed.reduce_scatter_tensor
+
+
+class _Alone:
+    """The type of ALONE. Copied and pickled, it is still the same object."""
+
+    def __repr__(self) -> str:
+        return "ALONE"
+
+    def __reduce__(self) -> str:
+        return "ALONE"
+
+
+ALONE = _Alone()
+"""As group=ALONE: a group of one that needs no process group. What talks in it has nobody to talk to."""
+
+
+def place_in(group=None) -> tuple[int, int]:
+    """This rank's number in the group, and how many ranks it has; group: all ranks if None, this one if ALONE.
+
+    Raises RuntimeError without a process group, and ValueError where this rank is not in the group.
+    """
+    if group is ALONE:
+        return 0, 1
+    if not distributed.is_initialized():
+        raise RuntimeError(
+            "expected a process group, found none; call this in a function that run_ranks(fn, 4) runs, under torchrun "
+            "after torch.distributed.init_process_group(), or within `with imagined_ranks(64):`"
+        )
+    if (rank := distributed.get_rank(group)) < 0:
+        raise ValueError(
+            f"expected a group that this rank is of, found one that rank {distributed.get_rank()} is not of; "
+            "let only its members call"
+        )
+    return rank, distributed.get_world_size(group)
+
+
+def all_gather(whole: Tensor, piece: Tensor, group=None, async_op: bool = False):
+    """Fill `whole` with every rank's `piece`, rank 0's first.
+
+    whole: (ranks · n,), piece: (n,), of one dtype; `piece` may be the rank's own place in `whole`. Returns None, or
+    with async_op a Work whose `wait()` ends it.
+    """
+    return _gather(whole, piece, group=group, async_op=async_op)
+
+
+def reduce_scatter(piece: Tensor, whole: Tensor, group=None, async_op: bool = False):
+    """Fill `piece` with the sum over ranks of this rank's place in their `whole`.
+
+    piece: (n,), whole: (ranks · n,), of one dtype; `piece` may be the rank's own place in `whole`. Returns None, or
+    with async_op a Work whose `wait()` ends it.
+    """
+    return _scatter(piece, whole, group=group, async_op=async_op)
 
 
 def send(tensor: Tensor, dst: int, group=None) -> None:
     """Send a tensor to rank `dst` of the group; it waits there for `receive`. tensor: any shape and dtype."""
-    _run([("send", tensor, dst)], group)
+    begin([("send", tensor, dst)], group)[0].wait()
 
 
 def receive(tensor: Tensor, src: int, group=None) -> Tensor:
     """Fill `tensor`, of the shape and dtype that rank `src` of the group sends, and return it."""
-    _run([("receive", tensor, src)], group)
-    return tensor
+    return begin([("receive", tensor, src)], group)[0].wait()
 
 
 def exchange(outgoing: Tensor, dst: int, incoming: Tensor, src: int, group=None) -> Tensor:
@@ -39,8 +96,9 @@ def exchange(outgoing: Tensor, dst: int, incoming: Tensor, src: int, group=None)
     dst, src: other ranks of the group, also one and the same. incoming: of the shape and dtype that `src` sends; it
     shares no memory with `outgoing`. On a GPU "done" is as of the current stream, as for every op there.
     """
-    _run([("send", outgoing, dst), ("receive", incoming, src)], group)
-    return incoming
+    sending, receiving = begin([("send", outgoing, dst), ("receive", incoming, src)], group)
+    sending.wait()
+    return receiving.wait()
 
 
 def staged(tensor: Tensor, group=None) -> bool:
@@ -101,19 +159,11 @@ def begin(messages: Sequence[tuple[str, Tensor, int]], group=None) -> list[Trans
         transfers.append(Transfer(tensor, wire, not sends))
     if not operations:
         return []
-    sent, received = ([tensor for name, tensor, _ in messages if name == way] for way in ("send", "receive"))
-    with counted(sent, received, group):
-        works = distributed.batch_isend_irecv(operations)
+    works = distributed.batch_isend_irecv(operations)
     together = len(works) != len(operations)  # NCCL: one work for all
     for number, transfer in enumerate(transfers):
         transfer._works = works if together else (works[number],)
     return transfers
-
-
-def _run(transfers: list[tuple[str, Tensor, int]], group) -> None:
-    """Begin every transfer, then wait for all of them."""
-    for transfer in begin(transfers, group):
-        transfer.wait()
 
 
 def _wire(tensor: Tensor, filled: bool, group) -> Tensor:
