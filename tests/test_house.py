@@ -410,7 +410,7 @@ def test_a_vendor_build_of_torch_satisfies_memlab_and_an_older_torch_does_not():
 
 TEST_LINES = 45_000
 LINES = {
-    "": 420,
+    "": 600,
     "ranks": 1_900,
     "memory_timeline": 2_600,
     "memory_timeline/imagined": 1_200,
@@ -432,7 +432,7 @@ LINES = {
 
 def lines_in(folder: Path) -> int:
     """The lines of the code in a folder, but for folders in it that have a budget of their own, or no code."""
-    budgeted = {ROOT / "memlab" / name for name in LINES} - {folder}
+    budgeted = {path for name in LINES if folder in (path := ROOT / "memlab" / name).parents}
     files = [path for path in folder.rglob("*") if path.is_file() and path.suffix != ".pyc"]
     own = [path for path in files if budgeted.isdisjoint(path.parents)]
     texts = [path.read_text(encoding="utf-8") for path in own]

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from memlab.book.steps import metered_step
-from memlab.data_parallelism.overlap import LINKS, ring_seconds
 from memlab.memory_arithmetic import Transformer
 from memlab.memory_timeline import Meter, imagine
+from memlab.offloading.links import RANK_LINKS
 from memlab.ranks import Traffic, imagined_ranks
 from memlab.tensor_parallelism import TensorParallelGPT, cut_of
 from memlab.tensor_parallelism.activations import block_activations, step_activations
@@ -23,7 +23,7 @@ from memlab.tensor_parallelism.arithmetic import (
     sent_bytes,
     step_traffic,
 )
-from memlab.tensor_parallelism.timing import block_flops, block_seconds, sending_to_computing, width_for_share
+from memlab.tensor_parallelism.timing import block_seconds
 from tests.tiers import pairs
 
 SHAPE = Transformer(layers=2, width=64, heads=8, vocabulary=32, context=48, hidden=160)
@@ -137,41 +137,14 @@ def test_parameters_and_states_between_steps_are_the_formulas(precision, cut):
     assert max(timeline.curves["gradient"]) == expected.gradients
 
 
-def test_a_blocks_flops_are_its_matrix_products():
-    b, s, h = 2, 12, 8
-    products = [(b * s, h, 3 * h), (b * s, h, h), (b * s, h, 4 * h), (b * s, 4 * h, h)]
-    products += [(b * s, h, s), (b * s, s, h)]  # scores and values, of all heads together
-    assert block_flops(b, s, h) == sum(2 * m * k * n for m, k, n in products)
-
-
 @pytest.mark.parametrize(("ranks", "width"), list(itertools.product((1, 2, 8), (256, 4096))))
-def test_sending_over_computing_is_the_page_s_formula_whatever_the_batch(ranks, width):
-    for batch, speed in itertools.product((1, 64), LINKS.values()):
-        took = block_seconds(batch, 512, width, ranks, 300e12, speed)
-        assert took.sending / took.computing == pytest.approx(
-            sending_to_computing(width, 512, ranks, 300e12, speed), rel=1e-12
-        )
-        assert took.waiting == took.sending
-
-
-def test_at_the_width_for_a_share_a_block_waits_for_that_share():
-    for share, speed in itertools.product((0.05, 0.5), LINKS.values()):
-        width = width_for_share(share, 1024, 8, 400e12, speed)
-        took = block_seconds(4, 1024, round(width), 8, 400e12, speed)
-        assert took.waiting_share == pytest.approx(share, rel=1e-3)
-    assert width_for_share(0.1, 1024, 1, 400e12, 1e9) == 0
-
-
-def test_hidden_are_at_most_backward_s_two_and_no_longer_than_what_runs_beside_them():
-    fast, slow = (block_seconds(8, 1024, 4096, 8, 400e12, speed, hidden=True) for speed in (2e12, 2.8e9))
-    assert fast.waiting == pytest.approx(fast.sending / 2)
-    beside = 14 * 8 * 1024 * 4096**2 / (8 * 400e12)  # of 6 and 8·b·s·h² FLOPs
-    assert slow.waiting == pytest.approx(slow.sending - beside)
-
-
-def test_a_recomputed_block_sends_five_sums_for_four_each_with_its_latency():
-    plain = block_seconds(8, 1024, 4096, 8, 400e12, 45e9, latency_seconds=1e-5)
-    again = block_seconds(8, 1024, 4096, 8, 400e12, 45e9, latency_seconds=1e-5, recomputed=True)
-    assert again.sending == pytest.approx(5 / 4 * plain.sending)
-    assert again.computing == pytest.approx(4 / 3 * plain.computing)
-    assert plain.sending == 4 * ring_seconds(8 * 1024 * 4096 * 2, 8, 45e9, 1e-5)
+def test_computing_is_a_block_s_matrix_products_and_sending_over_it_the_page_s_formula(ranks, width):
+    h, s, flops = width, 512, 300e12
+    for b, speed in itertools.product((1, 64), RANK_LINKS.values()):
+        took = block_seconds(b, s, h, ranks, flops, speed)
+        products = [(b * s, h, 3 * h), (b * s, h, h), (b * s, h, 4 * h), (b * s, 4 * h, h)]
+        products += [(b * s, h, s), (b * s, s, h)]  # scores and values, of all heads together
+        assert took.computing == pytest.approx(3 * sum(2 * m * k * n for m, k, n in products) / ranks / flops)
+        ratio = (ranks - 1) * 2 * flops / (9 * speed * (h + s / 6))
+        assert took.sending / took.computing == pytest.approx(ratio, rel=1e-12)
+        assert took.waiting_share == pytest.approx(ratio / (1 + ratio))
