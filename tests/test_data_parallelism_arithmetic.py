@@ -2,21 +2,9 @@
 
 import pytest
 
-from memlab.data_parallelism.arithmetic import (
-    STAGES,
-    rank_bytes,
-    sent_bytes,
-    traffic_bytes,
-    transient_bytes,
-)
-from memlab.data_parallelism.budget import rank_step
-from memlab.data_parallelism.flat import FlatLayout
-from memlab.data_parallelism.overlap import (
-    exposed_seconds,
-    ring_seconds,
-    sent_beside,
-    tokens_to_hide,
-)
+from memlab.data_parallelism import FlatLayout, rank_bytes, rank_step, ring_seconds, tokens_to_hide, traffic_bytes
+from memlab.data_parallelism.arithmetic import STAGES, sent_bytes, transient_bytes
+from memlab.data_parallelism.overlap import exposed_seconds, sent_beside
 from memlab.memory_arithmetic import Transformer, training_step
 from tests.harness import refusals, refused
 

@@ -9,9 +9,8 @@ import torch
 from torch import nn
 
 from memlab.book.steps import build, checkpoint_blocks
-from memlab.data_parallelism import DataParallel, ZeroOptimizer, fully_shard
-from memlab.data_parallelism.arithmetic import padded_elements, rank_bytes, traffic_bytes, unit_sizes
-from memlab.data_parallelism.budget import rank_step
+from memlab.data_parallelism import DataParallel, ZeroOptimizer, fully_shard, rank_bytes, rank_step, traffic_bytes
+from memlab.data_parallelism.arithmetic import padded_elements, unit_sizes
 from memlab.memory_arithmetic import Transformer, training_step
 from memlab.memory_timeline import Meter, imagine
 from memlab.ranks import Traffic, imagined_ranks

@@ -10,7 +10,7 @@ from torch import distributed, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
-from memlab.gradient_accumulation.batch_norm import deferred_batch_norm
+from memlab.gradient_accumulation import deferred_batch_norm
 from memlab.memory_timeline import Meter
 from tests.harness import nothing_left_behind
 

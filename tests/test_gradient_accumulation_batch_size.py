@@ -14,8 +14,8 @@ from torch.optim import optimizer as optim
 
 from memlab.book.steps import build, made
 from memlab.book.workloads import LSTM, MLP, ConvNet
-from memlab.gradient_accumulation import batch_size
-from memlab.gradient_accumulation.batch_size import find_batch_size, peak_of
+from memlab.gradient_accumulation import batch_size, find_batch_size
+from memlab.gradient_accumulation.batch_size import peak_of
 from memlab.memory_arithmetic import Transformer, training_step
 from memlab.memory_timeline import Event, Line, Meter, Storage, Timeline, imagine
 from memlab.units import KiB, MiB

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memlab.book.workloads import lengths as committed_lengths
-from memlab.gradient_accumulation.token_batches import token_batches
+from memlab.gradient_accumulation import token_batches
 
 some_lengths = st.lists(st.integers(1, 60), min_size=1, max_size=80)
 few_lengths = st.lists(st.integers(1, 20), min_size=1, max_size=7)

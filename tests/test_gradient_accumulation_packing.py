@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import create_mask
 
 from memlab.book.workloads import GPT, PackedGPT
 from memlab.book.workloads import lengths as committed_lengths
-from memlab.gradient_accumulation.packing import document_mask, pack, pack_rows, pad_rows
+from memlab.gradient_accumulation import document_mask, pack, pack_rows, pad_rows
 from memlab.memory_timeline import Meter
 
 some_lengths = st.lists(st.integers(1, 60), min_size=1, max_size=80)

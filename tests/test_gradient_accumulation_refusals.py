@@ -8,9 +8,18 @@ import torch
 from torch import nn
 
 from memlab.book.workloads import PackedGPT
-from memlab.gradient_accumulation import accumulate, deferred_batch_norm, examples, find_batch_size, groups, labels
-from memlab.gradient_accumulation.packing import pack, pack_rows, pad_rows
-from memlab.gradient_accumulation.token_batches import token_batches
+from memlab.gradient_accumulation import (
+    accumulate,
+    deferred_batch_norm,
+    examples,
+    find_batch_size,
+    groups,
+    labels,
+    pack,
+    pack_rows,
+    pad_rows,
+    token_batches,
+)
 from tests.harness import refusals, refused
 
 X, Y, IGNORED = torch.zeros(2, 2), torch.tensor([1, 2]), torch.full((2,), -100)

@@ -19,8 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from memlab.book.workloads import GPT
-from memlab.gradient_checkpointing.hooks import checkpoint
-from memlab.gradient_checkpointing.selective import selective_checkpoint
+from memlab.gradient_checkpointing import checkpoint, selective_checkpoint
 from memlab.gradient_checkpointing.state import State
 from memlab.memory_timeline import Meter, imagine
 from memlab.offloading import swap_activations

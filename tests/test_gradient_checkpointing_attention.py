@@ -11,8 +11,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memlab.gradient_checkpointing.attention import checkpointed_attention
-from memlab.memory_hierarchy.attention import TILE_KEYS, TILE_QUERIES, WIDE, tiled_attention
+from memlab.gradient_checkpointing import checkpointed_attention
+from memlab.memory_hierarchy import tiled_attention
+from memlab.memory_hierarchy.attention import TILE_KEYS, TILE_QUERIES, WIDE
 from memlab.memory_timeline import Meter, imagine
 
 aten = torch.ops.aten

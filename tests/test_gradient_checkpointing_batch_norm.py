@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from torch.nn.modules import module as nn_module
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from memlab.gradient_accumulation.batch_norm import deferred_batch_norm
-from memlab.gradient_checkpointing.hooks import checkpoint
-from memlab.gradient_checkpointing.modules import checkpointed
+from memlab.gradient_accumulation import deferred_batch_norm
+from memlab.gradient_checkpointing import checkpoint, checkpointed
 from memlab.memory_timeline import Meter
 
 torchs = functools.partial(torch_checkpoint, use_reentrant=False)

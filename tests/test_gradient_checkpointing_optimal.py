@@ -12,11 +12,8 @@ from torch import Tensor, nn
 
 from memlab.book.stages import Classified as Loss
 from memlab.book.stages import vgg_stages
-from memlab.gradient_checkpointing.bench import measure_chain
-from memlab.gradient_checkpointing.chain import Chain, Stage
-from memlab.gradient_checkpointing.optimal import plan_segments, tradeoff
-from memlab.gradient_checkpointing.plan import Plan
-from memlab.memory_hierarchy.counting import OpCounter
+from memlab.gradient_checkpointing import Chain, Plan, Stage, measure_chain, plan_segments, tradeoff
+from memlab.memory_hierarchy import OpCounter
 from memlab.memory_timeline import Meter
 from tests.tiers import some
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from memlab.gradient_checkpointing import (
+    Plan,
     best_segments,
     checkpoint_sequential,
     checkpointed,
@@ -18,7 +19,6 @@ from memlab.gradient_checkpointing import (
     segmented_bytes,
     selective_checkpoint,
 )
-from memlab.gradient_checkpointing.plan import Plan
 from tests.harness import refusals, refused
 
 X = torch.ones(2, 4, requires_grad=True)

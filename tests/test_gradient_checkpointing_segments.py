@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from memlab.book.workloads import GPT, Block, GPTConfig
-from memlab.gradient_checkpointing.segments import (
+from memlab.gradient_checkpointing import (
     best_segments,
     checkpoint_sequential,
     exponent,

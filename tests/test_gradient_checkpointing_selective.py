@@ -14,10 +14,15 @@ from torch.utils import checkpoint as torchs
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memlab.book.workloads import GPT, Block, GPTConfig
-from memlab.gradient_checkpointing.costs import LINEARS, MATMULS, op_costs
-from memlab.gradient_checkpointing.hooks import checkpoint
-from memlab.gradient_checkpointing.modules import checkpointed, every
-from memlab.gradient_checkpointing.selective import selective_checkpoint
+from memlab.gradient_checkpointing import (
+    LINEARS,
+    MATMULS,
+    checkpoint,
+    checkpointed,
+    every,
+    op_costs,
+    selective_checkpoint,
+)
 from memlab.memory_hierarchy import OpCounter
 from memlab.memory_timeline import Meter
 from tests.harness import nothing_left_behind, refused

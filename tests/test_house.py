@@ -233,6 +233,24 @@ def test_standing_on_a_lower_floor_is_allowed(tmp_path, file, source):
     assert leaning(write(tmp_path, {file: source})) == []
 
 
+def around_the_front_door(name: str, path: Path) -> list[str]:
+    """What a file imports from an inner module of a technique though the package gives it by name."""
+    found = []
+    for target in imported(name, path):
+        front, _, inner = target.removeprefix("memlab.").partition(".")
+        if target.startswith("memlab.") and front in (*CHAPTERS, "ranks") and "." in inner:
+            package = importlib.import_module(f"memlab.{front}")
+            if inner.rpartition(".")[2] in package.__all__:
+                found.append(target)
+    return found
+
+
+@pytest.mark.parametrize("folder", ["tests", "memlab/book"])
+def test_what_a_package_gives_by_name_is_not_taken_from_inside_it(folder):
+    paths = sorted((ROOT / folder).rglob("*.py"))
+    assert [found for path in paths for found in around_the_front_door(path.stem, path)] == []
+
+
 WATCH = """
 import os, sys, threading
 import torch  # what torch itself does at import is not memlab's doing

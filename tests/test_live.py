@@ -19,8 +19,7 @@ from memlab.book.live import LiveFigure, live
 from memlab.book.live_changes import Changes
 from memlab.book.notebooks import clean
 from memlab.book.run import run
-from memlab.memory_monitoring import Alarm, Monitor, forecast
-from memlab.memory_monitoring.monitor import Sample
+from memlab.memory_monitoring import Alarm, Monitor, Sample, forecast
 from memlab.units import MiB, format_bytes
 
 pytest.importorskip("anywidget")

@@ -13,8 +13,7 @@ import pytest
 from nbformat.v4 import new_code_cell, new_notebook
 
 from memlab.book.live_changes import Changes
-from memlab.memory_monitoring import Alarm, Monitor, forecast
-from memlab.memory_monitoring.monitor import Sample
+from memlab.memory_monitoring import Alarm, Monitor, Sample, forecast
 from memlab.units import MiB
 from tests.browser_helpers import need_browser
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from memlab.book.steps import Segment, build, checkpoint_blocks, metered_step
-from memlab.gradient_checkpointing.segments import best_segments
+from memlab.gradient_checkpointing import best_segments
 from memlab.memory_arithmetic import Transformer, training_step
 from memlab.memory_timeline import Timeline
 from tests.harness import refused

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memlab.memory_hierarchy.attention import live_bytes, online_softmax, tiled_attention
+from memlab.memory_hierarchy import live_bytes, online_softmax, tiled_attention
 from memlab.memory_hierarchy.triton_attention import triton_attention
 from memlab.memory_timeline import Meter
 from tests.harness import refusals, refused

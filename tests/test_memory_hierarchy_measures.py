@@ -14,16 +14,22 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import memlab.memory_hierarchy.levels as levels_page
 from memlab.book.workloads import GPT
-from memlab.memory_hierarchy.bandwidth import (
-    _passes,
-    best_seconds,
+from memlab.memory_hierarchy import (
+    Level,
+    Op,
+    OpCounter,
+    bound_by,
     disk_bandwidth,
+    fit_levels,
+    least_seconds,
     measure_bandwidth,
+    measure_peak_flops,
+    roof,
     transfer_bandwidth,
 )
-from memlab.memory_hierarchy.counting import FLOPS, Op, OpCounter
-from memlab.memory_hierarchy.levels import Level, fit_levels, levels
-from memlab.memory_hierarchy.roofline import bound_by, least_seconds, measure_peak_flops, roof
+from memlab.memory_hierarchy.bandwidth import _passes, best_seconds
+from memlab.memory_hierarchy.counting import FLOPS
+from memlab.memory_hierarchy.levels import levels
 from memlab.memory_hierarchy.touched import touched_bytes
 from memlab.units import GiB, KiB, MiB
 from tests.harness import nothing_left_behind, refusals, refused

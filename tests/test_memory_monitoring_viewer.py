@@ -18,7 +18,7 @@ from memlab.caching_allocator import (
     read_snapshot,
     requests,
 )
-from memlab.memory_monitoring.viewer import as_snapshot, save_snapshot
+from memlab.memory_monitoring import as_snapshot, save_snapshot
 from memlab.memory_timeline import Meter, Timeline, imagine
 from memlab.units import MiB
 from tests.harness import refused

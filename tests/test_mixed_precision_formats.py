@@ -9,7 +9,8 @@ from fractions import Fraction
 import pytest
 import torch
 
-from memlab.mixed_precision.formats import FATES, FORMATS, Format, bits, fates, round_to
+from memlab.mixed_precision import FORMATS, Format, bits, fates, round_to
+from memlab.mixed_precision.formats import FATES
 from tests.harness import refusals, refused
 from tests.tiers import pairs, some
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.func import grad, vmap
 from torch.nn.functional import mse_loss
 
-from memlab.mixed_precision.loss_scaler import LossScaler
+from memlab.mixed_precision import LossScaler
 from memlab.ranks import run_ranks
 from tests.harness import refusals, refused
 from tests.memory_timeline_helpers import one_thread  # noqa: F401

@@ -10,7 +10,7 @@ from torch import nn, optim
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from memlab.memory_timeline import Meter
-from memlab.mixed_precision.master_weights import MasterWeights
+from memlab.mixed_precision import MasterWeights
 from tests.harness import refusals, refused
 from tests.tiers import pairs, some
 

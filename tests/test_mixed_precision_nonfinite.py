@@ -10,8 +10,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from memlab.book.workloads import GPT, text_batch
-from memlab.mixed_precision.loss_scaler import LossScaler
-from memlab.mixed_precision.nonfinite import first_nonfinite
+from memlab.mixed_precision import LossScaler, first_nonfinite
 from tests.harness import nothing_left_behind, refused
 from tests.memory_timeline_helpers import one_thread  # noqa: F401
 from tests.tiers import some

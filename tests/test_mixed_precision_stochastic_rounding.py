@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 from memlab.memory_timeline import Meter
-from memlab.mixed_precision.master_weights import MasterWeights
-from memlab.mixed_precision.stochastic_rounding import StochasticRounding, round_stochastically
+from memlab.mixed_precision import MasterWeights, StochasticRounding, round_stochastically
 from tests.harness import refused
 
 BF16, FP32 = torch.bfloat16, torch.float32

@@ -22,7 +22,8 @@ from memlab.book.numbers import (
     share,
 )
 from memlab.book.workloads import GPT, text_batch
-from memlab.mixed_precision.formats import FATES, FORMATS, bits
+from memlab.mixed_precision import FORMATS, bits
+from memlab.mixed_precision.formats import FATES
 from tests.harness import refusals, refused
 from tests.memory_timeline_helpers import one_thread  # noqa: F401
 from tests.tiers import some

@@ -12,19 +12,24 @@ from memlab.book.workloads import GPT
 from memlab.memory_arithmetic import Transformer
 from memlab.memory_hierarchy import OpCounter
 from memlab.memory_timeline import Meter, imagine
-from memlab.offloading.links import (
+from memlab.offloading import (
     HOST_BYTES,
     LINKS,
+    POLICIES,
+    Held,
     block_bytes,
     block_flops,
     block_overlap,
+    chosen,
+    held_in,
     hidden_tokens,
     hidden_width,
     host_step,
+    ordered,
+    plan_sends,
+    simulate,
     transfer_seconds,
 )
-from memlab.offloading.schedule import POLICIES, chosen, held_in, ordered, plan_sends
-from memlab.offloading.simulation import Held, simulate
 from tests.harness import refusals, refused
 from tests.tiers import pairs
 

@@ -19,9 +19,7 @@ from memlab.book.overlap import (
     too_much_table,
 )
 from memlab.book.style import is_sentence
-from memlab.offloading.links import LINKS, hidden_tokens, hidden_width
-from memlab.offloading.schedule import POLICIES
-from memlab.offloading.simulation import Held
+from memlab.offloading import LINKS, POLICIES, Held, hidden_tokens, hidden_width
 
 MiB = 2**20
 

@@ -10,7 +10,8 @@ from torch import distributed
 from memlab.book.frameworks import deepspeed_ranks, has_deepspeed
 from memlab.book.parallel_frameworks import MAKERS, train_on_rank, ways_to_train
 from memlab.book.workloads import GPT, text_batch
-from memlab.data_parallelism.arithmetic import rank_bytes, unit_sizes
+from memlab.data_parallelism import rank_bytes
+from memlab.data_parallelism.arithmetic import unit_sizes
 from memlab.memory_arithmetic import Transformer
 from memlab.memory_timeline import Meter
 from memlab.ranks import run_ranks

@@ -26,12 +26,11 @@ from memlab.book.ring_pictures import (
     ring_parts,
     sent_table,
 )
+from memlab.data_parallelism import rank_step, tokens_to_hide
 from memlab.data_parallelism.arithmetic import STAGES
-from memlab.data_parallelism.budget import rank_step
-from memlab.data_parallelism.overlap import tokens_to_hide
 from memlab.memory_timeline import Meter
 from memlab.offloading.links import RANK_LINKS
-from memlab.ranks.traffic import Message
+from memlab.ranks import Message
 from memlab.units import format_bytes
 from tests.harness import refusals, refused
 

@@ -6,7 +6,7 @@ import torch
 from memlab.book.segments import draw_segments, explore_segments
 from memlab.book.stages import gpt_stages, vgg_stages
 from memlab.book.workloads import GPT
-from memlab.gradient_checkpointing.segments import segmented_bytes
+from memlab.gradient_checkpointing import segmented_bytes
 
 
 @pytest.mark.parametrize("sizes", [{}, {"attention": "by hand"}, {"dropout": 0.1}])

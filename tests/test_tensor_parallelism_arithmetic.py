@@ -14,16 +14,18 @@ from memlab.memory_arithmetic import Transformer
 from memlab.memory_timeline import Meter, imagine
 from memlab.offloading.links import RANK_LINKS
 from memlab.ranks import Traffic, imagined_ranks
-from memlab.tensor_parallelism import TensorParallelGPT, cut_of
-from memlab.tensor_parallelism.activations import block_activations, step_activations
-from memlab.tensor_parallelism.arithmetic import (
-    by_collective,
+from memlab.tensor_parallelism import (
+    TensorParallelGPT,
+    block_activations,
+    block_seconds,
+    cut_of,
     rank_parameters,
     rank_states,
     sent_bytes,
+    step_activations,
     step_traffic,
 )
-from memlab.tensor_parallelism.timing import block_seconds
+from memlab.tensor_parallelism.arithmetic import by_collective
 from tests.tiers import pairs
 
 SHAPE = Transformer(layers=2, width=64, heads=8, vocabulary=32, context=48, hidden=160)

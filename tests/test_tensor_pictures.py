@@ -23,8 +23,7 @@ from memlab.book.tensor_pictures import (
     of_width,
 )
 from memlab.offloading.links import RANK_LINKS
-from memlab.tensor_parallelism.activations import block_activations
-from memlab.tensor_parallelism.arithmetic import rank_states
+from memlab.tensor_parallelism import block_activations, rank_states
 from tests.harness import refusals, refused
 
 PNG = b"\x89PNG"

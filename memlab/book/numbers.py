@@ -13,7 +13,8 @@ from torch import Tensor
 from memlab.book.interactive import Interactive
 from memlab.book.style import LABEL_SIZE, LINE_COLOURS, SMALL_SIZE, TITLE_SIZE, Picture, canvas, finish
 from memlab.book.tables import Table
-from memlab.mixed_precision.formats import FATES, FORMATS, Bits, Format, bits, fates, number_format
+from memlab.mixed_precision import FORMATS, Bits, Format, bits, fates
+from memlab.mixed_precision.formats import FATES, number_format
 
 # ---- the formats side by side
 

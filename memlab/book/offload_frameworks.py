@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from memlab.memory_timeline.imagined.places import main_memory
+from memlab.memory_timeline import main_memory
 
 
 @dataclass

@@ -23,9 +23,19 @@ from memlab.book.style import (
 from memlab.book.tables import Table
 from memlab.checking import one_of
 from memlab.memory_arithmetic import Transformer
-from memlab.offloading.links import LINKS, Overlap, block_overlap, hidden_tokens, hidden_width
-from memlab.offloading.schedule import POLICIES, chosen, ordered
-from memlab.offloading.simulation import Held, Run, simulate
+from memlab.offloading import (
+    LINKS,
+    POLICIES,
+    Held,
+    Overlap,
+    Run,
+    block_overlap,
+    chosen,
+    hidden_tokens,
+    hidden_width,
+    ordered,
+    simulate,
+)
 from memlab.units import format_bytes
 
 # ---- transfer against arithmetic

@@ -21,9 +21,9 @@ from memlab.book.style import (
 )
 from memlab.book.tables import Table
 from memlab.checking import one_of
+from memlab.data_parallelism import rank_step, ring_seconds, tokens_to_hide
 from memlab.data_parallelism.arithmetic import STAGES
-from memlab.data_parallelism.budget import rank_step
-from memlab.data_parallelism.overlap import exposed_seconds, ring_seconds, tokens_to_hide
+from memlab.data_parallelism.overlap import exposed_seconds
 from memlab.memory_arithmetic import TrainingStep, Transformer, training_step
 from memlab.offloading.links import RANK_LINKS
 from memlab.units import GiB, format_bytes, parse_bytes

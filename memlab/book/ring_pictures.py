@@ -19,9 +19,9 @@ from memlab.book.style import (
     finish,
 )
 from memlab.book.tables import Table
-from memlab.data_parallelism.ring import Move, all_gather_moves, reduce_scatter_moves
+from memlab.data_parallelism import Move, all_gather_moves, reduce_scatter_moves
 from memlab.memory_timeline import Timeline
-from memlab.ranks.traffic import Message
+from memlab.ranks import Message
 from memlab.units import format_bytes
 
 # ---- the ring

@@ -10,7 +10,7 @@ from matplotlib.ticker import NullLocator
 
 from memlab.book.interactive import Interactive
 from memlab.book.style import LABEL_SIZE, LINE_COLOURS, SMALL_SIZE, Picture, byte_unit, canvas, finish
-from memlab.gradient_checkpointing.segments import best_segments, segment_bounds, segmented_bytes
+from memlab.gradient_checkpointing import best_segments, segment_bounds, segmented_bytes
 from memlab.units import format_bytes
 
 DEPTHS = (4, 8, 16, 32, 64, 128)

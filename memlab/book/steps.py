@@ -14,13 +14,13 @@ from memlab.book.workloads import GPT, Block, GPTConfig, Llama, LlamaBlock, Llam
 from memlab.checking import balanced, one_of, positive, true_or_false
 from memlab.data_parallelism import DataParallel, ZeroOptimizer, fully_shard
 from memlab.gradient_accumulation import accumulate
-from memlab.gradient_checkpointing.hooks import checkpoint
+from memlab.gradient_checkpointing import checkpoint
 from memlab.memory_arithmetic import Transformer
 from memlab.memory_arithmetic.optimizers import chunk_limit
 from memlab.memory_arithmetic.step import PRECISIONS, refuse_dropout, refuse_offload, refuse_sizes
 from memlab.memory_hierarchy import OpCounter
 from memlab.memory_timeline import Meter, Timeline, in_main_memory
-from memlab.mixed_precision.master_weights import MasterWeights
+from memlab.mixed_precision import MasterWeights
 from memlab.offloading import OffloadedOptimizer
 from memlab.ranks import imagined_ranks
 from memlab.tensor_parallelism import TensorParallelBlock, TensorParallelGPT

@@ -24,9 +24,7 @@ from memlab.book.tables import Table
 from memlab.checking import one_of
 from memlab.memory_arithmetic import Transformer
 from memlab.offloading.links import RANK_LINKS
-from memlab.tensor_parallelism.activations import block_activations
-from memlab.tensor_parallelism.arithmetic import rank_states, sent_bytes, step_traffic
-from memlab.tensor_parallelism.timing import block_seconds
+from memlab.tensor_parallelism import block_activations, block_seconds, rank_states, sent_bytes, step_traffic
 from memlab.units import GiB, format_bytes
 
 # ---- what a block keeps

@@ -34,7 +34,7 @@ from memlab.caching_allocator import (
     requests,
 )
 from memlab.caching_allocator.trace import Allocator
-from memlab.gradient_accumulation.token_batches import token_batches
+from memlab.gradient_accumulation import token_batches
 from memlab.memory_timeline import Meter, imagine
 
 CARD = "H100-80GB"

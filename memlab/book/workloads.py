@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from memlab.gradient_accumulation.packing import document_mask
+from memlab.gradient_accumulation import document_mask
 
 
 @dataclass(frozen=True)

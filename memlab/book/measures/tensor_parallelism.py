@@ -20,11 +20,13 @@ from memlab.ranks import Traffic, imagined_ranks, place_in, run_ranks
 from memlab.tensor_parallelism import (
     TensorParallelBlock,
     TensorParallelGPT,
+    block_activations,
     full_state_dict,
     load_full_state_dict,
+    rank_parameters,
+    step_traffic,
 )
-from memlab.tensor_parallelism.activations import block_activations
-from memlab.tensor_parallelism.arithmetic import by_collective, rank_parameters, step_traffic
+from memlab.tensor_parallelism.arithmetic import by_collective
 
 SMALL = {"layers": 2, "width": 32, "heads": 4, "context": 32, "vocabulary": 256}
 TIMED = {"layers": 6, "width": 256, "heads": 4, "context": 128, "vocabulary": 256}
