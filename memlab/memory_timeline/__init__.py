@@ -15,7 +15,9 @@ from the allocator's log), and the folder `imagined` (hardware that isn't there)
 """
 
 from memlab.memory_timeline.events import CATEGORIES, Event, Line, Span, Storage
-from memlab.memory_timeline.imagined import CARDS, OutOfMemory, imagine, in_main_memory, main_memory, on_imagined_card
+from memlab.memory_timeline.imagined.budget import OutOfMemory
+from memlab.memory_timeline.imagined.imagine import CARDS, imagine
+from memlab.memory_timeline.imagined.places import in_main_memory, main_memory, on_imagined_card
 from memlab.memory_timeline.meter import Meter
 from memlab.memory_timeline.timeline import Timeline
 

@@ -3,9 +3,3 @@
 Read `imagine` first; then `fake_tensors` (what its tensors lack), `gpu_ops`, `gpu_results` and `gpu_autocast` (where a
 GPU works unlike a CPU), `places` (main memory beside the card) and `budget` (when it is full).
 """
-
-from memlab.memory_timeline.imagined.budget import OutOfMemory
-from memlab.memory_timeline.imagined.imagine import CARDS, imagine
-from memlab.memory_timeline.imagined.places import in_main_memory, main_memory, on_imagined_card
-
-__all__ = ["CARDS", "OutOfMemory", "imagine", "in_main_memory", "main_memory", "on_imagined_card"]
