@@ -64,6 +64,15 @@ def check_output(outputs: Sequence, planned: Sequence[Wire], stage: int, micro_b
     )
 
 
+def refuse_after_failure(failed: bool) -> None:
+    """Raise RuntimeError after a step that raised: others wait in it, and would take the next one's messages."""
+    if failed:
+        raise RuntimeError(
+            "expected steps that end, found that one has raised, in which the other ranks wait for this one; let the "
+            "launch end, and go on from a saved state"
+        )
+
+
 def scalar_loss(loss: Tensor) -> Tensor:
     """What loss_fn has returned, 0-dim. TypeError for no scalar, ValueError for one that trains nothing."""
     if not isinstance(loss, Tensor) or loss.numel() != 1:

@@ -21,7 +21,7 @@ from memlab.pipeline_parallelism.line import gone_before
 from memlab.pipeline_parallelism.messages import Messages
 from memlab.pipeline_parallelism.orders import forwards_of
 from memlab.pipeline_parallelism.plan import PipelinePlan
-from memlab.pipeline_parallelism.promises import planned_micro_batches, scalar_loss
+from memlab.pipeline_parallelism.promises import planned_micro_batches, refuse_after_failure, scalar_loss
 from memlab.pipeline_parallelism.schedule import (
     BACKWARD,
     COMPUTATIONS,
@@ -160,11 +160,7 @@ class Pipeline:
 
     def _play(self, groups: list[list[Action]], x, y, head) -> list[tuple[Tensor, ...]]:
         """Do what the list says. head: (output, micro-batch, ys) → what is made of it. Returns all that it made."""
-        if self._failed:
-            raise RuntimeError(
-                "expected steps that end, found that one has raised, in which the other ranks wait for this one; let "
-                "the launch end, and go on from a saved state"
-            )
+        refuse_after_failure(self._failed)
         if groups is self._training:
             self.tied.begin_step()
         self.spans, made = [], []
