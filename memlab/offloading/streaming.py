@@ -222,17 +222,20 @@ class StreamedWeights:
         try:
             with self._catching():
                 output = forward(*args, **kwargs)
-            layer.refuse_writes()
             if any(isinstance(each, Tensor) and self._owner(each) for each in tree_leaves(output)):
                 # weights themselves, such as learned queries, whose memory will be given back
                 output = tree_map_only(Tensor, lambda each: each.clone() if self._owner(each) else each, output)
             return output
-        except BaseException:
-            layer.version = -1  # to be brought again: whatever was written to it is not kept
-            raise
         finally:
             layer.calls -= 1
             self._running.pop()
+            if layer.written_here:
+                layer.version = -1  # to be brought again
+                raise RuntimeError(
+                    f"expected a forward that only reads its weights, found a {type(layer.module).__name__} whose "
+                    "forward or hook writes to them, as an Embedding with max_norm does; leave it out of the streamed "
+                    "layers"
+                )
 
     def _owner(self, tensor: Tensor) -> StreamedLayer | None:
         """The layer whose weight it is, or a view of one."""

@@ -103,13 +103,10 @@ class StreamedLayer:
         self.version, self.as_brought = self.written, [p._version for p in self.parameters]
         self.arriving = courier.bring(self.home, self.flat)
 
-    def refuse_writes(self) -> None:
-        """Raise RuntimeError if somebody wrote to the weights on the device, which would be lost."""
-        if self.as_brought != [p._version for p in self.parameters]:
-            raise RuntimeError(
-                f"expected a forward that only reads its weights, found a {type(self.module).__name__} whose forward "
-                "or hook writes to them, as an Embedding with max_norm does; leave it out of the streamed layers"
-            )
+    @property
+    def written_here(self) -> bool:
+        """Whether somebody wrote to the weights on the device."""
+        return self.as_brought != [p._version for p in self.parameters]
 
     def empty(self) -> None:
         """Give the device's bytes back."""
