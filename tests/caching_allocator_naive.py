@@ -98,8 +98,6 @@ class Naive:
         size = (nbytes + self.rounding - 1) // self.rounding * self.rounding
         pool = "small" if size <= MiB else "large", stream
         found = self.cached(pool, size) or self.fresh(pool, size)
-        if found is None and self.max_split < float("inf") and self.oversize_given_back(pool, size):
-            found = self.fresh(pool, size)
         if found is None:
             self.empty_cache()
             self.retries += 1
@@ -185,19 +183,6 @@ class Naive:
                     self.shrink(at, cell, segment)
                 elif len(segment.cells) == 1:
                     self.give_back(at, segment)
-
-    def oversize_given_back(self, pool, size):
-        wanted = max(size, self.max_split)
-        whole = sorted((c[0], at) for at, c, segment in self.cells("free", pool) if c[0] >= self.max_split)
-        bases = {segment.base: segment for segment in self.segments}
-        enough = [one for one in whole if one[0] >= wanted]
-        given = 0
-        for nbytes, at in enough[:1] or whole[::-1]:
-            assert len(bases[at].cells) == 1
-            if given < wanted:
-                self.give_back(at, bases[at])
-                given += nbytes
-        return given >= wanted
 
     # ---- expandable segments
 

@@ -206,7 +206,7 @@ def test_a_fault_of_the_monitors_own_is_told_once_and_the_loop_goes_on(monkeypat
     assert monitor.steps == 20 and kinds(monitor) == ["monitor"]
 
 
-def test_after_a_full_disk_the_torn_line_is_left_out_and_a_gap_says_how_many_are_missing(tmp_path):
+def test_after_a_full_disk_the_torn_line_is_left_out_and_the_end_says_how_many_are_missing(tmp_path):
     path, (_, hard) = tmp_path / "log", resource.getrlimit(resource.RLIMIT_FSIZE)
     source = Figures(allocated=1)
     with pytest.warns(MemoryWarning), Monitor(every=1000, sources=[source], log=path) as monitor:
@@ -220,7 +220,7 @@ def test_after_a_full_disk_the_torn_line_is_left_out_and_a_gap_says_how_many_are
         monitor.step()
     lines = list(read_log(path))
     assert [line["step"] for line in lines if line["kind"] == "step"] == [1, 7]
-    assert [line["lost"] for line in lines if line["kind"] == "gap"] == [5] and lines[-1]["lost"] == 5
+    assert lines[-1]["kind"] == "end" and lines[-1]["lost"] == 5
     assert [len(text.splitlines()) - len(lines) for text in [path.read_text()]] == [1]
 
 
@@ -330,16 +330,6 @@ class Waits(Figures):
             self.looking.set()
             self.release.wait(self.seconds)
         return super().read()
-
-
-def test_an_interrupt_while_the_thread_is_waited_for_ends_it_all_the_same(tmp_path):
-    source = Waits(0.3)
-    monitor = Monitor(every=0.001, sources=[source], log=tmp_path / "log")
-    with pytest.raises(KeyboardInterrupt), monitor:
-        source.looking.wait()
-        main = threading.main_thread().ident
-        threading.Timer(0.05, signal.pthread_kill, (main, signal.SIGINT)).start()
-    assert monitors_threads() == [] and list(read_log(tmp_path / "log"))[-1]["kind"] == "end"
 
 
 def in_a_finalizer(frame):

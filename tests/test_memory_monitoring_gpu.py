@@ -149,19 +149,6 @@ def test_used_leaves_out_what_the_driver_keeps_for_itself_and_the_total_is_what_
     assert source.peaks() == {}
 
 
-@pytest.mark.parametrize("old", ["driver", "package", "function"])
-def test_before_version_2_used_has_the_drivers_own_bytes_inside_and_so_has_the_total(nvml, old, monkeypatch):
-    if old == "driver":
-        nvml.errors["version 2"] = 13
-    elif old == "package":
-        del nvml.nvmlMemory_v2
-    else:
-        newest = nvml.nvmlDeviceGetMemoryInfo
-        monkeypatch.setattr(nvml, "nvmlDeviceGetMemoryInfo", lambda handle: newest(handle))
-    source = GPUMemory(0)
-    assert source.read() == {"driver": 1 * GiB + KEPT} and source.total_bytes == TOTAL
-
-
 def test_a_processes_share_is_told_for_this_one_or_another_and_left_out_where_the_driver_hides_it(nvml):
     nvml.processes[A] = [(os.getpid(), 300 * MiB), (7, 40 * MiB), (7, 2 * MiB), (8, None)]
     assert GPUMemory(0).read() == {"driver": 1 * GiB, "driver_process": 300 * MiB}

@@ -412,10 +412,11 @@ def test_what_stood_for_a_tensor_inside_vmap_or_grad_does_not_end_the_search_for
     kept, outlived = [], []
     torch.vmap(lambda x: outlived.append(x) or x)(torch.zeros(2, 3))
     torch.func.grad(lambda x: outlived.append(2 * x) or x.sum())(torch.zeros(3))
-    with LineWatch(steps=8) as watch:
-        for _ in range(9):
-            kept.append(torch.zeros(1000))
-            rows = watch.step_done()
+    watch = LineWatch(steps=8)
+    watch.start()
+    for _ in range(9):
+        kept.append(torch.zeros(1000))
+        rows = watch.step_done()
     assert watch.failed == "" and [row.bytes_per_step for row in rows] == [4000]
 
 

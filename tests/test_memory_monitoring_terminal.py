@@ -148,16 +148,16 @@ def test_runs_that_share_a_log_are_told_apart_and_lines_that_no_monitor_writes_a
     wrong = [-5, 2**70, "7", 1.5, float("inf"), float("nan"), [1]]
     odd = [
         *({"kind": "step"}, {"kind": "step", "run": "a"}, {"kind": "look"}, {"x": 1}, "[1]", "7", {"kind": "start"}),
-        *({"kind": [], "run": {}}, start("c", budget="x"), {"kind": "gap", "run": "a", "lost": float("inf")}),
+        *({"kind": [], "run": {}}, start("c", budget="x"), {"kind": "end", "run": "a", "lost": float("inf")}),
         *(step(1, 7) | {"end": end} for end in wrong),
     ]
     log = written(
         *(tmp_path / "log", start(budget=100), start("b", pid=6), *odd, step(1, 10), step(1, 500, "b"), step(2, 20)),
-        *({"kind": "gap", "run": "a", "lost": 4}, '{"kind": "step", "run": "a", "st'),
+        *({"kind": "end", "run": "b", "lost": 4, "error": None}, '{"kind": "step", "run": "a", "st'),
     )
     out = "\n".join(summary(log))
     assert "process 5, heap: 2 steps, and no end in the log: it still runs, or was killed" in out
-    assert "process 6, heap: 1 step," in out and "lost     4 lines" in out
+    assert "process 6, heap: 1 step, ended" in out and "lost     4 lines" in out
     assert "highest  21 B of 100 B, at step 2" in out and "full     no budget is known" in out
     assert "held     10 B after the first step, 20 B after the last" in out
     for path in (written(tmp_path / "empty"), written(tmp_path / "text", "hello", "{}")):

@@ -1,15 +1,16 @@
 """max_split_size: blocks too large to be cut up, so that a large request finds a large block again.
 
 A 200 MiB block that gives 2 MiB to a small tensor is no 200 MiB block until that tensor dies. With
-`PYTORCH_ALLOC_CONF=max_split_size_mb:M` blocks of M and more are *oversize*, and three rules change:
+`PYTORCH_ALLOC_CONF=max_split_size_mb:M` blocks of M and more are *oversize*, and two rules change:
 
     best fit    a request below M takes no oversize block; one of M or more takes none that is 20 MiB or more too large
     split       no block is split for a request of M or more: the rest stays unused in the request's block
-    full        before the whole cache is given back, oversize blocks are: one that is large enough, or else the
-                largest ones, until together they are
 
 The price: the rest that is not split off, and a segment of its own for each large size. Source: PyTorch's notes on CUDA
-semantics, "Optimizing memory usage"; the functions get_free_block, should_split and release_available_cached_blocks.
+semantics, "Optimizing memory usage"; the functions get_free_block and should_split.
+
+Not here: on a full GPU PyTorch gives back oversize blocks first, and the rest of the cache only if that is not enough;
+the model gives back the whole cache at once.
 """
 
 from __future__ import annotations
@@ -53,26 +54,3 @@ class MaxSplitAllocator(CachingAllocator):
 
     def _splits(self, pool: Pool, size: int, rest: int) -> bool:
         return size < self.max_split_bytes and super()._splits(pool, size, rest)
-
-    def _from_device(self, pool: Pool, size: int) -> Block | None:
-        block = super()._from_device(pool, size)
-        if block is None and self._release_oversize(pool, size):
-            block = super()._from_device(pool, size)
-        return block
-
-    def _release_oversize(self, pool: Pool, size: int) -> bool:
-        """Give back one free block of the pool of at least `size`, or several that come to it; False where none do."""
-        wanted = max(size, self.max_split_bytes)
-        # One that is part of its segment, left from before max_split_size was set, is not the GPU's to take back.
-        found = pool.free[bisect_left(pool.free, (self.max_split_bytes,)) :]
-        oversize = [block for _, _, block in found if block.prev is None and block.next is None]
-        enough = next((block for block in oversize if block.size >= wanted), None)
-        if enough is not None:
-            self._give_back(enough)
-            return True
-        released = 0
-        while released < wanted and oversize:
-            largest = oversize.pop()
-            self._give_back(largest)
-            released += largest.size
-        return released >= wanted

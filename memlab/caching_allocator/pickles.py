@@ -23,6 +23,7 @@ from __future__ import annotations
 import copyreg
 import io
 import pickle
+from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
 
@@ -95,8 +96,8 @@ def _checked(found: object, most_values: int) -> dict:
         if values > most_values:
             raise _NoSnapshot("lists within lists, which come to more values than the file has bytes")
         lists = [value for value in level if type(value) is not dict]
-        inside = chain(chain.from_iterable(map(dict.values, dicts)), chain.from_iterable(lists))
-        level = [value for value in inside if type(value) not in PLAIN]
+        level = _containers(lambda dicts=dicts: chain.from_iterable(map(dict.values, dicts)))
+        level += _containers(lambda lists=lists: chain.from_iterable(lists))
         if not level:
             break
     else:
@@ -104,3 +105,10 @@ def _checked(found: object, most_values: int) -> dict:
     if type(found) is not dict or not {"segments", "device_traces"} <= found.keys():
         raise _NoSnapshot("data without segments and device_traces")
     return found
+
+
+def _containers(values: Callable[[], Iterator[object]]) -> list:
+    """What of the values is not plain; where all of them are, found in C."""
+    if PLAIN.issuperset(map(type, values())):
+        return []
+    return [value for value in values() if type(value) not in PLAIN]

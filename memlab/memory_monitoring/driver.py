@@ -6,9 +6,8 @@ card runs out of. Here it is a source like the others:
     with Monitor(sources=[CUDAMemory(), GPUMemory()]) as monitor: ...
 
 There are two ways to ask: the driver's library NVML, and the command nvidia-smi, a process a look. *Used* is what
-nvidia-smi calls so since driver 510: without the bytes that the driver keeps for itself, which NVML's second version
-tells apart ("reserved", which are not PyTorch's). Where only the first version is, used has them inside. used + free is
-the total meant here, so a share of the total means the same each time.
+nvidia-smi calls so since driver 510, which is asked for: without the bytes that the driver keeps for itself, which NVML
+tells apart ("reserved", which are not PyTorch's). used + free is the total meant here.
 
 PyTorch counts the GPUs that CUDA shows a process; the driver counts all, in its own order. So a card is named by its
 UUID, and which one is `cuda:0` CUDA itself is asked, once this process uses it.
@@ -168,12 +167,8 @@ class NVML:
         raise ValueError(f"expected a GPU that `nvidia-smi -L` lists, found {names[0]!r}")
 
     def usage(self) -> Usage:
-        """Bytes in use, by version 2 where there is one."""
-        ask, handle = self._nvml.nvmlDeviceGetMemoryInfo, self._handle
-        try:
-            found = self._told(ask, handle, self._nvml.nvmlMemory_v2)
-        except (NoAnswer, TypeError, AttributeError):  # a driver, or a package, from before it
-            found = self._told(ask, handle)
+        """Bytes in use."""
+        found = self._told(self._nvml.nvmlDeviceGetMemoryInfo, self._handle, self._nvml.nvmlMemory_v2)
         return Usage(int(found.used), int(found.used + found.free))
 
     def share(self, pid: int) -> int | None:

@@ -142,13 +142,6 @@ class LineWatch:
         finally:
             self._python.close()
 
-    def __enter__(self) -> LineWatch:
-        self.start()
-        return self
-
-    def __exit__(self, *error) -> None:
-        self.close()
-
 
 def told(rows: Iterable[GrowingLine], most: int = 8) -> str:
     """Rows as text, one a line, the first `most` of them."""

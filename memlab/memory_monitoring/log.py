@@ -2,8 +2,7 @@
 
 Each line goes out in one write, unbuffered: nothing is lost with the process, a fork inherits nothing unwritten, and
 two monitors may append to one file, for the system puts each write behind the last whole; `run` tells their lines
-apart. A full disk stops the log, not the run. When there is room again, a line of the kind "gap" says how many lines
-are missing.
+apart. A full disk stops the log, not the run, and lines are lost meanwhile.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ class Log:
     def __init__(self, path: str | Path):
         self.path, self.lost, self.error = Path(path), 0, None
         self.run = os.urandom(4).hex()
-        self._lock, self._missing = threading.RLock(), 0
+        self._lock = threading.RLock()
         try:
             self._open()
         except OSError as error:
@@ -69,20 +68,17 @@ class Log:
         with self._lock:
             if self._file is None:
                 return
-            before = b"\n" if self._torn else b""
-            if self._missing:
-                before += _encode({"kind": "gap", "run": self.run, "lost": self._missing}).encode() + b"\n"
-            text = before + line + b"\n"
+            text = (b"\n" if self._torn else b"") + line + b"\n"
             try:
                 written = os.write(self._file, text)
             except OSError as error:
                 written, self.error = 0, error
             if written == len(text):
-                self._torn, self._missing = False, 0
+                self._torn = False
                 return
             if written:  # the disk was full in the middle
                 self._torn, self.error = True, self.error or OSError("the disk is full")
-            self.lost, self._missing = self.lost + 1, self._missing + 1
+            self.lost += 1
 
 
 def read_log(path: str | Path) -> Iterator[dict]:

@@ -36,19 +36,16 @@ class Polled:
     """What polls saw, beside the truth. Bytes; `driver` is reserved bytes and the context.
 
     seconds, driver, allocated: the polls of a clock that starts with the program, one entry each.
-    highest_driver, highest_allocated: the highest figure polled, (least, most) over clocks that start otherwise.
-    peak_driver, peak_allocated: the true ones. driver_peaks_met, allocated_peaks_met: the share of steps whose peak of
-    that level a poll falls on, on average over all clocks.
+    highest_driver: the highest figure polled, (least, most) over clocks that start otherwise.
+    peak_driver: the true one.
+    allocated_peaks_met: the share of steps whose peak of *allocated* a poll falls on, on average over all clocks.
     """
 
     seconds: list[float]
     driver: list[int]
     allocated: list[int]
     highest_driver: tuple[int, int]
-    highest_allocated: tuple[int, int]
     peak_driver: int
-    peak_allocated: int
-    driver_peaks_met: float
     allocated_peaks_met: float
 
 
@@ -71,20 +68,13 @@ def polled(
     seconds = _spread(ends, step_seconds)
     driver = [reserved + CONTEXT_BYTES for reserved in done.reserved]
     clocks = [_look(seconds, seconds[ends[-1]], every, every * k / CLOCKS) for k in range(CLOCKS)]
-
-    def highest(figures: Sequence[int]) -> tuple[int, int]:
-        found = [max((figures[i] for _, i in looks), default=0) for looks in clocks]
-        return min(found), max(found)
-
+    highest = [max((driver[i] for _, i in looks), default=0) for looks in clocks]
     return Polled(
         [at for at, _ in clocks[0]],
         [driver[i] for _, i in clocks[0]],
         [done.allocated[i] for _, i in clocks[0]],
-        highest(driver),
-        highest(done.allocated),
+        (min(highest), max(highest)),
         max(driver[: ends[-1] + 1]),
-        max(done.allocated[: ends[-1] + 1]),
-        _peaks_met(driver, ends, seconds, every),
         _peaks_met(done.allocated, ends, seconds, every),
     )
 

@@ -45,10 +45,10 @@ class Sampler:
     """
 
     def __init__(self, owner: object, look: Callable[[object], float], every: float):
-        self._stop, self._ended = threading.Event(), threading.Event()
+        self._stop = threading.Event()
         self._thread = threading.Thread(
             target=_run,
-            args=(weakref.ref(owner), look, every, self._stop, self._ended),
+            args=(weakref.ref(owner), look, every, self._stop),
             name="memlab monitor",
             daemon=True,
         )
@@ -63,25 +63,18 @@ class Sampler:
         self._stop.set()
         if self._thread.ident is None or threading.current_thread() is self._thread:
             return True  # in the thread itself, when it collects an abandoned loop: it ends after this look
-        if not self._ended.wait(timeout):  # a join that is interrupted takes the thread for ended (CPython, to 3.12)
-            return False
-        self._thread.join()
-        return True
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
 
 
-def _run(
-    owner: weakref.ref, look: Callable[[object], float], every: float, stop: threading.Event, ended: threading.Event
-) -> None:
-    try:
-        pace, pause = Pace(), every
-        while not stop.wait(pause):
-            held = owner()
-            if held is None:
-                return
-            pause = max(every, pace.rest(look(held)))
-            del held
-    finally:
-        ended.set()
+def _run(owner: weakref.ref, look: Callable[[object], float], every: float, stop: threading.Event) -> None:
+    pace, pause = Pace(), every
+    while not stop.wait(pause):
+        held = owner()
+        if held is None:
+            return
+        pause = max(every, pace.rest(look(held)))
+        del held
 
 
 def _end(stop: threading.Event, pid: int) -> None:

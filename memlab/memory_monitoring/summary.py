@@ -79,9 +79,8 @@ def _note(run: _Run, line: dict) -> None:
         run.alarms.append(f"step {line['step']}, {line['about']}: {line['message']}")
     elif kind == "changed":
         run.history = StepHistory()
-    elif kind == "gap":
-        run.lost += _whole(line["lost"])
     elif kind == "end":
+        run.lost = _whole(line["lost"])
         run.ended = "ended" if line["error"] is None else f"ended by {line['error']}"
 
 
