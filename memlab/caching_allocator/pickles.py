@@ -52,7 +52,8 @@ def read_snapshot(source: str | Path | bytes, *, max_bytes: int = MOST_BYTES) ->
     except _NoSnapshot as error:
         found = error
     except Exception as error:  # what the unpickler raises depends on where a file is damaged
-        found = f"a truncated or foreign file ({type(error).__name__}: {str(error).splitlines()[0][:80]})"
+        says = "".join(str(error).splitlines()[:1])[:80]
+        found = f"a truncated or foreign file ({type(error).__name__}: {says})"
     raise ValueError(
         f"{name}: expected a pickled CUDA memory snapshot, found {found}; write one with "
         "torch.cuda.memory._dump_snapshot"

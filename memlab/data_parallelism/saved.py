@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from memlab.data_parallelism.unit import Unit
+from memlab.mixed_precision.writes import written_to
 
 _outer_hooks = functools.partial(torch._C._autograd._top_saved_tensors_default_hooks, True)
 
@@ -44,11 +45,7 @@ def _unpack(saved: tuple) -> Tensor:
     if outer is not None:
         return outer[1](tensor)
     if version != (tensor._version if holder is None else holder[1].version_of(tensor)):
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation: expected "
-            f"{'a weight' if holder else 'a tensor'} of shape {tuple(tensor.shape)} as it was in the forward, found it "
-            "written to; step the optimizer after backward, and save a clone of what is changed"
-        )
+        raise written_to(tensor, f"expected {'a weight' if holder else 'a tensor'} as it was in the forward")
     if holder is not None:
         unit, shard = holder
         if shard.gathered is not True or unit.expected:

@@ -34,3 +34,12 @@ class Writes:
         place, memory = self._noted.get(id(tensor), (None, lambda: None))
         now = tensor._version, tensor.storage_offset(), tensor.stride()
         return place == now and memory() is tensor.untyped_storage()
+
+
+def written_to(tensor: Tensor, found: str) -> RuntimeError:
+    """What autograd raises, too, for a tensor that changed after it was saved. found: how that was noticed."""
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+        f"{tuple(tensor.shape)} of {tensor.dtype} was saved for backward and written to afterwards ({found}); use an "
+        "op that is not in place, save a clone, and step the optimizer after backward"
+    )

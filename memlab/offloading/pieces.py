@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import Module, Parameter
 from torch.nn.modules.module import _global_forward_pre_hooks
 
+from memlab.mixed_precision.writes import written_to
 from memlab.offloading.footprint import Footprint, needed
 from memlab.offloading.layout import Shape
 from memlab.offloading.store import Parcel, Store
@@ -121,15 +122,6 @@ class Kept:
         if self.tensor._version != self.version:
             raise written_to(self.tensor, f"it is at version {self.tensor._version}, expected {self.version}")
         return self.tensor
-
-
-def written_to(tensor: Tensor, found: str) -> RuntimeError:
-    """What autograd raises, too, for a tensor that changed after it was saved."""
-    return RuntimeError(
-        "one of the variables needed for gradient computation has been modified by an inplace operation: a "
-        f"{tuple(tensor.shape)} of {tensor.dtype} was saved for backward and written to afterwards ({found}); use an "
-        "op that is not in place, or save a clone"
-    )
 
 
 class Owned:

@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from memlab.backward import at_end_of_backward, backward_number
 from memlab.memory_timeline import main_memory
+from memlab.mixed_precision.writes import written_to
 from memlab.offloading.courier import Courier
 from memlab.offloading.homes import Home, HomesInFiles, HomesInMemory
 from memlab.offloading.residency import Residency
@@ -266,11 +267,7 @@ class StreamedWeights:
         if outer is not None:
             tensor = outer[1](tensor)
         elif tensor._version != version or (weight and layer.written != written):
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"expected {'a weight' if weight else 'a tensor'} of shape {tuple(tensor.shape)} as it was in the "
-                "forward, found it written to; step the optimizer after backward, and save a clone of what is changed"
-            )
+            raise written_to(tensor, f"expected {'a weight' if weight else 'a tensor'} as it was in the forward")
         if layer is not None and layer.home is not None:
             self._need(layer)
         return tensor

@@ -30,8 +30,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from memlab.backward import at_end_of_backward, backward_number
 from memlab.memory_timeline import in_main_memory
+from memlab.mixed_precision.writes import written_to
 from memlab.offloading.footprint import footprint, shape_in
-from memlab.offloading.pieces import Forward, Handle, Kept, Owned, Piece, Source, is_bytes, written_to
+from memlab.offloading.pieces import Forward, Handle, Kept, Owned, Piece, Source, is_bytes
 from memlab.offloading.store import Store, store_for
 from memlab.offloading.unnamed import UnnamedFile
 from memlab.units import parse_bytes
