@@ -426,23 +426,23 @@ def test_a_vendor_build_of_torch_satisfies_memlab_and_an_older_torch_does_not():
     assert not wanted.specifier.contains("2.10.1")
 
 
-TEST_LINES = 45_000
+TEST_LINES = 43_000
 LINES = {
     "": 600,
-    "ranks": 1_900,
-    "memory_timeline": 2_600,
-    "memory_timeline/imagined": 1_200,
+    "ranks": 1_700,
+    "memory_timeline": 2_400,
+    "memory_timeline/imagined": 1_150,
     "memory_arithmetic": 2_000,
     "memory_hierarchy": 1_230,
-    "caching_allocator": 2_700,
-    "memory_monitoring": 3_500,
-    "mixed_precision": 1_800,
-    "gradient_accumulation": 1_100,
-    "gradient_checkpointing": 2_300,
-    "offloading": 3_600,
+    "caching_allocator": 2_640,
+    "memory_monitoring": 3_600,
+    "mixed_precision": 1_610,
+    "gradient_accumulation": 1_000,
+    "gradient_checkpointing": 2_180,
+    "offloading": 3_550,
     "data_parallelism": 3_400,
-    "tensor_parallelism": 2_900,
-    "pipeline_parallelism": 3_200,
+    "tensor_parallelism": 2_570,
+    "pipeline_parallelism": 3_230,
     "book": 26_000,
 }
 """How many lines each part may have, data files at 120 characters a line. Who needs more takes them from somewhere."""
@@ -468,7 +468,7 @@ def test_no_part_of_the_library_has_more_lines_than_its_budget(part):
 
 def test_every_part_has_a_budget_and_those_of_the_techniques_come_to_what_they_may():
     assert set(LINES) == {"", "ranks", *CHAPTERS, "memory_timeline/imagined", "book"}
-    assert sum(LINES.values()) - LINES["book"] <= 34_000
+    assert sum(LINES.values()) - LINES["book"] <= 33_000
 
 
 def test_the_tests_have_no_more_lines_than_their_budget():
