@@ -467,7 +467,8 @@ def test_no_part_of_the_library_has_more_lines_than_its_budget(part):
 
 
 def test_every_part_has_a_budget_and_those_of_the_techniques_come_to_what_they_may():
-    assert set(LINES) == {"", "ranks", *CHAPTERS, "memory_timeline/imagined", "book"}
+    written = [name for name in CHAPTERS if (ROOT / "memlab" / name).is_dir()]
+    assert set(LINES) == {"", "ranks", *written, "memory_timeline/imagined", "book"}
     assert sum(LINES.values()) - LINES["book"] <= 33_000
 
 
