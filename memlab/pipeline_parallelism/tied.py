@@ -216,8 +216,7 @@ def _check_alike(kinds: dict[str, tuple]) -> None:
         if found != expected:
             raise ValueError(
                 f"expected {name} as {first}, which it is tied to, {' '.join(map(str, expected))}, found "
-                f"{' '.join(map(str, found))}; tie what is alike, and wrap it alike (for fully_shard: each in a unit of "
-                "its own)"
+                f"{' '.join(map(str, found))}; tie what is alike, and wrap it alike (fully_shard: in a unit of its own)"
             )
 
 
