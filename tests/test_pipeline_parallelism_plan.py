@@ -112,7 +112,7 @@ def test_a_plan_of_functions_travels_without_weights_and_says_what_it_is():
     made = pp.plan_pipeline(big, pp.gpipe(2, 2), X)
     assert len(pickle.dumps(made)) < 2_000 and pickle.loads(pickle.dumps(made)).wires == made.wires
     assert [one.parameter_bytes for one in made.facts] == [4 * 4096 * 17, 4 * (4096 + 1) * 16]
-    assert made.wire_bytes(0) == 4 * 4 * 4096 and made.batch == pp.Wire((8, 16), torch.float32, False)
+    assert made.wires[0][0].nbytes == 4 * 4 * 4096 and made.batch == pp.Wire((8, 16), torch.float32, False)
     said = str(made)
     for words in ("stage 0  rank 0  layer 0: Linear", "(4, 4096) float32: 64.0 KiB", "gradients back 64.0 KiB"):
         assert words in said

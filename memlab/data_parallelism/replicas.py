@@ -80,11 +80,6 @@ class DataParallel(nn.Module):
         self._averaging = Averaging(self.buckets, group)
         self._take_off = weakref.finalize(self, self._averaging.close)
 
-    @property
-    def gradient_bytes(self) -> int:
-        """Bytes of all gradients on this rank, with each bucket's padding."""
-        return sum(bucket.nbytes for bucket in self.buckets)
-
     def forward(self, *args, **kwargs):
         """The model's own. Raises RuntimeError if this was closed, or a parameter is trained that was not before."""
         if self._averaging.closed:

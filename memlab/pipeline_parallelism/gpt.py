@@ -72,18 +72,8 @@ class Block(TensorParallelBlock):
 class Head(nn.Module):
     """Stream (batch, tokens, width), or this rank's rows → its logits (batch · tokens, vocabulary / ranks)."""
 
-    def __init__(
-        self,
-        width: int,
-        vocabulary: int,
-        *,
-        sequence_parallel: bool = False,
-        keep_gathered: bool = False,
-        group=None,
-        **options,
-    ):
+    def __init__(self, width: int, vocabulary: int, *, keep_gathered: bool = False, **options):
         super().__init__()
-        options |= {"sequence_parallel": sequence_parallel, "group": group}
         self.norm = ReplicatedLayerNorm(width, **options)
         self.head = ColumnParallelLinear(width, vocabulary, bias=False, keep_gathered=keep_gathered, **options)
 

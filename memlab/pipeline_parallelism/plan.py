@@ -50,10 +50,6 @@ class PipelinePlan:
         number = int(name.split(".")[0])
         return next(stage for stage, part in enumerate(self.parts) if number in part)
 
-    def wire_bytes(self, stage: int) -> int:
-        """What one micro-batch sends from this stage to the next."""
-        return sum(wire.nbytes for wire in self.wires[stage])
-
     def __str__(self) -> str:
         """Stage by stage: the rank, the layers, their parameters, and what each micro-batch sends on."""
         lines = [f"{self.schedule.name}: {len(self.parts)} stages, {self.schedule.micro_batches} micro-batches"]
@@ -67,10 +63,9 @@ class PipelinePlan:
             )
             if stage < len(self.wires):
                 sent = ", ".join(map(str, self.wires[stage]))
+                there = sum(wire.nbytes for wire in self.wires[stage])
                 back = sum(wire.nbytes for wire in self.wires[stage] if wire.gradient)
-                lines.append(
-                    f"    ↓ {sent}: {format_bytes(self.wire_bytes(stage))}, gradients back {format_bytes(back)}"
-                )
+                lines.append(f"    ↓ {sent}: {format_bytes(there)}, gradients back {format_bytes(back)}")
         for names in self.tied:
             where = sorted({self.stage_of(name) for name in names})
             lines.append(f"tied: {' = '.join(names)}, on stage {' and '.join(map(str, where))}")

@@ -86,8 +86,4 @@ def scalar_loss(loss: Tensor) -> Tensor:
 
 
 def _described(wires: Sequence[Wire]) -> str:
-    """
-    >>> _described([Wire((2, 3), torch.float32, True), Wire((2,), torch.int64, False)])
-    '(2, 3) float32 with a gradient, (2,) int64'
-    """
     return ", ".join(str(wire) + " with a gradient" * wire.gradient for wire in wires)

@@ -21,9 +21,6 @@ from memlab.ranks import ALONE, receive, send
 from memlab.tensor_parallelism import state as of_parts
 from memlab.tensor_parallelism.cuts import cut_of
 
-Outline = dict[str, tuple[tuple[int, ...], torch.dtype]]
-"""Shape and dtype of each tensor."""
-
 
 @torch.no_grad()
 def full_state_dict(pipeline: Pipeline, tensor_group=None) -> dict[str, Tensor]:
@@ -40,7 +37,8 @@ def full_state_dict(pipeline: Pipeline, tensor_group=None) -> dict[str, Tensor]:
     first_of: dict[int, str] = {}
     alike = {name: first_of.setdefault(id(t), name) for name, t in own.items()}
     again = {name: names[0] for names in tied_names(pipeline.plan.tied) for name in names[1:]}
-    for other, (outline, theirs) in enumerate(told_by_all((_outline(own), alike), group)):
+    mine = {name: (tuple(t.shape), t.dtype) for name, t in own.items()}
+    for other, (outline, theirs) in enumerate(told_by_all((mine, alike), group)):
         again |= {name: first for name, first in theirs.items() if first != name and name not in again}
         for name, (shape, dtype) in outline.items():
             if name in again or not other:
@@ -102,10 +100,6 @@ def load_full_state_dict(pipeline: Pipeline, state: Mapping[str, Tensor], tensor
     for module in pipeline.layers.values():
         names = module.state_dict(keep_vars=True)
         of_parts.load_full_state_dict(module, {name: state[name] for name in names if name in state}, tensor_group)
-
-
-def _outline(state: Mapping[str, Tensor]) -> Outline:
-    return {name: (tuple(t.shape), t.dtype) for name, t in state.items()}
 
 
 def _misfit(expected: Mapping[str, Any], state: Mapping[str, Any]) -> Exception | None:

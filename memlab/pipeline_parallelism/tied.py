@@ -215,13 +215,9 @@ def _check_alike(kinds: dict[str, tuple]) -> None:
     for name, found in others:
         if found != expected:
             raise ValueError(
-                f"expected {name} as {first}, which it is tied to, {_said(expected)}, found {_said(found)}; "
-                "tie parameters that are alike, and wrap them alike (for fully_shard: each in a unit of its own)"
+                f"expected {name} as {first}, which it is tied to, {' '.join(map(str, expected))}, found "
+                f"{' '.join(map(str, found))}; tie what is alike, and wrap it alike (fully_shard: in a unit of its own)"
             )
-
-
-def _said(kind: tuple) -> str:
-    return " ".join(str(word) for word in kind)
 
 
 def _arrive(tie: Tie, _: Tensor) -> None:

@@ -145,14 +145,13 @@ class TensorParallelBlock(nn.Module):
         **options,
     ):
         super().__init__()
-        place = {"sequence_parallel": sequence_parallel, "group": group}
-        options |= place
-        kept = {"keep_gathered": keep_gathered}
+        options |= {"sequence_parallel": sequence_parallel, "group": group}
+        halves = {"keep_gathered": keep_gathered, **options}
         self.norm1 = ReplicatedLayerNorm(width, **options)
-        self.attention = TensorParallelAttention(width, heads, kv_heads=kv_heads, dropout=dropout, **options, **kept)
+        self.attention = TensorParallelAttention(width, heads, kv_heads=kv_heads, dropout=dropout, **halves)
         self.norm2 = ReplicatedLayerNorm(width, **options)
-        self.feed_forward = TensorParallelFeedForward(width, hidden, **options, **kept)
-        self.dropout = StreamDropout(dropout, **place)
+        self.feed_forward = TensorParallelFeedForward(width, hidden, **halves)
+        self.dropout = StreamDropout(dropout, sequence_parallel=sequence_parallel, group=group)
 
     def forward(self, x: Tensor, batch: int) -> Tensor:
         x = x + self.dropout(self.attention(self.norm1(x), batch))
