@@ -4,8 +4,6 @@ import errno
 import mmap
 import os
 import tempfile
-import threading
-import weakref
 
 import pytest
 import torch
@@ -13,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memlab.memory_timeline import Meter
-from memlab.offloading.files import SpillFile
 from memlab.offloading.footprint import footprint, needed, shape_in
 from memlab.offloading.layout import flat_bytes, laid_out, views_of
 from memlab.offloading.slab import ALIGNMENT, Gaps, Slab
@@ -184,54 +181,6 @@ def test_all_that_fails_in_a_file_names_the_folder_the_bytes_and_what_to_do(tmp_
     ):
         refused(call, OSError, f"expected to {wanted} in folder '{tmp_path}', found: {found}; {advice}")
     assert file.reserved_bytes == 0
-    file.close()
-
-
-@pytest.fixture
-def file(tmp_path):
-    spill = SpillFile(tmp_path)
-    yield spill
-    spill.close()
-    assert not any(thread.name.startswith("memlab") for thread in threading.enumerate())
-    assert not tmp_path.exists() or os.listdir(tmp_path) == []
-
-
-def numbers(nbytes: int, seed: int = 0) -> torch.Tensor:
-    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
-
-
-def test_what_is_read_from_a_file_is_what_was_written(file):
-    sources = [numbers(n, n) for n in (1, 999, 1000, 12_345)]
-    regions = [file.write(source)[0] for source in sources]
-    for source, region in zip(reversed(sources), reversed(regions), strict=True):
-        target = torch.zeros_like(source)
-        file.read(region, target).result()
-        assert torch.equal(source, target)
-    assert file.taken_bytes == 64 + 1024 + 1024 + 12_352
-
-
-def test_a_region_that_was_given_back_is_used_again(file):
-    first, _ = file.write(numbers(1000))
-    second, _ = file.write(numbers(500))
-    file.give(first)
-    third, writing = file.write(numbers(900))
-    writing.result()
-    assert (third.start, second.start) == (first.start, 1024)
-    assert os.fstat(file._file.raw.fileno()).st_size == 1024 + 500
-
-
-def test_a_file_without_a_name_and_a_thread_are_there_only_while_needed(tmp_path):
-    before = threading.active_count()
-    file = SpillFile(tmp_path)
-    assert threading.active_count() == before
-    file.write(numbers(1000))[1].result()
-    assert threading.active_count() == before + 1 and os.listdir(tmp_path) == []
-    memory = weakref.ref(file._file)
-    file.close()
-    assert threading.active_count() == before and memory() is None
-    file.close()
-    _, writing = file.write(numbers(10))  # and it can be used again
-    writing.result()
     file.close()
 
 
