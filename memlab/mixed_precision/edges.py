@@ -1,7 +1,4 @@
-"""What a step on master weights needs beyond its idea: whom it refuses, a scaler's scale, and states that stay FP32.
-
-You can leave this page closed at first reading.
-"""
+"""What a step on master weights needs beyond its idea: whom it refuses, a scaler's scale, and states that stay FP32."""
 
 from __future__ import annotations
 
@@ -36,13 +33,13 @@ def refuse_class(optimizer_class: object) -> None:
         )
 
 
-def refuse_wide(groups: Sequence[dict], optimizer_class: type[Optimizer]) -> None:
-    """Raise ValueError for groups of parameters of which none needs a master."""
-    dtypes = {p.dtype for group in groups for p in group["params"]}
-    if dtypes.isdisjoint(HALVES):
+def refuse_wide(optimizer: AroundOptimizer) -> None:
+    """Raise ValueError for parameters of which none needs a master, where the optimizer refuses those."""
+    dtypes = {p.dtype for group in optimizer.param_groups for p in group["params"]}
+    if optimizer._refuses_wide and dtypes.isdisjoint(HALVES):
         raise ValueError(
             f"expected parameters in FP16 or BF16, found only {', '.join(sorted(map(str, dtypes)))}, which are their "
-            f"own masters (autocast leaves weights in FP32 too); use {optimizer_class.__name__} itself"
+            f"own masters (autocast leaves weights in FP32 too); use {type(optimizer._inner).__name__} itself"
         )
 
 
@@ -68,6 +65,12 @@ def refuse_groups(groups: Sequence[dict]) -> None:
 
 
 # ---- the step
+
+
+def own_states(optimizer: AroundOptimizer, group: dict, p: Tensor, m: Tensor) -> dict:
+    """The inner optimizer's states of a parameter. Most begin with none, but Adagrad makes some in its __init__."""
+    own = {name: value for name, value in optimizer.state[p].items() if name != "master"}
+    return own if own or optimizer._writes.knows(p) else optimizer._make([group | {"params": [m]}]).state[m]
 
 
 def step_without_hooks(inner: Optimizer, *, alone: bool) -> None:
@@ -100,10 +103,7 @@ def _counts(inner: Optimizer) -> dict[tuple[int, str], object]:
 
 
 def widened(gradient: Tensor, m: Tensor, factor: Tensor | None) -> Tensor:
-    """A gradient in its master's type and order of dimensions, times a factor, (). The gradient itself is not changed.
-
-    A gradient that is like that already is not copied, nor a parameter's own. A sparse one stays sparse.
-    """
+    """A gradient in its master's type and order of dimensions, times a factor, (). The gradient is not written to."""
     if gradient.is_sparse:
         wide = gradient.to(m.device, m.dtype)
     elif gradient is m.grad or (gradient.dtype is m.dtype and gradient.stride() == m.stride()):
@@ -115,7 +115,7 @@ def widened(gradient: Tensor, m: Tensor, factor: Tensor | None) -> Tensor:
     return wide * factor.to(m.device) if wide is gradient else wide.mul_(factor.to(m.device))
 
 
-def unscaling(optimizer: Optimizer) -> Tensor | None:
+def unscaling(optimizer: AroundOptimizer) -> Tensor | None:
     """1 / the scale that a loss scaler left to the optimizer to divide by; None if it left none."""
     if (scale := getattr(optimizer, "grad_scale", None)) is None:
         return None
@@ -146,8 +146,7 @@ class AroundOptimizer(Optimizer):
         """Turn 16-bit gradients into FP32 ones of the same parameters, one after the other: 2 bytes more a parameter.
 
         Then a scaler's `unscale_` and `clip_grad_norm_(model.parameters(), ...)` lose nothing. Divided by the scale in
-        FP16, a small gradient would underflow again. Once the gradients are cleared (`set_to_none=True`, the default),
-        backward makes 16-bit ones.
+        FP16, a small gradient would underflow again. Once gradients are cleared to None, backward makes 16-bit ones.
         """
         for group in self.param_groups:
             for p in group["params"]:
@@ -179,11 +178,10 @@ class AroundOptimizer(Optimizer):
         self._inner.__setstate__({"state": self._inner.state, "param_groups": self.param_groups})
 
 
-def states_in_fp32(optimizer: Optimizer, state_dict: dict) -> dict:
+def states_in_fp32(optimizer: AroundOptimizer, state_dict: dict) -> dict:
     """A state dict with its states by parameter, in FP32: torch casts states that come by number to 16 bits.
 
-    optimizer: a MasterWeights. Raises ValueError for what is no state dict, for one with other masters than the
-    optimizer keeps, and for one of other groups.
+    Raises ValueError for what is no state dict, and one of other groups or with other masters than the optimizer keeps.
     """
     if not {"state", "param_groups"} <= state_dict.keys():
         raise ValueError(f"expected state and param_groups, as state_dict() gives them; found {list(state_dict)}")

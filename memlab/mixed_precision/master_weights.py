@@ -27,11 +27,9 @@ from torch.optim import Optimizer
 from memlab.memory_arithmetic.optimizers import chunk_limit, chunks
 from memlab.memory_timeline import in_main_memory
 from memlab.mixed_precision import edges
-from memlab.mixed_precision.edges import HALVES
 from memlab.mixed_precision.writes import Writes
 
-Chunk = list[tuple[dict, Tensor]]
-"""Parameters that are stepped together, each with its group of options."""
+Chunk = list[tuple[dict, Tensor]]  # parameters that are stepped together, each with its group of options
 
 
 class MasterWeights(edges.AroundOptimizer):
@@ -43,8 +41,8 @@ class MasterWeights(edges.AroundOptimizer):
     optimizer_class, **defaults: whose `step` it is, and what it is made with. It must update each parameter from that
       parameter's gradient and keep its counts in that parameter's state, as nearly all do. An optimizer that looks at
       all parameters together, such as at the norm of all gradients, needs chunk_bytes=None.
-    chunk_bytes: how many bytes of FP32 gradients may exist at once, as an int or such as "16 MiB". A parameter with
-      more is a chunk by itself. None: no limit. "auto": 64 MiB on a GPU, where each chunk costs launches; 2 MiB on a
+    chunk_bytes: how many bytes of FP32 gradients may exist at once, as an int or such as "16 MiB", or those of one
+      parameter, if it has more. None: no limit. "auto": 64 MiB on a GPU, where each chunk costs launches; 2 MiB on a
       CPU, whose caches keep the widened gradients until they are used.
 
     `param_groups` hold the model's own parameters, so schedulers, `zero_grad` and clipping find what they expect.
@@ -53,11 +51,9 @@ class MasterWeights(edges.AroundOptimizer):
     With a loss scaler, the scale is divided out here, in FP32; the 16-bit gradients stay scaled. Before the scaler's
     `unscale_`, call `widen_gradients`.
 
-    Not here: an optimizer whose step calls a closure several times (LBFGS) or is differentiable, FSDP2's DTensors, and
-    a run that goes on after a step that raised. Load a state dict first.
-
-    Raises TypeError or ValueError for an optimizer instead of its class and one that is "not here", a chunk_bytes below
-    1, and parameters of which none has 16 bits, or two lie in the same memory.
+    Raises TypeError or ValueError for an optimizer instead of its class, one whose step calls a closure several times
+    (LBFGS) or is differentiable, a chunk_bytes below 1, and parameters of which none has 16 bits, or two lie in the
+    same memory. Not here: FSDP2's DTensors, and a run that goes on after a step that raised. Load a state dict first.
     """
 
     _step_supports_amp_scaling = True  # tells a loss scaler: hand over `grad_scale` and `found_inf`, do not unscale
@@ -72,8 +68,7 @@ class MasterWeights(edges.AroundOptimizer):
         self._inner.state.clear()
         self._writes = Writes()  # to weights, since they were rounded
         super().__init__(self._inner.param_groups, self._inner.defaults)
-        if self._refuses_wide:
-            edges.refuse_wide(self.param_groups, optimizer_class)
+        edges.refuse_wide(self)
 
     @torch._disable_dynamo  # as in torch.optim; traced, every parameter would get the last one's gradient
     @torch.no_grad()
@@ -107,7 +102,7 @@ class MasterWeights(edges.AroundOptimizer):
         groups = {id(group): group | {"params": []} for group, _ in chunk}
         for (group, p), m in zip(chunk, masters, strict=True):
             groups[id(group)]["params"].append(m)
-            inner.state[m] = self._own_states(group, p, m)
+            inner.state[m] = edges.own_states(self, group, p, m)
         try:
             for p, m in zip(params, masters, strict=True):
                 m.grad = edges.widened(self._gradient(p), m, self._factor())
@@ -137,16 +132,11 @@ class MasterWeights(edges.AroundOptimizer):
             m.copy_(torch.where(weight == m.to(p.dtype), m, weight))  # elements that are the master rounded keep it
         return state["master"]
 
-    def _own_states(self, group: dict, p: Tensor, m: Tensor) -> dict:
-        """The optimizer's states of a parameter. Most begin with none, but Adagrad makes some in its __init__."""
-        own = {name: value for name, value in self.state[p].items() if name != "master"}
-        return own if own or self._writes.knows(p) else self._make([group | {"params": [m]}]).state[m]
-
     # ---- what an optimizer with its masters elsewhere does otherwise
 
     def _needs_master(self, p: Tensor) -> bool:
         """Whether the optimizer steps on a copy of this parameter."""
-        return p.dtype in HALVES
+        return p.dtype in edges.HALVES
 
     def _wide(self, p: Tensor) -> Tensor:
         """A parameter's weights in FP32, where its master is to be."""
