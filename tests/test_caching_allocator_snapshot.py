@@ -134,9 +134,9 @@ def with_parts():
 
 WHOLE = dumped([{"address": 2**41, "blocks": []}] * 50)
 HOSTILE = {
-    "a call": (dumped(Planted(1)), "a program that would import builtins.getattr, of which nothing was run"),
-    "a class": (dumped(Planted), "would import tests.test_caching_allocator_snapshot.Planted"),
-    "a number for an import": (b"\x80\x04\x82\x07.", "would import tests.test_caching_allocator_snapshot.Planted"),
+    "a call": (dumped(Planted(1)), "a program that would import 'builtins.getattr', of which nothing was run"),
+    "a class": (dumped(Planted), "would import 'tests.test_caching_allocator_snapshot.Planted'"),
+    "a number for an import": (b"\x80\x04\x82\x07.", "would import 'tests.test_caching_allocator_snapshot.Planted'"),
     "parts elsewhere": (with_parts(), "a pickle with parts elsewhere"),
     "cut off": (WHOLE[:-40], "a truncated or foreign file"),
     "cut off at once": (WHOLE[:5], "a truncated or foreign file"),

@@ -266,7 +266,7 @@ def test_a_fork_while_locks_are_held_can_leave_the_block_and_watch_itself(tmp_pa
         held, done = threading.Event(), threading.Event()
 
         def hold():
-            with table.lock, table.marks["VmHWM"]._lock, monitor._log._lock, monitor._thresholds._lock:
+            with table.lock, table.marks["VmHWM"]._lock, monitor._log._lock:
                 held.set()
                 done.wait(30)
 
