@@ -24,7 +24,7 @@ from memlab.memory_monitoring import (
     read_log,
     sources,
 )
-from memlab.memory_monitoring.alarms import Thresholds
+from memlab.memory_monitoring.alarms import Threshold
 from memlab.memory_monitoring.forecasts import Outlook
 from memlab.memory_monitoring.high_water import HighWater, _tables, join_mark
 from memlab.memory_monitoring.readings import Readings
@@ -220,22 +220,6 @@ def test_a_second_source_of_a_level_is_told_and_left_out():
     assert kind == "source" and "cuda:1 failed" in message and "found allocated of cuda:0, too" in message
 
 
-def test_a_steps_end_is_asked_for_quickly_where_that_is_possible_and_read_where_it_fails():
-    source = Figures(heap=5)
-    answers = {"heap": 7}
-    source.quick = answers.get
-    readings = Readings([source], print)
-    readings.read()
-    end, asked = readings.end_of("heap"), source.asked
-    assert end() == 7 and source.asked == asked
-    source.quick = None
-    answers["heap"] = 8
-    assert end() == 8 and readings.end_of("heap")() == 5 and source.asked == asked + 1
-    once = [7]
-    source.quick = lambda level: once.pop()  # which fails the second time
-    assert readings.end_of("heap")() == 5
-
-
 def test_a_step_asks_only_the_source_that_is_watched():
     watched, other = Figures(allocated=5), Figures(driver=7)
     with Monitor(every=1000, sources=[other, watched]) as monitor:
@@ -259,22 +243,15 @@ def test_the_last_step_and_the_last_look_are_told_however_seldom_the_thread_look
     assert len(monitor.samples) == 1  # by an error nobody looks once more
 
 
-@pytest.mark.parametrize(
-    ("parts", "uses", "told"),
-    [
-        ((0.8, 0.5, 0.9), [400, 500, 600, 950, 999, 1200], {1: 0.5, 3: 0.9}),  # of those crossed at once the highest
-        (0.9, [900, *[899] * 15, 900, *[899] * 16, 900, 900, 899], {0: 0.9, 33: 0.9}),  # 16 steps below
-    ],
-)
-def test_a_threshold_is_told_once_and_again_only_after_the_steps_stayed_below_it(parts, uses, told):
-    thresholds = Thresholds(1000, parts)
-    seen = [thresholds.step(use) for use in uses]
-    assert {step: part for step, part in enumerate(seen) if part is not None} == told
+def test_a_threshold_is_told_once_and_again_only_after_the_steps_stayed_below_it():
+    threshold = Threshold(1000, 0.9)
+    uses = [899, 900, 950, *[899] * 15, 900, *[899] * 16, 900, 900, 899]
+    assert [step for step, use in enumerate(uses) if threshold.step(use)] == [1, 35]
 
 
 def test_looks_within_a_step_tell_a_threshold_and_do_not_end_it():
-    thresholds = Thresholds(1000, 0.9)
-    assert [thresholds.see(use) for use in (5, 900, *[5] * 100, 900)] == [None, 0.9, *[None] * 101]
+    threshold = Threshold(1000, 0.9)
+    assert [look for look, use in enumerate((5, 900, *[5] * 100, 900)) if threshold.see(use)] == [1]
 
 
 @pytest.mark.parametrize(

@@ -149,11 +149,11 @@ def test_used_leaves_out_what_the_driver_keeps_for_itself_and_the_total_is_what_
     assert source.peaks() == {}
 
 
-def test_a_processes_share_is_told_for_this_one_or_another_and_left_out_where_the_driver_hides_it(nvml):
+def test_this_processs_share_is_told_and_left_out_where_the_driver_hides_it(nvml):
     nvml.processes[A] = [(os.getpid(), 300 * MiB), (7, 40 * MiB), (7, 2 * MiB), (8, None)]
     assert GPUMemory(0).read() == {"driver": 1 * GiB, "driver_process": 300 * MiB}
-    assert GPUMemory(0, pid=7).read()["driver_process"] == 42 * MiB
-    assert GPUMemory(0, pid=8).read() == GPUMemory(0, pid=9).read() == {"driver": 1 * GiB}
+    nvml.processes[A] = [(os.getpid(), None), (7, 40 * MiB)]
+    assert GPUMemory(0).read() == {"driver": 1 * GiB}
     nvml.errors["processes"] = 3
     assert GPUMemory(0).read() == {"driver": 1 * GiB}
 
@@ -162,10 +162,10 @@ def test_nvidia_smi_is_asked_only_when_wished_and_answers_in_whole_mib(monkeypat
     cuda(monkeypatch, (A, B))
     smi(monkeypatch, tmp_path, SMI)
     refused(lambda: GPUMemory(0), RuntimeError, "pip install nvidia-ml-py")
-    source = GPUMemory(1, pid=77, ways=("nvml", "nvidia-smi"))
-    assert source.read() == {"driver": 2048 * MiB, "driver_process": 1500 * MiB}
+    source = GPUMemory(1, ways=("nvml", "nvidia-smi"))
+    assert source.read() == {"driver": 2048 * MiB}
     assert (source.total_bytes, source.uuid) == (62048 * MiB, B)
-    assert GPUMemory(B, pid=78, ways=["nvidia-smi"]).read() == {"driver": 2048 * MiB}
+    assert GPUMemory(B, ways=["nvidia-smi"]).read() == {"driver": 2048 * MiB}
     assert [gpu.uuid for gpu in list_gpus()] == [A, B]
     smi(monkeypatch, tmp_path, "exec /bin/sleep 30")
     monkeypatch.setattr(driver_page, "PATIENCE_SECONDS", 0.05)

@@ -15,8 +15,7 @@ import pytest
 
 from memlab.memory_monitoring import Gone, MemoryWarning, Monitor, ProcessMemory
 from memlab.memory_monitoring.__main__ import main
-from memlab.memory_monitoring.summary import summary
-from memlab.memory_monitoring.terminal import Watch, table
+from memlab.memory_monitoring.terminal import Watch, summary, table
 from memlab.units import MiB
 
 ROOT = Path(__file__).parents[1]

@@ -4,7 +4,7 @@ Read the pages in this order: `trace` (what a program asks for), `blocks` and `d
 `allocator` (the rules), `max_split_size` and `expandable_segments` (two ways to change them), `managers`,
 `size_classes` and `static_plan` (other ways), and `oom` (the message, word by word).
 
-What a real GPU did: `records` and `snapshot` (what is recorded), `pickles` and `dumps` (PyTorch's own files), and
+What a real GPU did: `records` and `snapshot` (what is recorded), `pickles` (PyTorch's own files), and
 `compare` (the model's decisions beside the real ones). And `pluggable` (an allocator of your own under PyTorch).
 """
 

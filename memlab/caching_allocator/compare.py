@@ -79,22 +79,18 @@ class Comparison:
         return "\n".join([*rows, *self.notes, *map(str, self.differences)])
 
 
-def compare(
-    snapshot: Snapshot, allocator: Callable[..., CachingAllocator] = CachingAllocator, *, device: int | None = None
-) -> Comparison:
+def compare(snapshot: Snapshot, allocator: Callable[..., CachingAllocator] = CachingAllocator) -> Comparison:
     """Put a snapshot's questions to the model, and hold each of its decisions against the recorded one.
 
-    allocator: what makes a model, called with `device=`. device: which GPU; needed where several have a record.
+    allocator: what makes a model, called with `device=`.
 
-    Raises ValueError for a snapshot without events, with expandable segments, or of which it is not known what was
-    there when it began.
+    Raises ValueError for a snapshot without events or with those of several GPUs, with expandable segments, or of which
+    it is not known what was there when it began.
     """
     numbers = [n for n, record in enumerate(snapshot.devices) if record.events]
-    if device is None and len(numbers) == 1:
-        device = numbers[0]
-    if device not in numbers:
-        raise ValueError(f"expected the number of a GPU with recorded events, one of {numbers}; found {device}")
-    record = snapshot.devices[device]
+    if len(numbers) != 1:
+        raise ValueError(f"expected events of one GPU, found those of {numbers or 'none'}; record one at a time")
+    record = snapshot.devices[numbers[0]]
     _refuse_unknown_start(record)
     replay = _Replay(allocator, record)
     for name, value in snapshot.settings.items():

@@ -39,7 +39,7 @@ def read_snapshot(source: str | Path | bytes, *, max_bytes: int = MOST_BYTES) ->
     name the recorder's files.
 
     Raises ValueError for anything but such a pickle: one that would import something, is truncated, too large or too
-    deep, or holds anything but dicts, lists, tuples, text, bytes, numbers, True, False and None.
+    deep, or has values other than dicts, lists, tuples, text, bytes, numbers, True, False and None.
     """
     if isinstance(source, (bytes, bytearray, memoryview)):
         name, raw = "these bytes", bytes(source[: max_bytes + 1])
@@ -50,10 +50,15 @@ def read_snapshot(source: str | Path | bytes, *, max_bytes: int = MOST_BYTES) ->
     try:
         return _checked(_unpickled(raw, max_bytes), len(raw))
     except _NoSnapshot as error:
-        found = error
+        found = str(error)
     except Exception as error:  # what the unpickler raises depends on where a file is damaged
+<<<<<<< HEAD
         says = "".join(str(error).splitlines()[:1])[:80]
         found = f"a truncated or foreign file ({type(error).__name__}: {says})"
+=======
+        said = " ".join(str(error).split())[:80]
+        found = f"a truncated or foreign file ({type(error).__name__}: {said})"
+>>>>>>> w-alloc
     raise ValueError(
         f"{name}: expected a pickled CUDA memory snapshot, found {found}; write one with "
         "torch.cuda.memory._dump_snapshot"
@@ -66,7 +71,8 @@ class _NoSnapshot(Exception):
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> None:
-        raise _NoSnapshot(f"a program that would import {module[:60]}.{name[:60]}, of which nothing was run")
+        named = f"{module}.{name}"[:100]
+        raise _NoSnapshot(f"a program that would import {named!r}, of which nothing was run")
 
     def persistent_load(self, key: object) -> None:
         raise _NoSnapshot("a pickle with parts elsewhere, which were not looked for")

@@ -21,7 +21,6 @@ from pathlib import Path
 
 import torch
 
-from memlab.caching_allocator.dumps import records_of
 from memlab.caching_allocator.records import (
     ACTIONS,
     MOST_BYTES,
@@ -38,6 +37,8 @@ from memlab.files import Kind, typed
 
 FILE = Kind("a snapshot", "memlab-snapshot", version=1)
 MOST_SETTINGS, MOST_CHARACTERS = 100, 1000
+PASSED_OVER = ("user_defined", "annotate")  # a program's own remarks between the events, and on an allocation
+MOST_DEVICES = 64
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class Snapshot:
         Raises ValueError for a dump that lacks something, or has something of another type, and says where.
         """
         try:
-            devices = records_of(dump, before)
+            devices = _records_of(dump, before)
             settings = {k: v for k, v in dump.get("allocator_settings", {}).items() if _is_setting(v)}
             snapshot = cls(devices, settings, torch, device, capacity_bytes)
             _check(snapshot)
@@ -159,6 +160,69 @@ def record_snapshot(step: Callable[[], object], *, max_entries: int = 1_000_000)
     return Snapshot.of(
         dump, before=before, torch=str(torch.__version__), device=card.name, capacity_bytes=card.total_memory
     )
+
+
+# ---- PyTorch's dump as records: without stack traces, and with streams, which are pointers, numbered
+
+
+def _records_of(dump: dict, before: dict | None = None) -> tuple[DeviceRecord, ...]:
+    """Each GPU's record. before: a dump from just before the first event, where there is one.
+
+    Raises KeyError, TypeError, AttributeError or ValueError for a dump that lacks something, or has something else.
+    """
+    streams, pools = {0: 0}, {(0, 0): 0}
+    segments = _segments_of(dump, streams, pools)
+    held = {} if before is None else _segments_of(before, streams, pools)
+    traces = [expect(list, trace, "device_traces") for trace in expect(list, dump["device_traces"], "device_traces")]
+    records = []
+    for number in range(max([len(traces), *(n + 1 for n in segments | held)], default=0)):
+        mine, mine_before = segments.get(number, ()), held.get(number, ())
+        events = _events_of(traces[number] if number < len(traces) else [], mine, streams, pools)
+        records.append(DeviceRecord(tuple(events), mine, None if before is None else mine_before))
+    return tuple(records)
+
+
+def _segments_of(dump: dict, streams: dict[int, int], pools: dict[tuple, int]) -> dict[int, tuple[Segment, ...]]:
+    """The segments of each GPU, by address."""
+    found: dict[int, list[Segment]] = {}
+    for row in expect(list, dump["segments"], "segments"):
+        found.setdefault(natural(row.get("device", 0), MOST_DEVICES), []).append(_segment_of(row, streams, pools))
+    return {number: tuple(sorted(segments)) for number, segments in found.items()}
+
+
+def _segment_of(row: dict, streams: dict[int, int], pools: dict[tuple, int]) -> Segment:
+    blocks = [
+        Block(block["size"], block.get("requested_size", block["size"]), block["state"].replace("awaiting", "pending"))
+        for block in expect(list, row["blocks"], "blocks")
+    ]
+    return Segment(
+        expect(int, row["address"], "address"),
+        row["total_size"],
+        _numbered(streams, row["stream"]),
+        _numbered(pools, tuple(row.get("segment_pool_id", (0, 0)))),
+        row["segment_type"],
+        row.get("is_expandable", False),
+        tuple(blocks),
+    )
+
+
+def _events_of(trace: list[dict], segments: tuple[Segment, ...], streams: dict[int, int], pools: dict[tuple, int]):
+    private = [segment for segment in segments if segment.pool]  # where the events do not say it themselves
+    for row in trace:
+        action = row["action"]
+        if action in PASSED_OVER:
+            continue
+        address = row["device_free" if action == "oom" else "addr"]
+        pool = 0
+        if "pool_id" in row:
+            pool = _numbered(pools, tuple(row["pool_id"]))
+        elif action != "oom":
+            pool = next((s.pool for s in private if s.address <= address < s.address + s.size), 0)
+        yield Event(action, address, row["size"], _numbered(streams, row["stream"]), pool)
+
+
+def _numbered(numbers: dict, name: object) -> int:
+    return numbers.setdefault(name, len(numbers))
 
 
 # ---- segments in a file

@@ -10,7 +10,7 @@ driver's level; `steps` (what is kept of a run), `leaks` (does it grow?) and `fo
 `alarms`, `readings`, `sampler`, and `monitor` (all of it around a loop). Then whose bytes grow: `lines` (tensors),
 `python_lines` (all else), `holding` (who holds them), `naming` and `line_watch` (these together, for some steps of a
 run). Then `polling` (what a loop around nvidia-smi sees), `viewer` (a Timeline for PyTorch's own viewer), and the
-terminal's `terminal`, `summary` and `__main__`.
+terminal's `terminal` and `__main__`.
 """
 
 from memlab.memory_monitoring.alarms import Alarm, MemoryWarning

@@ -17,8 +17,7 @@ from pathlib import Path
 
 from memlab.memory_monitoring.driver import GPUMemory, list_gpus
 from memlab.memory_monitoring.sources import Gone, ProcessMemory
-from memlab.memory_monitoring.summary import summary
-from memlab.memory_monitoring.terminal import Watch, table
+from memlab.memory_monitoring.terminal import Watch, summary, table
 from memlab.units import parse_bytes
 
 WAYS = ("nvml", "nvidia-smi")

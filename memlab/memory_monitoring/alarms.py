@@ -14,10 +14,9 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import threading
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from numbers import Real
 from typing import NamedTuple
 
@@ -94,41 +93,34 @@ class Alarms:
         return False
 
 
-class Thresholds:
-    """Parts of a budget, each of which is told when use reaches it, and again after QUIET_STEPS steps below it.
+class Threshold:
+    """A part of a budget that is told when use reaches it, and again after QUIET_STEPS steps in a row below it.
 
-    budget_bytes: math.inf for none. warn_at: a number in (0, 1], or several. Raises ValueError for others.
+    budget_bytes: math.inf for none. warn_at: a number in (0, 1]. Raises ValueError for others.
 
-    >>> thresholds = Thresholds(100, (0.5, 0.9))
-    >>> [thresholds.see(nbytes) for nbytes in (40, 50, 60, 95, 40, 95)]
-    [None, 0.5, None, 0.9, None, None]
+    >>> threshold = Threshold(100, 0.9)
+    >>> [threshold.see(nbytes) for nbytes in (50, 95, 50, 95)]
+    [False, True, False, False]
     """
 
-    def __init__(self, budget_bytes: float, warn_at: float | Iterable[float]):
-        self.budget_bytes = budget_bytes
-        parts = list(warn_at) if isinstance(warn_at, Iterable) and not isinstance(warn_at, str) else [warn_at]
-        for part in parts:
-            if not isinstance(part, Real) or not 0 < part <= 1:
-                raise ValueError(f"expected warn_at in (0, 1], parts of the budget, found {part!r}; 0.9 warns at 90 %")
-        self.parts = sorted(set(parts))
-        self._lock = threading.RLock()
+    def __init__(self, budget_bytes: float, warn_at: float):
+        if not isinstance(warn_at, Real) or not 0 < warn_at <= 1:
+            raise ValueError(f"expected warn_at in (0, 1], a part of the budget, found {warn_at!r}; 0.9 warns at 90 %")
+        self.nbytes = warn_at * budget_bytes
         self.arm()
 
     def arm(self) -> None:
-        """Tell each again when use reaches it."""
-        self._below = dict.fromkeys(self.parts, QUIET_STEPS)  # steps in a row
+        """Tell it when use reaches it."""
+        self._below = QUIET_STEPS  # steps in a row
 
-    def see(self, nbytes: int) -> float | None:
-        """So much is in use. Returns the highest part that use has reached and that is to be told, or None."""
-        with self._lock:
-            reached = [part for part in self.parts if nbytes >= part * self.budget_bytes]
-            told = [part for part in reached if self._below[part] >= QUIET_STEPS]
-            self._below |= dict.fromkeys(reached, 0)
-            return max(told, default=None)
+    def see(self, nbytes: int) -> bool:
+        """So much is in use. Returns whether that is to be told."""
+        if nbytes < self.nbytes:
+            return False
+        told, self._below = self._below >= QUIET_STEPS, 0
+        return told
 
-    def step(self, peak_bytes: int) -> float | None:
+    def step(self, peak_bytes: int) -> bool:
         """A step is over, in which so much was in use; else as `see`."""
-        with self._lock:
-            for part in self.parts:
-                self._below[part] += peak_bytes < part * self.budget_bytes
-            return self.see(peak_bytes)
+        self._below += peak_bytes < self.nbytes
+        return self.see(peak_bytes)

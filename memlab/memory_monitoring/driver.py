@@ -1,4 +1,4 @@
-"""The driver's level: bytes in use on a whole GPU, by every process, and one process's share where the driver tells.
+"""The driver's level: bytes in use on a whole GPU, by every process, and this process's share where the driver tells.
 
 What `nvidia-smi` shows is PyTorch's *reserved* bytes, CUDA's context, and all that other programs hold. It is what the
 card runs out of. Here it is a source like the others:
@@ -68,22 +68,19 @@ class Usage(NamedTuple):
 
 
 class GPUMemory:
-    """A source: `driver`, the used bytes of a whole GPU, and `driver_process`, one process's, where the driver tells.
+    """A source: `driver`, the used bytes of a whole GPU, and `driver_process`, this process's, where the driver tells.
 
     gpu: the index that PyTorch gives it in this process, which uses CUDA already, or its UUID ("GPU-…", "MIG-…"), as
-    `nvidia-smi -L` lists it. pid: whose share `driver_process` is; None: this process's. In containers the driver often
-    hides it, and on Windows it does not know: then the figure is left out. ways: "nvml", "nvidia-smi" or both, to be
-    tried in order; the second starts a process for every look, so it is for terminals.
+    `nvidia-smi -L` lists it. In containers the driver often hides a process's share, and on Windows it does not know:
+    then the figure is left out. ways: "nvml", "nvidia-smi" or both, to be tried in order; the second starts a process
+    for every look, so it is for terminals, and does not ask for shares.
 
     `way` is the one that answered; `uuid` says which card it is; `total_bytes` is what programs can have together.
     Raises RuntimeError with every way's reason where nobody answers, and ValueError for a GPU that is not there or a
     way that does not exist.
     """
 
-    def __init__(
-        self, gpu: int | str = 0, pid: int | None = None, *, ways: Sequence[str] = ("nvml",), name: str | None = None
-    ):
-        self.pid = os.getpid() if pid is None else pid
+    def __init__(self, gpu: int | str = 0, *, ways: Sequence[str] = ("nvml",), name: str | None = None):
         self.name = f"gpu {gpu}" if name is None else name
 
         def ask(way: str) -> tuple:
@@ -100,7 +97,7 @@ class GPUMemory:
         """
         try:
             figures = {"driver": self._asked.usage().used_bytes}
-            share = self._asked.share(self.pid)
+            share = self._asked.share(os.getpid())
         except NotThisTime:
             return {}
         except (Gone, NoAnswer) as gone:
@@ -220,11 +217,8 @@ class NvidiaSMI:
         used, free = (int(field) * MiB for field in rows[0])
         return Usage(used, used + free)
 
-    def share(self, pid: int) -> int | None:
-        """The bytes of one process; None where they are not told."""
-        rows = _smi("--query-compute-apps=gpu_uuid,pid,used_memory")
-        shares = [row[2] for row in rows if row[:2] == [self.uuid, str(pid)] and row[2].isdigit()]
-        return sum(map(int, shares)) * MiB if shares else None
+    def share(self, pid: int) -> None:
+        """None: that would be another process a look."""
 
     @staticmethod
     def gpus() -> list[GPU]:

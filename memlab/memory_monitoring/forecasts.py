@@ -73,15 +73,12 @@ class Forecaster:
 
     That is after each 32nd part of the steps, and after LOOK_AGAIN at most: at step `due_at`.
 
-    history: being appended to elsewhere. patience: see this page's top.
-    Raises TypeError for a budget that is no int, ValueError for one below 1 and for a negative patience.
+    history: being appended to elsewhere. Raises TypeError for a budget that is no int, ValueError for one below 1.
     """
 
-    def __init__(self, history: StepHistory, budget_bytes: int, patience: float = PATIENCE):
+    def __init__(self, history: StepHistory, budget_bytes: int):
         positive("budget_bytes", budget_bytes)
-        if not patience >= 0:
-            raise ValueError(f"expected a patience of 0 or more, found {patience!r}; {PATIENCE:g} is usual")
-        self.history, self.budget_bytes, self.patience = history, budget_bytes, patience
+        self.history, self.budget_bytes = history, budget_bytes
         self._growth, self.due_at = growth(history), history.steps + 1
 
     def __call__(self) -> Forecast:
@@ -89,15 +86,15 @@ class Forecaster:
         steps = self.history.steps
         if steps >= self.due_at:
             self._growth, self.due_at = growth(self.history), steps + max(1, min(steps // 32, LOOK_AGAIN))
-        return _forecast(self.history, self.budget_bytes, self._growth, self.patience)
+        return _forecast(self.history, self.budget_bytes, self._growth)
 
 
-def forecast(history: StepHistory, budget_bytes: int, patience: float = PATIENCE) -> Forecast:
+def forecast(history: StepHistory, budget_bytes: int) -> Forecast:
     """When a run that goes on as it did fills its budget; after every step, a `Forecaster` is cheaper. Raises as it."""
-    return Forecaster(history, budget_bytes, patience)()
+    return Forecaster(history, budget_bytes)()
 
 
-def _forecast(history: StepHistory, budget: int, found: Growth, patience: float) -> Forecast:
+def _forecast(history: StepHistory, budget: int, found: Growth) -> Forecast:
     peak = max(history.peaks[-max(1, len(history.peaks) // STRETCHES) :], default=0)
     if peak >= budget:
         return Forecast(history.steps, budget, peak, found, 0.0, 0.0, 0.0)
@@ -118,7 +115,7 @@ def _forecast(history: StepHistory, budget: int, found: Growth, patience: float)
     far = min(highest, peak)
     way = max(found.rise_bytes, found.peaks_rise_bytes)
     line = max(LINE * budget, (budget + far - way) / 2)
-    urgent = way >= patience * (line - far)
+    urgent = way >= PATIENCE * (line - far)
     return Forecast(history.steps, budget, peak, found, left, earliest, latest, urgent)
 
 

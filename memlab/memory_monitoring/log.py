@@ -42,14 +42,6 @@ class Log:
         """Append one line. Where that fails, remember why (`error`) and count it (`lost`)."""
         self._append(_encode({"kind": kind, "run": self.run, **fields}).encode())
 
-    def step(self, step: int, seconds: float, end: int | None, peak: int | None) -> None:
-        """Append a step's line: `write`, but quick."""
-        end, peak = ("null" if value is None else value for value in (end, peak))
-        self._append(
-            f'{{"kind":"step","run":"{self.run}","step":{step},"seconds":{seconds:.4f},'
-            f'"end":{end},"peak":{peak}}}'.encode()
-        )
-
     def close(self) -> None:
         """Close the file. What is written afterwards is left out."""
         with self._lock:

@@ -17,10 +17,10 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from memlab.memory_monitoring.alarms import Alarm, Alarms, Thresholds
+from memlab.memory_monitoring.alarms import Alarm, Alarms, Threshold
 from memlab.memory_monitoring.forecasts import Forecast, Outlook
 from memlab.memory_monitoring.line_watch import LineWatch, told
 from memlab.memory_monitoring.log import Log, described
@@ -41,7 +41,7 @@ class Monitor:
 
     budget: bytes, or text such as "16 GiB", that the watched figure must not reach; None: no forecast, no threshold.
     every: seconds between two looks of the thread; it looks less often where looking is slow. log: a file to append
-    JSON lines to. warn_at: the part of the budget from which to warn, or several. sources: what to look at; by default
+    JSON lines to. warn_at: the part of the budget from which to warn. sources: what to look at; by default
     this process, PyTorch's allocator where a GPU is, and the driver where it tells. watch: the level that is held
     against the budget; by default the first of *allocated*, *storages*, *heap*, *resident* that there is. The heap has
     neither shared memory nor Python's small objects (see `ProcessMemory`): where those may grow, watch "resident".
@@ -67,7 +67,7 @@ class Monitor:
         *,
         every: float = 0.1,
         log: str | Path | None = None,
-        warn_at: float | Iterable[float] = 0.9,
+        warn_at: float = 0.9,
         sources: Sequence[Source] | None = None,
         watch: str | None = None,
         on_alarm: Callable[[Alarm], object] | None = None,
@@ -85,7 +85,7 @@ class Monitor:
         self.samples: deque[Sample] = deque(maxlen=SAMPLES)
         self.listeners: list[Callable[[Sample], object]] = []
         self._alarms = Alarms()
-        self._thresholds = Thresholds(self.budget_bytes or math.inf, warn_at)
+        self.warn_at, self._threshold = warn_at, Threshold(self.budget_bytes or math.inf, warn_at)
         self._outlook = Outlook(self.budget_bytes)
         self._readings = Readings(found_sources() if sources is None else sources, self._trouble)
         self._log_path, self._log, self._logged = log, None, -math.inf
@@ -150,7 +150,7 @@ class Monitor:
     def changed(self) -> None:
         """The run is another one from here on (a smaller batch, say): forget its history, and tell what comes."""
         self._outlook = Outlook(self.budget_bytes, self.steps)
-        self._thresholds.arm()
+        self._threshold.arm()
         if self._log is not None and self.running:
             self._log.write("changed", step=self.steps)
 
@@ -178,7 +178,6 @@ class Monitor:
             raise ValueError(f"expected {wanted}, found {', '.join(figures) or 'none'}; choose other sources or watch")
         if self.watch != "heap":  # of which nobody keeps a mark: leave that of the resident pages to the program
             self.exact_peaks = self.watch in self._readings.peaks(self.watch)
-        self._end = self._readings.end_of(self.watch)
         if self._log is not None:
             about = {"watch": self.watch, "exact_peaks": self.exact_peaks, "budget": self.budget_bytes}
             self._log.write("start", pid=self._pid, time=time.time(), **about)
@@ -186,7 +185,7 @@ class Monitor:
         self._look()
 
     def _step(self) -> None:
-        end, peak = self._end(), None
+        end, peak = self._readings.end(self.watch), None
         lines = self._line_watch
         try:
             self.peaks = self._readings.peaks(self.watch) if self.exact_peaks else {}
@@ -196,11 +195,13 @@ class Monitor:
                 of_step, sampled = self._sampled
                 peak = max(end, self.peaks.get(self.watch, sampled if of_step == self.steps else 0))
                 self._outlook.history.append(end, peak)
-                self._tell_threshold(self._thresholds.step(peak), peak)
+                if self._threshold.step(peak):
+                    self._tell_threshold(peak)
         finally:
             self.steps += 1
         if self._log is not None:
-            self._log.step(self.steps, time.perf_counter() - self._start, end, peak)
+            seconds = round(time.perf_counter() - self._start, 4)
+            self._log.write("step", step=self.steps, seconds=seconds, end=end, peak=peak)
         said = self._outlook.call()
         if said is not None:
             self._alarms.tell(Alarm("growth", self.steps, str(said), said))
@@ -252,7 +253,8 @@ class Monitor:
         if now is not None:
             of_step, highest = self._sampled
             self._sampled = (sample.step, max(now, highest) if of_step == sample.step else now)
-            self._tell_threshold(self._thresholds.see(now), now)
+            if self._threshold.see(now):
+                self._tell_threshold(now)
         if self._log is not None and sample.seconds >= self._logged + LOG_SECONDS:
             self._logged = sample.seconds
             self._log.write("sample", step=sample.step, seconds=round(sample.seconds, 3), figures=sample.figures)
@@ -266,10 +268,9 @@ class Monitor:
 
     # ---- in both
 
-    def _tell_threshold(self, part: float | None, nbytes: int) -> None:
-        if part is not None:
-            used = f"{format_bytes(nbytes)} of {format_bytes(self.budget_bytes)} are in use"
-            self._alarms.tell(Alarm("threshold", self.steps, f"{used} ({self.watch}): {part:.0%} or more"))
+    def _tell_threshold(self, nbytes: int) -> None:
+        used = f"{format_bytes(nbytes)} of {format_bytes(self.budget_bytes)} are in use"
+        self._alarms.tell(Alarm("threshold", self.steps, f"{used} ({self.watch}): {self.warn_at:.0%} or more"))
 
     def _check_log(self) -> None:
         if self._log.lost:

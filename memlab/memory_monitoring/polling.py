@@ -35,7 +35,7 @@ CLOCKS = 16
 class Polled:
     """What polls saw, beside the truth. Bytes; `driver` is reserved bytes and the context.
 
-    seconds, driver, allocated: the polls of a clock that starts with the program, one entry each.
+    seconds, driver: the polls of a clock that starts with the program, one entry each.
     highest_driver: the highest figure polled, (least, most) over clocks that start otherwise.
     peak_driver: the true one.
     allocated_peaks_met: the share of steps whose peak of *allocated* a poll falls on, on average over all clocks.
@@ -43,7 +43,6 @@ class Polled:
 
     seconds: list[float]
     driver: list[int]
-    allocated: list[int]
     highest_driver: tuple[int, int]
     peak_driver: int
     allocated_peaks_met: float
@@ -72,7 +71,6 @@ def polled(
     return Polled(
         [at for at, _ in clocks[0]],
         [driver[i] for _, i in clocks[0]],
-        [done.allocated[i] for _, i in clocks[0]],
         (min(highest), max(highest)),
         max(driver[: ends[-1] + 1]),
         _peaks_met(done.allocated, ends, seconds, every),

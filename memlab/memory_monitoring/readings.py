@@ -28,21 +28,9 @@ class Readings:
         """Bytes now, by level."""
         return self._asked("read", self.sources)
 
-    def end_of(self, level: str) -> Callable[[], int | None]:
-        """A function that returns one level's bytes at a step's end, or None. It asks the level's source only."""
-        source = self._owner[level]
-        quick = getattr(source, "quick", None)
-
-        def read() -> int | None:
-            return self._asked("read", (source,)).get(level)
-
-        def end() -> int | None:
-            try:
-                return quick(level)
-            except Exception:
-                return read()  # which tells of what fails there, too
-
-        return read if quick is None or quick(level) is None else end
+    def end(self, level: str) -> int | None:
+        """One level's bytes now, or None. It asks the level's source only."""
+        return self._asked("read", (self._owner[level],)).get(level)
 
     def peaks(self, level: str) -> dict[str, int]:
         """The most bytes since it was asked last, by level, where the level's source keeps track."""

@@ -30,9 +30,7 @@ class Gone(Exception):
 class Source(Protocol):
     """What `Monitor` asks of a source. `name` tells two sources apart ("process", "cuda:0", "gpu 0").
 
-    A source belongs to one monitor at a time. Where it has a `close` method, that is called in the end. Where it has
-    `quick`, it is called with a level for a step's end; it returns that level's bytes, an int, or None if it is never
-    quicker than `read`.
+    A source belongs to one monitor at a time. Where it has a `close` method, that is called in the end.
     """
 
     name: str
@@ -90,10 +88,6 @@ class ProcessMemory:
         if self._heap is not None:
             figures["heap"] = self._heap_now()
         return figures
-
-    def quick(self, level: str) -> int | None:
-        """The heap's bytes, without a look at the pages: that is a call of the system."""
-        return self._heap_now() if level == "heap" and self._heap is not None else None
 
     def _heap_now(self) -> int:
         if (began := time.perf_counter()) >= self._heap_again:
