@@ -52,13 +52,8 @@ def read_snapshot(source: str | Path | bytes, *, max_bytes: int = MOST_BYTES) ->
     except _NoSnapshot as error:
         found = str(error)
     except Exception as error:  # what the unpickler raises depends on where a file is damaged
-<<<<<<< HEAD
-        says = "".join(str(error).splitlines()[:1])[:80]
-        found = f"a truncated or foreign file ({type(error).__name__}: {says})"
-=======
         said = " ".join(str(error).split())[:80]
         found = f"a truncated or foreign file ({type(error).__name__}: {said})"
->>>>>>> w-alloc
     raise ValueError(
         f"{name}: expected a pickled CUDA memory snapshot, found {found}; write one with "
         "torch.cuda.memory._dump_snapshot"
