@@ -467,7 +467,7 @@ def weights_that_were_changed_or_put_in_are_noticed():
     with torch.no_grad():
         for p in model.parameters():
             p.mul_(0.9)
-    refused(loss.backward, RuntimeError, "a weight of shape")
+    refused(loss.backward, RuntimeError, "expected a weight as it was in the forward")
     model.layers[1][0].weight = nn.Parameter(torch.ones(12, 8))
     refused(lambda: model(x), RuntimeError, "expected weight of Linear as fully_shard left it")
     for late in (nn.Linear(8, 8).double(), nn.ParameterList([torch.ones(8)])):

@@ -13,14 +13,13 @@ from memlab.memory_arithmetic import Transformer, training_step
 from memlab.memory_timeline import Meter, Timeline, imagine
 from tests.harness import refusals, refused
 from tests.memory_timeline_helpers import one_thread  # noqa: F401
-from tests.test_memory_arithmetic import (  # noqa: F401
+from tests.test_memory_arithmetic import (
     BY_HAND,
     CASES,
     LLAMA,
     SHORT,
     Case,
     Run,
-    predicted_for_this_machine,
     rises_in_backward,
     watched_ledgers,
 )

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import signal
-import sys
 import threading
 
 import pytest
@@ -18,7 +16,6 @@ from torch.utils.data import DataLoader
 from memlab.gradient_checkpointing import checkpoint as our_checkpoint
 from memlab.memory_timeline import Meter, Timeline
 from memlab.memory_timeline.nodes import STRETCH
-from memlab.memory_timeline.storages import Storages
 from tests.memory_timeline_helpers import Idle, Run, one_thread  # noqa: F401
 
 ROWS = 20
@@ -223,36 +220,6 @@ def test_higher_order_ops_run_under_the_meter():
         found = flex_attention(q, q, q)
     assert torch.equal(found, expected)
     assert meter.timeline.bytes_at(len(meter.timeline)) == q.nbytes + found.nbytes
-
-
-@pytest.fixture
-def ctrl_c_in_the_first_death(monkeypatch):
-    died, interrupted = Storages.died, []
-
-    def first_interrupted(self, death):
-        if not interrupted:
-            interrupted.append(death)
-            signal.raise_signal(signal.SIGINT)
-        died(self, death)
-
-    monkeypatch.setattr(Storages, "died", first_interrupted)
-    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # in a shell's background it is ignored
-    yield
-    signal.signal(signal.SIGINT, handler)
-
-
-@pytest.mark.usefixtures("ctrl_c_in_the_first_death")
-@pytest.mark.parametrize("goes_on", [True, False])
-def test_an_interrupt_that_falls_into_a_death_is_not_lost_and_neither_is_the_death(goes_on):
-    before = sys.unraisablehook
-    with pytest.raises(KeyboardInterrupt), Meter() as meter:
-        x = torch.ones(1000)
-        del x
-        if goes_on:
-            torch.ones(10)
-            raise AssertionError("the block went on")
-    assert [event.delta for event in meter.timeline.events] == [4000, -4000]
-    assert sys.unraisablehook is before
 
 
 def passing(timeline: Timeline) -> list[tuple[str, str]]:

@@ -125,7 +125,7 @@ def test_ctrl_c_reaches_the_caller_and_no_kernel_stays(tmp_path, seconds):
 def test_a_failed_write_leaves_the_file_as_it_was(tmp_path, monkeypatch):
     path = save(tmp_path / "one.ipynb", ran())
     before = path.read_bytes()
-    monkeypatch.setattr(notebooks.Path, "replace", lambda *_: 1 / 0)
+    monkeypatch.setattr("memlab.files.os.replace", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         notebooks._save(nbformat.read(path, as_version=4), path)
     assert path.read_bytes() == before
